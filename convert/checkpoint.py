@@ -1,0 +1,105 @@
+"""A checkpoint folder of the official layout: its JSON files, parsed, and its tensors, not yet read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from convert.config import ModelConfig
+from convert.errors import CheckpointError
+from convert.safetensors import StoredTensor, read_header
+from convert.stages import file_digest, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "README.md",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: configuration parsed, every shard's header checked, no weight read."""
+
+    folder: Path
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Opens `folder` and checks what can be checked without reading weights.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or of another architecture; the message says which.
+        """
+        config = ModelConfig.from_json(read_json(folder / "config.json"))
+        tensors: dict[str, StoredTensor] = {}
+        for shard in _shards(folder):
+            for tensor in read_header(shard):
+                if tensor.name in tensors:
+                    raise CheckpointError(
+                        f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
+                    )
+                tensors[tensor.name] = tensor
+        _check_against_index(folder, tensors)
+        return cls(folder, config, tensors)
+
+    def fingerprint(self) -> str:
+        """Changes with every file the GGUF is made from: texts by content, shards by size and time."""
+        shards = sorted({t.path for t in self.tensors.values()})
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in shards]
+        texts = {
+            name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
+        }
+        return fingerprint({"shards": stats, "texts": texts})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object; a missing or malformed file is a CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}; is this a Qwen3.5 checkpoint?") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to shard names")
+    return weight_map
+
+
+def _shards(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of {len(names)} shards named in {INDEX} are missing: "
+                f"{', '.join(missing)}"
+            )
+        return [folder / name for name in names]
+    if not (single := folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has neither {INDEX} nor {single.name}")
+    return [single]
+
+
+def _check_against_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    if not (folder / INDEX).is_file():
+        return
+    for name, shard in _weight_map(folder).items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / shard}: tensor {name}, promised by {INDEX}, is not in it")

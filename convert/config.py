@@ -1,0 +1,175 @@
+"""The parts of a Qwen3.5 `config.json` that the conversion needs, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from convert.errors import CheckpointError
+
+ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+LINEAR, FULL = "linear_attention", "full_attention"
+DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
+DEFAULT_MROPE_SECTION = (11, 11, 10)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and hyperparameters of the text model; counts are heads, layers or elements as the names say."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    linear_key_heads: int
+    linear_value_heads: int
+    linear_key_dim: int
+    linear_value_dim: int
+    conv_kernel: int
+    layer_types: tuple[str, ...]
+    attention_interval: int
+    n_mtp_layers: int
+    tied_embeddings: bool
+    max_positions: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any] = field(hash=False)
+    special_token_ids: Mapping[str, int] = field(hash=False)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def mrope_sections(self) -> tuple[int, ...]:
+        """Rotary pairs for time, height, width, and a fourth that Qwen3.5 leaves empty."""
+        sections = [int(n) for n in self.rope.get("mrope_section", DEFAULT_MROPE_SECTION)]
+        return tuple((sections + [0] * 4)[:4])
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 0.25)))
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Reads a parsed `config.json`, with `text_config` inside (the official layout) or flat.
+
+        Raises: CheckpointError: another architecture, a quantized checkpoint, or a field that is missing or
+            wrong.
+        """
+        named = config.get("architectures") or ["(none)"]
+        if not set(named) & set(ARCHITECTURES):
+            raise CheckpointError(
+                f"config.json: architectures is {', '.join(map(str, named))}; "
+                f"this converter knows {' and '.join(ARCHITECTURES)} (Qwen3.5, dense)"
+            )
+        text = {**config, **config.get("text_config", {})}
+        if method := text.get("quantization_config"):
+            name = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+            raise CheckpointError(
+                f"config.json: quantization_config says that the weights are already quantized ({name}); "
+                "convert the BF16, F16 or F32 checkpoint that it was made from"
+            )
+        fields = _Fields(text)
+        interval = fields.integer("full_attention_interval", DEFAULT_INTERVAL)
+        n_layers = fields.integer("num_hidden_layers")
+        key_heads, value_heads = (
+            fields.integer("linear_num_key_heads"),
+            fields.integer("linear_num_value_heads"),
+        )
+        if value_heads % key_heads:
+            raise CheckpointError(
+                f"config.json: linear_num_value_heads ({value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({key_heads})"
+            )
+        heads = fields.integer("num_attention_heads")
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=fields.integer("hidden_size"),
+            intermediate_size=fields.integer("intermediate_size"),
+            n_heads=heads,
+            n_kv_heads=fields.integer("num_key_value_heads"),
+            head_dim=fields.integer("head_dim", fields.integer("hidden_size") // heads),
+            linear_key_heads=key_heads,
+            linear_value_heads=value_heads,
+            linear_key_dim=fields.integer("linear_key_head_dim"),
+            linear_value_dim=fields.integer("linear_value_head_dim"),
+            conv_kernel=fields.integer("linear_conv_kernel_dim"),
+            layer_types=_layer_types(text.get("layer_types"), n_layers, interval),
+            attention_interval=interval,
+            n_mtp_layers=_mtp_layers(text),
+            tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+            max_positions=fields.integer("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            rope=_rope(text),
+            special_token_ids=_special_token_ids(config),
+        )
+
+
+class _Fields:
+    """Looks up numbers, naming the field in what it raises."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._values.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} must be a number, got {value!r}")
+        return float(value)
+
+
+def _layer_types(given: Any, n_layers: int, interval: int) -> tuple[str, ...]:
+    if given is None:
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(n_layers))
+    if not isinstance(given, Sequence) or len(given) != n_layers or not set(given) <= {LINEAR, FULL}:
+        raise CheckpointError(
+            f"config.json: layer_types must be num_hidden_layers ({n_layers}) names, each {LINEAR} or {FULL}"
+        )
+    return tuple(given)
+
+
+def _mtp_layers(text: Mapping[str, Any]) -> int:
+    count = text.get("mtp_num_hidden_layers") or 0
+    if count not in (0, 1):
+        raise CheckpointError(f"config.json: mtp_num_hidden_layers is {count!r}; llama.cpp runs 0 or 1")
+    return int(count)
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    for key in ("rope_theta", "partial_rotary_factor"):  # older configs keep them one level up
+        if key not in rope and key in text:
+            rope[key] = text[key]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "yarn"):
+        raise CheckpointError(f"config.json: rope_type is {kind!r}; known are default, linear and yarn")
+    rope["rope_type"] = kind
+    needed = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}[
+        kind
+    ]
+    for key in ("rope_theta", *needed):
+        if not isinstance(rope.get(key), int | float):
+            raise CheckpointError(
+                f"config.json: rope_parameters.{key} must be a number, got {rope.get(key)!r}"
+            )
+    return rope
+
+
+def _special_token_ids(config: Mapping[str, Any]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for values in (config.get("text_config", {}), config):  # the outer level wins
+        for key, value in values.items():
+            if key.endswith("_token_id") and isinstance(value, int) and value >= 0:
+                ids[key.removesuffix("_token_id")] = value
+    return ids

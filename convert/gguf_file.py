@@ -1,0 +1,162 @@
+"""Writes a checkpoint as one GGUF file, in pieces: memory holds a few chunks, never the model.
+
+gguf's writer lays out header, key-value pairs and tensor table. As every tensor's size is known from its
+shape, so is its place in the file, and the data can be read, converted and written by a few threads at once,
+each with positioned reads and writes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from convert.errors import CheckpointError
+from convert.floats import RangeError, convert, to_f32
+from convert.metadata import ARCH, add_general, add_hyperparameters, add_tokenizer
+from convert.progress import BYTES, Progress
+from convert.safetensors import NUMPY_TYPES
+from convert.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from convert.checkpoint import Checkpoint
+    from convert.config import ModelConfig
+    from convert.source import Source
+    from convert.tensors import FloatType, PlannedTensor, TensorPlan
+
+ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
+CHUNK_ELEMENTS = 1 << 20  # small enough for a core's cache, large enough for the disk
+DEFAULT_THREADS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A piece of one tensor: elements `start` to `start + count`, written from byte `position` on."""
+
+    tensor: PlannedTensor
+    start: int
+    count: int
+    position: int
+
+
+def write_gguf(
+    path: Path,
+    checkpoint: Checkpoint,
+    source: Source,
+    plan: TensorPlan,
+    kept_layers: tuple[int, ...],
+    outtype: FloatType,
+    threads: int = DEFAULT_THREADS,
+) -> None:
+    """Writes the GGUF that `plan` describes to `path`.
+
+    Raises: CheckpointError: the tokenizer cannot be converted, a shard changed underfoot, or a weight does
+        not fit F16.
+    """
+    vocab = Vocab.load(checkpoint.folder, checkpoint.config)
+    writer = gguf.GGUFWriter(path=None, arch=ARCH)
+    add_general(writer, checkpoint, source, plan)
+    add_hyperparameters(writer, checkpoint, plan, kept_layers, outtype)
+    add_tokenizer(writer, vocab)
+    data_start = _write_head(writer, path, plan)
+    del vocab, writer
+    with Progress(f"Writing {path.name.removesuffix('.part')}", plan.nbytes, BYTES) as progress:
+        _write_data(path, plan, checkpoint.config, data_start, threads, progress)
+
+
+def _write_head(writer: gguf.GGUFWriter, path: Path, plan: TensorPlan) -> int:
+    """Writes everything before the data; returns where the data starts."""
+    for tensor in plan.tensors:
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            NUMPY_TYPES[tensor.float_type],
+            tensor.nbytes,
+            raw_dtype=gguf.GGMLQuantizationType[tensor.float_type],
+        )
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return _padded(path.stat().st_size)
+
+
+def _write_data(
+    path: Path, plan: TensorPlan, config: ModelConfig, data_start: int, threads: int, progress: Progress
+) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        # threads write in any order; the end, with the last tensor's padding, is known already
+        os.truncate(fd, data_start + sum(_padded(t.nbytes) for t in plan.tensors))
+        with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
+            pending: set[Future[int]] = set()
+            try:
+                for job in _jobs(plan, data_start):
+                    pending.add(pool.submit(_run, job, config, fd))
+                    if len(pending) >= 2 * threads:
+                        pending = _collect(pending, progress)
+                while pending:
+                    pending = _collect(pending, progress)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        os.close(fd)
+
+
+def _collect(pending: set[Future[int]], progress: Progress) -> set[Future[int]]:
+    done, rest = wait(pending, return_when=FIRST_COMPLETED)
+    for future in done:
+        progress.advance(future.result())
+    return rest
+
+
+def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
+    position = data_start
+    for tensor in plan.tensors:
+        n = tensor.n_elements
+        # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, do neither
+        step = n if tensor.reorder or tensor.compute else CHUNK_ELEMENTS
+        itemsize = NUMPY_TYPES[tensor.float_type].itemsize
+        for start in range(0, n, step):
+            yield _Job(tensor, start, min(step, n - start), position + start * itemsize)
+        position += _padded(tensor.nbytes)
+
+
+def _run(job: _Job, config: ModelConfig, fd: int) -> int:
+    tensor, stored = job.tensor, job.tensor.stored
+    values, dtype = stored.read(job.start, job.count), stored.dtype
+    if tensor.reorder:
+        values = tensor.reorder(values.reshape(stored.shape), config).reshape(-1)
+    if tensor.compute:
+        values, dtype = tensor.compute(to_f32(values, dtype), config), "F32"
+    written = 0
+    for start in range(0, job.count, CHUNK_ELEMENTS):
+        try:
+            piece = convert(values[start : start + CHUNK_ELEMENTS], dtype, tensor.float_type)
+        except RangeError as error:
+            raise CheckpointError(
+                f"{stored.path}: tensor {stored.name}: {error}; convert with --outtype BF16 or F32"
+            ) from None
+        _pwrite(fd, piece, job.position + written)
+        written += piece.nbytes
+    return written
+
+
+def _pwrite(fd: int, values: npt.NDArray[Any], position: int) -> None:
+    view = np.ascontiguousarray(values).view(np.uint8).data
+    while view:
+        n = os.pwrite(fd, view, position)
+        view, position = view[n:], position + n
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT

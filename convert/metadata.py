@@ -1,0 +1,112 @@
+"""The GGUF's key-value pairs: what the model is called and comes from, its hyperparameters, its tokenizer.
+
+Key names and value types are those that llama.cpp reads (src/llama-arch.cpp, src/models/qwen35.cpp); names,
+licence and model-card fields follow gguf's own heuristics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gguf
+from gguf.utility import size_label
+
+from convert.checkpoint import Checkpoint, read_json
+from convert.config import LINEAR
+
+if TYPE_CHECKING:
+    from convert.source import Source
+    from convert.tensors import FloatType, TensorPlan
+    from convert.vocab import Vocab
+
+ARCH = "qwen35"
+FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
+    "F32": gguf.LlamaFileType.ALL_F32,
+    "F16": gguf.LlamaFileType.MOSTLY_F16,
+    "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+}
+
+
+def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source, plan: TensorPlan) -> None:
+    """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
+    metadata = gguf.Metadata.load(model_path=checkpoint.folder, total_params=plan.n_elements)
+    if source.repo_id is not None:
+        # the hub's cache names folders after commits, which the heuristics would take for the model's name
+        name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
+            source.repo_id, plan.n_elements
+        )
+        card = gguf.Metadata.load_model_card(checkpoint.folder)
+        metadata.name = card.get("name") or card.get("model_name") or gguf.Metadata.id_to_title(name)
+        metadata.organization = metadata.organization or gguf.Metadata.id_to_title(organization)
+        metadata.basename, metadata.finetune, metadata.version = basename, finetune, version
+        metadata.size_label = label
+        metadata.source_url = f"{source.url}/tree/{source.revision}" if source.revision else source.url
+        metadata.source_repo_url = source.url
+    if metadata.size_label is None:
+        metadata.size_label = size_label(plan.n_elements, plan.n_elements, 0, 0)
+    if metadata.sampling_penalty_repeat is None and (checkpoint.folder / "generation_config.json").is_file():
+        # gguf 0.19.0 looks for its own spelling only
+        generation = read_json(checkpoint.folder / "generation_config.json")
+        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
+    writer.add_type(gguf.GGUFType.MODEL)
+    metadata.set_gguf_meta_model(writer)
+
+
+def add_hyperparameters(
+    writer: gguf.GGUFWriter,
+    checkpoint: Checkpoint,
+    plan: TensorPlan,
+    kept_layers: tuple[int, ...],
+    outtype: FloatType,
+) -> None:
+    """`qwen35.*`: shapes, rope, the delta net's heads, which blocks are recurrent, the MTP block's count."""
+    config = checkpoint.config
+    writer.add_block_count(plan.n_blocks)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_file_type(FILE_TYPES[outtype])
+
+    writer.add_rope_freq_base(config.rope["rope_theta"])
+    writer.add_rope_dimension_count(config.rotary_dim)
+    writer.add_rope_dimension_sections(list(config.mrope_sections))
+    if (kind := config.rope["rope_type"]) != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(config.rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
+
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.linear_key_dim)
+    writer.add_ssm_group_count(config.linear_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_heads * config.linear_value_dim)
+    recurrent = [config.layer_types[layer] == LINEAR for layer in kept_layers] + [False] * plan.n_mtp_layers
+    writer.add_array(
+        f"{ARCH}.attention.recurrent_layers", recurrent
+    )  # gguf 0.19.0 has no method for this key
+    writer.add_full_attention_interval(config.attention_interval)
+    if plan.n_mtp_layers:
+        writer.add_nextn_predict_layers(plan.n_mtp_layers)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, vocab: Vocab) -> None:
+    """`tokenizer.*`: byte-level BPE under llama.cpp's name for it, gpt2."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocab.pre_tokenizer)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types(vocab.types)
+    writer.add_token_merges(vocab.merges)
+    for kind, id_ in vocab.special_ids.items():
+        getattr(writer, f"add_{kind}_token_id")(id_)
+    for kind, flag in vocab.add_special.items():
+        if adder := getattr(writer, f"add_add_{kind}_token", None):  # no key for unk, pad, cls, mask
+            adder(flag)
+    if vocab.chat_template is not None:
+        writer.add_chat_template(vocab.chat_template)

@@ -1,0 +1,269 @@
+"""Which checkpoint tensor becomes which GGUF tensor: the tables, and the plan made from them for one model.
+
+Names on the GGUF side are those of llama.cpp's `qwen35` (src/llama-arch.cpp, src/models/qwen35.cpp). The MTP
+block follows the trunk as block `n_layers`, with its own four tensors under `nextn.`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from convert.config import FULL, ModelConfig
+from convert.errors import CheckpointError
+from convert.safetensors import NUMPY_TYPES, StoredTensor
+from convert.transforms import (
+    Transform,
+    add_one,
+    decay,
+    squeeze_conv,
+    tile_columns,
+    tile_gate,
+    tile_heads,
+    tile_qkv,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from convert.checkpoint import Checkpoint
+
+FloatType = Literal["F32", "F16", "BF16"]
+FLOAT_TYPES: tuple[FloatType, ...] = ("F16", "BF16", "F32")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a table: names are relative to layer or model on either side; shapes are torch's."""
+
+    source: str
+    target: str
+    shape: Callable[[ModelConfig], Shape]
+    reorder: Transform | None = None  # moves elements, in the checkpoint's dtype
+    compute: Transform | None = None  # arithmetic, in float32; the result stays F32
+    keep_f32: bool = False  # a matrix that llama.cpp wants in F32 all the same
+
+
+def _value_dim(c: ModelConfig) -> int:
+    return c.linear_value_heads * c.linear_value_dim
+
+
+def _conv_channels(c: ModelConfig) -> int:
+    return 2 * c.linear_key_heads * c.linear_key_dim + _value_dim(c)
+
+
+def _hidden(c: ModelConfig) -> Shape:
+    return (c.hidden_size,)
+
+
+def _embedding(c: ModelConfig) -> Shape:
+    return (c.vocab_size, c.hidden_size)
+
+
+EMBEDDING = Rule("embed_tokens.weight", "token_embd.weight", _embedding)
+OUTPUT_NORM = Rule("norm.weight", "output_norm.weight", _hidden, compute=add_one)
+OUTPUT = Rule("lm_head.weight", "output.weight", _embedding)
+
+EVERY_LAYER = (
+    Rule("input_layernorm.weight", "attn_norm.weight", _hidden, compute=add_one),
+    Rule("post_attention_layernorm.weight", "post_attention_norm.weight", _hidden, compute=add_one),
+    Rule("mlp.gate_proj.weight", "ffn_gate.weight", lambda c: (c.intermediate_size, c.hidden_size)),
+    Rule("mlp.up_proj.weight", "ffn_up.weight", lambda c: (c.intermediate_size, c.hidden_size)),
+    Rule("mlp.down_proj.weight", "ffn_down.weight", lambda c: (c.hidden_size, c.intermediate_size)),
+)
+
+FULL_ATTENTION = (
+    # queries and their output gate, interleaved by head: twice the rows
+    Rule("self_attn.q_proj.weight", "attn_q.weight", lambda c: (2 * c.n_heads * c.head_dim, c.hidden_size)),
+    Rule("self_attn.k_proj.weight", "attn_k.weight", lambda c: (c.n_kv_heads * c.head_dim, c.hidden_size)),
+    Rule("self_attn.v_proj.weight", "attn_v.weight", lambda c: (c.n_kv_heads * c.head_dim, c.hidden_size)),
+    Rule("self_attn.o_proj.weight", "attn_output.weight", lambda c: (c.hidden_size, c.n_heads * c.head_dim)),
+    Rule("self_attn.q_norm.weight", "attn_q_norm.weight", lambda c: (c.head_dim,), compute=add_one),
+    Rule("self_attn.k_norm.weight", "attn_k_norm.weight", lambda c: (c.head_dim,), compute=add_one),
+)
+
+LINEAR_ATTENTION = (
+    Rule(
+        "linear_attn.in_proj_qkv.weight",
+        "attn_qkv.weight",
+        lambda c: (_conv_channels(c), c.hidden_size),
+        reorder=tile_qkv,
+    ),
+    Rule(
+        "linear_attn.in_proj_z.weight",
+        "attn_gate.weight",
+        lambda c: (_value_dim(c), c.hidden_size),
+        reorder=tile_gate,
+    ),
+    Rule(
+        "linear_attn.in_proj_b.weight",
+        "ssm_beta.weight",
+        lambda c: (c.linear_value_heads, c.hidden_size),
+        reorder=tile_heads,
+    ),
+    Rule(
+        "linear_attn.in_proj_a.weight",
+        "ssm_alpha.weight",
+        lambda c: (c.linear_value_heads, c.hidden_size),
+        reorder=tile_heads,
+    ),
+    Rule(
+        "linear_attn.conv1d.weight",
+        "ssm_conv1d.weight",
+        lambda c: (_conv_channels(c), 1, c.conv_kernel),
+        reorder=squeeze_conv,
+        keep_f32=True,
+    ),
+    Rule("linear_attn.dt_bias", "ssm_dt.bias", lambda c: (c.linear_value_heads,), reorder=tile_heads),
+    Rule("linear_attn.A_log", "ssm_a", lambda c: (c.linear_value_heads,), compute=decay),
+    # the gated norm is the one that is not zero-centred
+    Rule("linear_attn.norm.weight", "ssm_norm.weight", lambda c: (c.linear_value_dim,)),
+    Rule(
+        "linear_attn.out_proj.weight",
+        "ssm_out.weight",
+        lambda c: (c.hidden_size, _value_dim(c)),
+        reorder=tile_columns,
+    ),
+)
+
+MTP = (
+    Rule("fc.weight", "nextn.eh_proj.weight", lambda c: (c.hidden_size, 2 * c.hidden_size)),
+    Rule("pre_fc_norm_embedding.weight", "nextn.enorm.weight", _hidden, compute=add_one),
+    Rule("pre_fc_norm_hidden.weight", "nextn.hnorm.weight", _hidden, compute=add_one),
+    Rule("norm.weight", "nextn.shared_head_norm.weight", _hidden, compute=add_one),
+)
+
+TEXT_PREFIXES = ("model.language_model.", "model.")  # inside Qwen3_5ForConditionalGeneration, and alone
+VISION_PREFIX = "model.visual."
+MTP_PREFIX = "mtp."
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the GGUF: its source, what is done to it, its `shape` (torch's order) and type."""
+
+    name: str
+    stored: StoredTensor
+    shape: Shape
+    float_type: FloatType
+    reorder: Transform | None
+    compute: Transform | None
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * NUMPY_TYPES[self.float_type].itemsize
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Every tensor of the GGUF in the checkpoint's own order, so that reading is sequential."""
+
+    tensors: tuple[PlannedTensor, ...]
+    n_blocks: int
+    n_mtp_layers: int
+    skipped_vision: int
+
+    @property
+    def n_elements(self) -> int:
+        return sum(t.n_elements for t in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def plan_tensors(checkpoint: Checkpoint, outtype: FloatType, kept_layers: Sequence[int]) -> TensorPlan:
+    """Matches every tensor of the checkpoint with its rule; trunk layers are renumbered to their place in
+    `kept_layers`.
+
+    Raises: CheckpointError: a tensor is missing, has another shape or dtype than the configuration implies,
+        or is unknown.
+    """
+    config = checkpoint.config
+    prefix = _text_prefix(checkpoint.tensors)
+    has_mtp = any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
+    planned: dict[str, PlannedTensor] = {}
+    known: set[str] = set()
+    for source, target, rule in _expected(config, prefix, kept_layers, has_mtp):
+        stored = checkpoint.tensors.get(source)
+        if stored is None:
+            raise CheckpointError(f"{checkpoint.folder}: tensor {source} is missing")
+        known.add(source)
+        planned[source] = _plan_one(stored, target, rule, config, outtype)
+    vision = {name for name in checkpoint.tensors if name.startswith(VISION_PREFIX)}
+    dropped = {f"{prefix}layers.{i}." for i in range(config.n_layers)} - {
+        f"{prefix}layers.{i}." for i in kept_layers
+    }
+    for name in checkpoint.tensors.keys() - known - vision:
+        if name == OUTPUT.source and config.tied_embeddings:
+            continue  # a copy of the embedding, which transformers ignores as well
+        if not name.startswith(tuple(dropped)):
+            raise CheckpointError(
+                f"{checkpoint.folder}: no rule for tensor {name}; not a Qwen3.5 (dense) checkpoint?"
+            )
+    return TensorPlan(
+        tensors=tuple(planned[name] for name in checkpoint.tensors if name in planned),
+        n_blocks=len(kept_layers) + int(has_mtp),
+        n_mtp_layers=int(has_mtp),
+        skipped_vision=len(vision),
+    )
+
+
+def _text_prefix(names: Mapping[str, StoredTensor]) -> str:
+    for prefix in TEXT_PREFIXES:
+        if f"{prefix}{EMBEDDING.source}" in names:
+            return prefix
+    expected = " or ".join(f"{prefix}{EMBEDDING.source}" for prefix in TEXT_PREFIXES)
+    raise CheckpointError(f"the checkpoint has no tensor {expected}")
+
+
+def _expected(
+    config: ModelConfig, prefix: str, kept_layers: Sequence[int], has_mtp: bool
+) -> Iterator[tuple[str, str, Rule]]:
+    """Yields (checkpoint name, GGUF name, rule) for every tensor that the configuration calls for."""
+    for rule in (EMBEDDING, OUTPUT_NORM):
+        yield prefix + rule.source, rule.target, rule
+    if not config.tied_embeddings:
+        yield OUTPUT.source, OUTPUT.target, OUTPUT
+    for block, layer in enumerate(kept_layers):
+        attention = FULL_ATTENTION if config.layer_types[layer] == FULL else LINEAR_ATTENTION
+        for rule in (*EVERY_LAYER, *attention):
+            yield f"{prefix}layers.{layer}.{rule.source}", f"blk.{block}.{rule.target}", rule
+    if has_mtp:
+        block = len(kept_layers)
+        for rule in MTP:
+            yield f"{MTP_PREFIX}{rule.source}", f"blk.{block}.{rule.target}", rule
+        for rule in (*EVERY_LAYER, *FULL_ATTENTION):
+            yield f"{MTP_PREFIX}layers.0.{rule.source}", f"blk.{block}.{rule.target}", rule
+
+
+def _plan_one(
+    stored: StoredTensor, target: str, rule: Rule, config: ModelConfig, outtype: FloatType
+) -> PlannedTensor:
+    shape = rule.shape(config)
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}, "
+            f"config.json implies {list(shape)}"
+        )
+    if stored.dtype not in NUMPY_TYPES:
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name} is {stored.dtype}; known are {', '.join(NUMPY_TYPES)}"
+        )
+    # llama.cpp's kernels take vectors and the convolution in F32 only
+    in_f32 = len(shape) == 1 or rule.keep_f32
+    return PlannedTensor(
+        name=target,
+        stored=stored,
+        shape=(shape[0], shape[2]) if len(shape) == 3 else shape,  # the convolution's middle axis is 1
+        float_type="F32" if in_f32 else outtype,
+        reorder=rule.reorder,
+        compute=rule.compute,
+    )

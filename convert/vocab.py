@@ -1,0 +1,161 @@
+"""The tokenizer, from `tokenizer.json` and `tokenizer_config.json` to what the GGUF carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+
+from convert.checkpoint import read_json
+from convert.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from convert.config import ModelConfig
+
+# llama.cpp's name for the pre-tokenizer <- the split pattern in tokenizer.json (src/llama-vocab.cpp has both)
+PRE_TOKENIZERS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen35",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+}
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+BYTE_LEVEL_SPACE = chr(ord(" ") + 256)  # how byte-level BPE writes a space
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """Everything of the tokenizer that a GGUF holds; `tokens` and `types` are as long as the embedding."""
+
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    pre_tokenizer: str
+    special_ids: Mapping[str, int]
+    add_special: Mapping[str, bool]
+    chat_template: str | list[dict[str, str]] | None
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig) -> Vocab:
+        """Reads the tokenizer of a checkpoint folder and pads it to `config.vocab_size`.
+
+        Raises: CheckpointError: no byte-level BPE, a pre-tokenizer that llama.cpp has no name for, or ids
+            beyond the embedding.
+        """
+        tokenizer = read_json(folder / "tokenizer.json")
+        settings = read_json(folder / "tokenizer_config.json")
+        model = tokenizer.get("model") or {}
+        if model.get("type") != "BPE":
+            raise CheckpointError(f"tokenizer.json: model.type must be BPE, got {model.get('type')!r}")
+        added = _added_tokens(tokenizer, settings)
+        tokens, types = _tokens(model.get("vocab") or {}, added, config.vocab_size)
+        return cls(
+            tokens=tokens,
+            types=types,
+            merges=[_merge(entry) for entry in model.get("merges") or []],
+            pre_tokenizer=_pre_tokenizer(tokenizer.get("pre_tokenizer")),
+            special_ids=_special_ids(settings, added, config),
+            add_special=_add_special(tokenizer.get("post_processor"), settings),
+            chat_template=_chat_template(folder, settings),
+        )
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Id -> {content, special}; `tokenizer.json` goes before `tokenizer_config.json`."""
+    added = {int(id_): entry for id_, entry in (settings.get("added_tokens_decoder") or {}).items()}
+    return added | {int(entry["id"]): entry for entry in tokenizer.get("added_tokens") or []}
+
+
+def _tokens(
+    vocab: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], vocab_size: int
+) -> tuple[list[str], list[int]]:
+    highest = max([*vocab.values(), *added], default=-1)
+    if highest < 0:
+        raise CheckpointError("tokenizer.json: model.vocab is empty")
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json: token id {highest} has no row in the embedding "
+            f"(config.json: vocab_size is {vocab_size})"
+        )
+    # an embedding is often larger than its tokenizer, for round shapes: the rest are named and never produced
+    tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    for token, id_ in vocab.items():
+        tokens[id_], types[id_] = token, int(gguf.TokenType.NORMAL)
+    for id_, entry in added.items():
+        content = str(entry["content"])
+        control = entry.get("special", False) or (content.startswith("<|") and content.endswith("|>"))
+        tokens[id_] = content
+        types[id_] = int(gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED)
+    return tokens, types
+
+
+def _merge(entry: str | list[str]) -> str:
+    """Older tokenizer files write "a b", newer ones ["a", "b"] so that a part may hold a space."""
+    if isinstance(entry, str):
+        return entry
+    left, right = (part.replace(" ", BYTE_LEVEL_SPACE) for part in entry)
+    return f"{left} {right}"
+
+
+def _pre_tokenizer(section: Any) -> str:
+    pattern = next(_split_patterns(section), None)
+    if pattern in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[pattern]
+    known = "\n".join(f"  {name}: {regex}" for regex, name in PRE_TOKENIZERS.items())
+    raise CheckpointError(
+        f"tokenizer.json: llama.cpp has no pre-tokenizer that splits by\n  {pattern}\nknown are\n{known}"
+    )
+
+
+def _split_patterns(section: Any) -> Iterator[str]:
+    if not isinstance(section, dict):
+        return
+    if section.get("type") == "Split":
+        pattern = section.get("pattern") or {}
+        yield str(pattern.get("Regex", pattern.get("String")))
+    for part in section.get("pretokenizers") or []:
+        yield from _split_patterns(part)
+
+
+def _special_ids(
+    settings: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]], config: ModelConfig
+) -> dict[str, int]:
+    """The tokenizer's choice goes before config.json's, whose eos may end a document but not a turn."""
+    id_of = {str(entry["content"]): id_ for id_, entry in added.items()}
+    ids: dict[str, int] = {}
+    for kind in SPECIAL_TOKENS:
+        entry = settings.get(f"{kind}_token")
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if content in id_of:
+            ids[kind] = id_of[content]
+        elif kind in config.special_token_ids:
+            ids[kind] = config.special_token_ids[kind]
+    return ids
+
+
+def _add_special(post_processor: Any, settings: Mapping[str, Any]) -> dict[str, bool]:
+    flags: dict[str, bool] = {}
+    if isinstance(post_processor, dict):
+        kinds = [p.get("type") for p in post_processor.get("processors", [post_processor])]
+        if set(kinds) - {"ByteLevel"}:
+            raise CheckpointError(
+                f"tokenizer.json: post_processor must be ByteLevel, got {', '.join(map(str, kinds))}"
+            )
+        flags = {"bos": False, "eos": False}  # byte level adds neither
+    for kind in SPECIAL_TOKENS:
+        value = settings.get(f"add_{kind}_token")
+        if isinstance(value, bool):
+            flags.setdefault(kind, value)
+    return flags
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    if (template := settings.get("chat_template")) is not None:
+        return template  # type: ignore[no-any-return]
+    file = folder / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
