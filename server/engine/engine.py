@@ -1,0 +1,332 @@
+"""The engine: one thread that schedules, decodes and postprocesses, and a door to it for the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .errors import (
+    DoesNotFit,
+    EngineDead,
+    EngineDraining,
+    GenerationError,
+    InvalidPrompt,
+    PromptTooLong,
+    QueueFull,
+)
+from .generation import Generation, Mailbox
+from .gguf import read_header
+from .hardware import nvidia_cards, physical_cores
+from .llama import Context, LlamaError, Model, NoMemorySlot, supports_gpu
+from .memory import context_options, plan_memory
+from .runner import Runner
+from .sampling import Sampler
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .stats import EngineStats
+from .vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as ListLike
+
+    from .sampling import SamplingParams
+    from .scheduler import Step
+    from .sequence import FinishReason
+    from .settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS_CPU = 32
+"""Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
+
+
+class Engine:
+    """Loads a model and serves generations from it. Construct, `start`, `submit`, `drain`, `close`.
+
+    Raises ModelLoadError when the file is no good and DoesNotFit when memory is too small.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        settings = _decide(settings)
+        header = read_header(settings.model)
+        self.plan = plan_memory(settings, header)
+        self.settings = self.plan.settings
+        """The settings with every choice made."""
+        log.info("memory for %s:\n%s", settings.model, self.plan)
+        self._model, self._context = self._load()
+        self.vocab = Vocab(self._model)
+        self.metadata = self._model.metadata()
+        """The GGUF's scalar keys, as text."""
+        self.context_size = min(self._model.n_ctx_train, self._context.n_ctx)
+        """Most tokens of one sequence, prompt and output together."""
+
+        self._runner = Runner(self._context)
+        self._scheduler = Scheduler(
+            slots=self.settings.parallel,
+            cells=self._context.n_ctx,
+            batch_size=self._context.n_batch,
+            prefill_budget=self.settings.prefill_budget,
+            release=self._runner.forget,
+        )
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: dict[Sequence, tuple[Generation, Mailbox]] = {}
+        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._warm = threading.Event()
+        self._error: str | None = None
+        self._draining = False
+        self._closing = False
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+
+    def _load(self) -> tuple[Model, Context]:
+        settings = self.settings
+        model = Model(
+            settings.model,
+            n_gpu_layers=settings.n_gpu_layers,
+            main_gpu=settings.main_gpu,
+            use_mmap=settings.use_mmap,
+            mlock=settings.mlock,
+        )
+        try:
+            return model, Context(model, context_options(settings))
+        except LlamaError as error:
+            model.close()
+            raise DoesNotFit(
+                f"llama.cpp could not create the context: {error}. If memory is the reason, lower ctx_size "
+                f"({settings.ctx_size}), parallel ({settings.parallel}) or ubatch_size "
+                f"({settings.ubatch_size}), or set cache_type_k and cache_type_v to q8_0. "
+                f"The plan was:\n{self.plan}"
+            ) from error
+
+    # --- the event loop's side -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which warms up and then serves; `ready` tells when."""
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Block for at most `timeout` seconds; whether it is warm then. Raises EngineDead on failure."""
+        self._warm.wait(timeout)
+        if self._error:
+            raise EngineDead(self._error)
+        return self._warm.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Warm, healthy, and taking requests."""
+        return self._warm.is_set() and self._error is None and not self._draining
+
+    def submit(self, prompt: ListLike[int], params: SamplingParams, max_tokens: int) -> Generation:
+        """Queue a request; call on the event loop that will listen.
+
+        `max_tokens` is clamped to the room that the prompt leaves in the context. Raises ValueError for
+        `max_tokens` below 1, InvalidPrompt, PromptTooLong, QueueFull, EngineDraining, EngineDead.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+        self._check_prompt(prompt)
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._error:
+                raise EngineDead(self._error)
+            if self._draining:
+                raise EngineDraining("the server is shutting down and takes no new requests")
+            if len(self._open) >= self.settings.parallel + self.settings.max_queue:
+                raise QueueFull(
+                    f"{self.settings.parallel} requests run and {self.settings.max_queue} wait already; "
+                    "try again later"
+                )
+            sampler = Sampler(params, self.vocab, prompt)
+            room = self.context_size - len(prompt)
+            sequence = Sequence(list(prompt), min(max_tokens, room), sampler)
+            cancel = partial(self._inbox.put, partial(self._finish, sequence, "cancelled"))
+            generation = Generation(len(prompt), sequence.timings, cancel)
+            mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+            self._open[sequence] = generation, mailbox
+            self._inbox.put(partial(self._scheduler.add, sequence))
+        return generation
+
+    def _check_prompt(self, prompt: ListLike[int]) -> None:
+        if not prompt:
+            raise InvalidPrompt("the prompt is empty; it must have at least one token")
+        if len(prompt) >= self.context_size:
+            raise PromptTooLong(len(prompt), self.context_size)
+        ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
+            raise InvalidPrompt("the prompt must be a list of token ids (integers)")
+        outside = np.flatnonzero((ids < 0) | (ids >= self.vocab.size))
+        if outside.size:
+            i = int(outside[0])
+            raise InvalidPrompt(
+                f"token {i} of the prompt is {ids[i]}; ids run from 0 to {self.vocab.size - 1}"
+            )
+
+    def stats(self) -> EngineStats:
+        """What the engine did so far and does now; safe from any thread."""
+        running = len(self._scheduler.running)
+        return EngineStats(
+            running=running,
+            waiting=max(0, len(self._open) - running),
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._scheduler.preemptions,
+            kv_cells_used=self._scheduler.cells_used,
+            kv_cells=self._scheduler.cells,
+            finished=dict(self._finished),
+        )
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until everything in flight has ended."""
+        self._draining = True
+        while self._open:
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """Stop the thread and free the model; what is in flight fails. Blocks for one step. Idempotent."""
+        self._closing = True
+        if self._thread.is_alive():
+            self._inbox.put(lambda: None)  # wakes it
+            self._thread.join()
+        self._fail("the engine was closed")
+        self._context.close()
+        self._model.close()
+
+    # --- the engine's thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._warm_up()
+            while self._receive():
+                started = perf_counter()
+                step = self._scheduler.schedule()
+                try:
+                    sampled = self._runner.run(step)
+                except NoMemorySlot as error:
+                    self._relieve(error)
+                    continue
+                self._postprocess(step, sampled, started)
+                self._post()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(f"the engine failed: {error}")
+
+    def _warm_up(self) -> None:
+        started = perf_counter()
+        budget = self.settings.ubatch_size if len(self.plan.usages) > 1 else WARM_UP_TOKENS_CPU
+        self._runner.warm_up(self.settings.parallel, min(budget, self._context.n_batch, self._context.n_ctx))
+        log.info("warm after %.1f s", perf_counter() - started)
+        self._warm.set()
+
+    def _receive(self) -> bool:
+        """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
+        scheduler = self._scheduler
+        while not self._closing and not (scheduler.running or scheduler.waiting):
+            self._inbox.get()()
+            self._post()
+        while not self._closing and not self._inbox.empty():
+            self._inbox.get()()
+        return not self._closing
+
+    def _postprocess(self, step: Step, sampled: list[int | Exception | None], started: float) -> None:
+        """Append what was sampled, tell the listeners, and end what is complete."""
+        self._scheduler.postprocess(step)
+        self._steps += 1
+        now = perf_counter()
+        for chunk, token in zip(step.chunks, sampled, strict=True):
+            sequence = chunk.sequence
+            if chunk.count > 1 or not sequence.generated:
+                self._prompt_tokens += chunk.count
+                sequence.timings.started = sequence.timings.started or started
+            if token is None:
+                continue
+            if isinstance(token, Exception):
+                log.error("a sequence failed in its sampler", exc_info=token)
+                self._finish(sequence, GenerationError(f"sampling failed: {token}"))
+                continue
+            sequence.timings.first_token = sequence.timings.first_token or now
+            if self.vocab.is_eog(token):
+                self._finish(sequence, "stop")
+                continue
+            sequence.tokens.append(token)
+            self._generated_tokens += 1
+            if len(sequence.tokens) == sequence.limit:
+                self._finish(sequence, "length", token)
+            else:
+                generation, mailbox = self._open[sequence]
+                mailbox.put(generation, token, None)
+
+    def _finish(self, sequence: Sequence, done: FinishReason | Exception, token: int | None = None) -> None:
+        """End a sequence: free its place, tell its listener. Nothing happens when it has ended before."""
+        with self._lock:
+            entry = self._open.pop(sequence, None)
+        if entry is None:
+            return
+        self._scheduler.remove(sequence)
+        sequence.sampler.close()
+        sequence.timings.finished = perf_counter()
+        self._finished["error" if isinstance(done, Exception) else done] += 1
+        generation, mailbox = entry
+        mailbox.put(generation, token, done)
+
+    def _relieve(self, error: NoMemorySlot) -> None:
+        """llama.cpp found no cells where the scheduler counted some: run fewer, and say so."""
+        scheduler = self._scheduler
+        log.error(
+            "%s, though only %d of %d are counted as used", error, scheduler.cells_used, scheduler.cells
+        )
+        if len(scheduler.running) > 1:
+            scheduler.preempt_youngest()
+        else:
+            self._finish(scheduler.running[0], GenerationError(str(error)))
+
+    def _post(self) -> None:
+        """Send the step's results off; whoever listened on a loop that is closed is cancelled."""
+        for mailbox in list(self._mailboxes.values()):
+            if not mailbox.post():
+                for sequence in [s for s, (_, box) in self._open.items() if box is mailbox]:
+                    self._finish(sequence, "cancelled")
+
+    def _fail(self, message: str) -> None:
+        """End everything in flight with `message`, and refuse whatever comes."""
+        with self._lock:
+            self._error = self._error or message
+            left, self._open = self._open, {}
+        for sequence, (generation, mailbox) in left.items():
+            sequence.sampler.close()
+            sequence.timings.finished = perf_counter()
+            self._finished["error"] += 1
+            mailbox.put(generation, None, GenerationError(message))
+        self._post()
+        self._warm.set()  # nobody needs to wait any longer
+
+
+def _decide(settings: EngineSettings) -> EngineSettings:
+    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
+    on_gpu = supports_gpu() and settings.n_gpu_layers != 0
+    if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
+        log.warning(
+            "%s is present, but llama-cpp-python was built without CUDA: everything will run on the CPU, "
+            "many times slower. Rebuild it with CUDA, or set n_gpu_layers to 0 if the CPU is meant.",
+            cards[0],
+        )
+    threads = settings.threads or physical_cores()
+    return replace(
+        settings,
+        threads=threads,
+        threads_batch=settings.threads_batch or threads,
+        prefill_budget=settings.prefill_budget or (512 if on_gpu else 128),
+    )

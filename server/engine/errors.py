@@ -1,0 +1,47 @@
+"""What can go wrong in the engine, by who has to act on it."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ModelLoadError(EngineError):
+    """The file is missing, damaged or of a kind that llama.cpp refuses."""
+
+
+class DoesNotFit(ModelLoadError):
+    """The model or its context is larger than the memory it would have to live in."""
+
+
+class InvalidPrompt(EngineError):
+    """The prompt is empty or holds an id outside the vocabulary."""
+
+
+class PromptTooLong(EngineError):
+    """The prompt leaves no room for even one generated token."""
+
+    def __init__(self, prompt_tokens: int, context_size: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, but one sequence holds at most {context_size}, "
+            "prompt and answer together; shorten the prompt or start the server with a larger ctx_size"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_size = context_size
+
+
+class QueueFull(EngineError):
+    """As many requests wait as `max_queue` allows; try again later."""
+
+
+class EngineDraining(EngineError):
+    """The engine finishes what it has and takes nothing new."""
+
+
+class EngineDead(EngineError):
+    """The engine failed or was closed; it will serve nothing any more."""
+
+
+class GenerationError(EngineError):
+    """This generation ended before it was complete, through no doing of its caller."""

@@ -1,0 +1,93 @@
+"""The caller's end of a request: tokens arrive here on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from .errors import GenerationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .sequence import FinishReason, Timings
+
+
+class Generation:
+    """`async for tokens in generation` yields what was generated since the last time it was asked.
+
+    The lists hold neither the end-of-generation token nor anything after it, and are never empty. A caller
+    that stops listening must `cancel`. Raises GenerationError from the iterator when the engine, or this
+    sequence in it, fails. One listener, on the event loop that submitted the request.
+    """
+
+    def __init__(self, prompt_tokens: int, timings: Timings, cancel: Callable[[], None]) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        """Prompt tokens that did not have to be computed."""
+        self.timings = timings
+        self.finish_reason: FinishReason | None = None
+        """Known once the iterator is exhausted."""
+        self._cancel = cancel
+        self._arrived: list[int] = []
+        self._done: FinishReason | Exception | None = None
+        self._wake: asyncio.Event = asyncio.Event()
+
+    def cancel(self) -> None:
+        """End the generation: its place is free within one step. Idempotent; harmless after the end."""
+        if self._done is None:
+            self._cancel()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[int]:
+        while not self._arrived:
+            if isinstance(self._done, Exception):
+                raise GenerationError(str(self._done)) from self._done
+            if self._done is not None:
+                self.finish_reason = self._done
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        tokens, self._arrived = self._arrived, []
+        return tokens
+
+    def receive(self, token: int | None, done: FinishReason | Exception | None) -> None:
+        """Take what a step produced. Called by the engine, on the event loop."""
+        if token is not None:
+            self._arrived.append(token)
+        if done is not None and self._done is None:
+            self._done = done
+        self._wake.set()
+
+
+class Mailbox:
+    """Carries the results of a step from the engine's thread to one event loop: one wake-up a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Generation, int | None, FinishReason | Exception | None]] = deque()
+
+    def put(self, generation: Generation, token: int | None, done: FinishReason | Exception | None) -> None:
+        """Add a result; it leaves with the next `post`."""
+        self._letters.append((generation, token, done))
+
+    def post(self) -> bool:
+        """Deliver everything put so far; False when the loop is closed and nobody can listen any more."""
+        if not self._letters:
+            return True
+        letters, self._letters = self._letters, deque()
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, letters)
+        except RuntimeError:
+            return False
+        return True
+
+    @staticmethod
+    def _deliver(
+        letters: deque[tuple[Generation, int | None, FinishReason | Exception | None]],
+    ) -> None:
+        for generation, token, done in letters:
+            generation.receive(token, done)

@@ -1,0 +1,330 @@
+"""What a model will take and where: computed before it is loaded, printed, and refused if it can not be.
+
+Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its shape, compute buffers from
+a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .errors import DoesNotFit, ModelLoadError
+from .hardware import available_memory
+from .llama import CACHE_TYPES, Context, ContextOptions, Device, LlamaError, Model, devices, row_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .gguf import Header
+    from .settings import EngineSettings
+
+TOKENS_PER_SEQUENCE = 16_384
+"""What each sequence gets of the cache when nobody says how large it should be."""
+
+SMALLEST_CONTEXT = 2_048
+"""The least that is worth choosing on one's own; a smaller one has to be asked for."""
+
+CELL_PADDING = 256
+"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model, in bytes unless said otherwise; lists are by layer of the trunk."""
+
+    n_blocks: int
+    """Layers in the file, multi-token-prediction blocks included."""
+    n_ctx_train: int
+    layer_weights: tuple[int, ...]
+    input_weights: int
+    output_weights: int
+    """The final norm and the head, which is a second copy of the embedding when the two are tied."""
+    output_is_tied: bool
+    skipped_weights: int
+    """In the file, but not loaded: the multi-token-prediction blocks."""
+    kv_elements: tuple[tuple[int, int], ...]
+    """Keys and values of one token, in elements; zero in recurrent layers."""
+    layer_state: tuple[int, ...]
+    """One sequence's recurrent state, F32; zero in attention layers."""
+
+    def kv_cell(self, layer: int, settings: EngineSettings) -> int:
+        """Bytes that one token takes in one layer's cache."""
+        keys, values = self.kv_elements[layer]
+        return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
+            CACHE_TYPES[settings.cache_type_v], values
+        )
+
+
+def shape_of(header: Header) -> Shape:
+    """Read a model's shape from its metadata. Raises ModelLoadError when a key is missing.
+
+    Key names: gguf-py's constants.py; what the layers keep: llama.cpp's llama-hparams.cpp.
+    """
+    arch = header.metadata.get("general.architecture")
+
+    def integer(key: str, default: int | None = None) -> int:
+        value = header.metadata.get(f"{arch}.{key}", default)
+        if not isinstance(value, int):
+            raise ModelLoadError(f"model: its metadata has no usable {arch}.{key}")
+        return value
+
+    def by_layer(key: str, default: int | bool) -> list[int]:
+        value = header.metadata.get(f"{arch}.{key}", default)
+        return [int(v) for v in value] if isinstance(value, tuple) else [int(value or 0)] * n_blocks
+
+    n_blocks = integer("block_count")
+    n_trunk = n_blocks - integer("nextn_predict_layers", 0)
+    heads = by_layer("attention.head_count", 0)
+    heads_kv = by_layer("attention.head_count_kv", heads[0])
+    head_size = integer("embedding_length") // max(heads[0], 1)
+    key_length = integer("attention.key_length", head_size)
+    value_length = integer("attention.value_length", head_size)
+    recurrent = by_layer("attention.recurrent_layers", False)
+    if (
+        f"{arch}.attention.recurrent_layers" not in header.metadata
+        and f"{arch}.ssm.state_size" in header.metadata
+    ):
+        interval = integer("full_attention_interval", 4)
+        recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
+    inner, state = integer("ssm.inner_size", 0), integer("ssm.state_size", 0)
+    convolution = (integer("ssm.conv_kernel", 1) - 1) * (inner + 2 * integer("ssm.group_count", 0) * state)
+
+    layers = [0] * n_blocks
+    input_weights = output_weights = 0
+    for name, size in header.tensors.items():
+        if match := re.match(r"blk\.(\d+)\.", name):
+            layers[int(match[1])] += size
+        elif name.startswith("token_embd"):
+            input_weights += size
+        else:
+            output_weights += size
+    is_tied = "output.weight" not in header.tensors
+    return Shape(
+        n_blocks=n_blocks,
+        n_ctx_train=integer("context_length"),
+        layer_weights=tuple(layers[:n_trunk]),
+        input_weights=input_weights,
+        output_weights=output_weights + (input_weights if is_tied else 0),
+        output_is_tied=is_tied,
+        skipped_weights=sum(layers[n_trunk:]),
+        kv_elements=tuple(
+            (0, 0) if recurrent[layer] else (heads_kv[layer] * key_length, heads_kv[layer] * value_length)
+            for layer in range(n_trunk)
+        ),
+        layer_state=tuple(4 * (convolution + inner * state) if recurrent[i] else 0 for i in range(n_trunk)),
+    )
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one device has to hold, in bytes."""
+
+    device: Device
+    weights: int
+    kv: int
+    states: int
+    compute: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv + self.states + self.compute
+
+    @property
+    def short(self) -> int:
+        """Bytes missing, with a margin for what drivers and libraries take on the side; 0 if it fits."""
+        margin = max(256 * _MIB, self.device.total // 64) if self.device.is_gpu else 64 * _MIB
+        return max(0, self.total + margin - self.device.free)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where everything goes under `settings`, whose `ctx_size` is decided. `str()` is a table."""
+
+    settings: EngineSettings
+    shape: Shape
+    usages: tuple[Usage, ...]
+
+    def __str__(self) -> str:
+        names = [f"{u.device.name} ({u.device.description})" for u in self.usages]
+        width = max(len(name) for name in names)
+        columns = ("weights", "KV cache", "states", "compute", "total", "free")
+        lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
+        for name, u in zip(names, self.usages, strict=True):
+            sizes = (u.weights, u.kv, u.states, u.compute, u.total, u.device.free)
+            lines.append(f"{name:<{width}}" + "".join(f"{_size(size):>12}" for size in sizes))
+        settings, shape = self.settings, self.shape
+        types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
+        lines.append(
+            f"{settings.ctx_size:,} KV cells for {settings.parallel} sequences "
+            f"({types}, {_size(_cell(shape, settings))} a token; "
+            f"recurrent state: {_size(sum(shape.layer_state))} a sequence)"
+        )
+        if shape.skipped_weights:
+            lines.append(f"not loaded: multi-token-prediction head, {_size(shape.skipped_weights)}")
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Raise DoesNotFit, with the shortfall and the settings that would help, if a device is too small."""
+        if problems := [_complaint(self, usage) for usage in self.usages if usage.short]:
+            raise DoesNotFit("\n".join([*problems, "the plan was:", str(self)]))
+
+
+def plan_memory(settings: EngineSettings, header: Header) -> MemoryPlan:
+    """Decide the size of the context where that is left open, and check that everything fits.
+
+    Raises DoesNotFit, or ModelLoadError when llama.cpp does not take the file or the settings.
+    """
+    shape = shape_of(header)
+    chosen = settings.ctx_size == 0
+    if chosen:
+        wanted = settings.parallel * min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
+        settings = replace(settings, ctx_size=wanted)
+    settings = replace(settings, ctx_size=_padded(settings.ctx_size))
+    places = _places(settings)
+    while True:
+        plan = _arrange(settings, shape, places, {})
+        if not any(usage.short for usage in plan.usages):  # else there is no use in rehearsing
+            plan = _arrange(settings, shape, places, _rehearse(settings))
+        smaller = _padded(settings.ctx_size * 3 // 4)
+        if not chosen or smaller < SMALLEST_CONTEXT or not any(usage.short for usage in plan.usages):
+            break
+        settings = replace(settings, ctx_size=smaller)
+    plan.check()
+    return plan
+
+
+def context_options(settings: EngineSettings) -> ContextOptions:
+    """The llama.cpp context that these settings describe; `ctx_size` and threads must be decided."""
+    return ContextOptions(
+        n_ctx=settings.ctx_size,
+        n_seq=settings.parallel,
+        n_batch=settings.batch_size,
+        n_ubatch=settings.ubatch_size,
+        n_outputs=settings.parallel,
+        threads=settings.threads,
+        threads_batch=settings.threads_batch,
+        flash_attn=settings.flash_attn,
+        type_k=settings.cache_type_k,
+        type_v=settings.cache_type_v,
+    )
+
+
+def _places(settings: EngineSettings) -> list[Device]:
+    """The chosen GPU, if any layer goes there, and the host."""
+    found = devices()
+    gpus = [device for device in found if device.is_gpu]
+    host = next(device for device in found if not device.is_gpu)
+    available = available_memory()
+    if available is not None:
+        host = replace(host, free=available)
+    if not gpus or settings.n_gpu_layers == 0:
+        return [host]
+    if settings.main_gpu >= len(gpus):
+        raise ModelLoadError(f"main_gpu is {settings.main_gpu}; there are {len(gpus)} GPUs, numbered from 0")
+    return [gpus[settings.main_gpu], host]
+
+
+def _arrange(
+    settings: EngineSettings, shape: Shape, places: Sequence[Device], compute: Mapping[str, int]
+) -> MemoryPlan:
+    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU."""
+    n_gpu = 0 if len(places) == 1 else settings.n_gpu_layers
+    first = 0 if n_gpu < 0 else max(shape.n_blocks + 1 - n_gpu, 0)
+    weights, kv, states = [0, 0], [0, 0], [0, 0]
+    for layer, size in enumerate(shape.layer_weights):
+        on_host = int(n_gpu == 0 or layer < first)
+        weights[on_host] += size
+        kv[on_host] += shape.kv_cell(layer, settings) * settings.ctx_size
+        states[on_host] += shape.layer_state[layer] * settings.parallel
+    weights[1] += shape.input_weights
+    weights[int(n_gpu == 0)] += shape.output_weights
+    if n_gpu == 0 and shape.output_is_tied:
+        weights[1] -= shape.input_weights
+    usages = []
+    for device in places:
+        i = int(not device.is_gpu)
+        if device.is_gpu:
+            buffers = compute.get(device.name, 0)
+        else:  # plain, or pinned for the GPU's sake (CUDA_Host)
+            buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
+        usages.append(Usage(device, weights[i], kv[i], states[i], buffers))
+    return MemoryPlan(settings, shape, tuple(usages))
+
+
+_BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
+
+
+def _rehearse(settings: EngineSettings) -> dict[str, int]:
+    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
+    model = Model(
+        settings.model, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.main_gpu, rehearse=True
+    )
+    try:
+        context = Context(model, context_options(settings))
+        context.close()
+    except LlamaError as error:
+        raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
+    finally:
+        model.close()
+    sizes: dict[str, int] = {}
+    for line in context.log:
+        if match := _BUFFER.search(line):
+            sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * _MIB)
+    return sizes
+
+
+def _complaint(plan: MemoryPlan, usage: Usage) -> str:
+    """Name the shortfall of one device and each setting that would cover it on its own."""
+    settings, shape, short = plan.settings, plan.shape, usage.short
+    helps = []
+    if usage.kv > short:
+        cells = (settings.ctx_size - -(-short * settings.ctx_size // usage.kv)) // CELL_PADDING * CELL_PADDING
+        if cells >= CELL_PADDING:
+            helps.append(f"ctx_size={cells}")
+        packed = replace(settings, cache_type_k="q8_0", cache_type_v="q8_0")
+        saved = usage.kv * (1 - _cell(shape, packed) / _cell(shape, settings))
+        if settings.flash_attn != "off" and saved >= short:
+            helps.append("cache_type_k=q8_0 with cache_type_v=q8_0")
+    if usage.states > short:
+        helps.append(f"parallel={settings.parallel - -(-short * settings.parallel // usage.states)}")
+    if usage.compute > 2 * short and settings.ubatch_size > 128:
+        helps.append(f"ubatch_size={settings.ubatch_size // 2}")
+    if usage.device.is_gpu:
+        layers_on_gpu, freed = len(shape.layer_weights) + 1, usage.compute * 0
+        for size in shape.layer_weights:
+            if freed >= short:
+                break
+            freed += size + (usage.kv + usage.states) // len(shape.layer_weights)
+            layers_on_gpu -= 1
+        if freed >= short:
+            helps.append(f"n_gpu_layers={layers_on_gpu} (the rest runs on the CPU, much slower)")
+    if not helps:
+        helps.append(
+            "no single setting; use a smaller quantization of the model, or several of "
+            "ctx_size, parallel, cache_type_k, cache_type_v, ubatch_size"
+        )
+    return (
+        f"{usage.device.name}: {_size(usage.total)} are needed and {_size(usage.device.free)} are free; "
+        f"{_size(short)} are missing (with a margin for the driver). What would help: {', or '.join(helps)}"
+    )
+
+
+def _cell(shape: Shape, settings: EngineSettings) -> int:
+    """Bytes of one token in all layers."""
+    return sum(shape.kv_cell(layer, settings) for layer in range(len(shape.kv_elements)))
+
+
+def _padded(cells: int) -> int:
+    return -(-cells // CELL_PADDING) * CELL_PADDING
+
+
+def _size(size: int) -> str:
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if value >= 100 or units[0] == "bytes" else f"{value:.1f} {units[0]}"

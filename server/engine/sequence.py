@@ -1,0 +1,84 @@
+"""One request's state, from submission to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .sampling import Sampler
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Moments of a request on the clock of `time.perf_counter`, in seconds; 0 until they come."""
+
+    submitted: float = 0.0
+    started: float = 0.0
+    """Its first token entered a step."""
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def queue_ms(self) -> float:
+        """Time spent waiting for a place."""
+        return _milliseconds(self.submitted, self.started or self.finished)
+
+    @property
+    def prefill_ms(self) -> float:
+        """Time from the first step to the first generated token."""
+        return _milliseconds(self.started, self.first_token or self.finished)
+
+    @property
+    def decode_ms(self) -> float:
+        """Time from the first generated token to the end."""
+        return _milliseconds(self.first_token, self.finished)
+
+
+def _milliseconds(start: float, end: float) -> float:
+    return max(0.0, end - start) * 1000 if start else 0.0
+
+
+class Sequence:
+    """Tokens, how many of them the cache holds, and where it holds them. Touched by the engine's thread only.
+
+    A sequence is always in the middle of the same movement: `pending` tokens are not in the cache yet, and
+    once they are, the logits of the last one give the next. One pending token is a decode; more are a
+    prefill, or what a preempted sequence has to read again.
+    """
+
+    __slots__ = (
+        "cached",
+        "finish_reason",
+        "limit",
+        "prompt_length",
+        "sampler",
+        "slot",
+        "timings",
+        "tokens",
+    )
+
+    def __init__(self, prompt: list[int], max_tokens: int, sampler: Sampler) -> None:
+        self.tokens = prompt
+        self.prompt_length = len(prompt)
+        self.limit = len(prompt) + max_tokens
+        self.sampler = sampler
+        self.cached = 0
+        """Tokens whose keys, values and state llama.cpp holds."""
+        self.slot: int | None = None
+        """llama.cpp's sequence id while it runs."""
+        self.finish_reason: FinishReason | None = None
+        self.timings = Timings(submitted=perf_counter())
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be decoded before the next one can be sampled."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.prompt_length

@@ -1,0 +1,95 @@
+"""What can be set about the engine, with defaults that suit one GPU or a workstation without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FlashAttention = Literal["auto", "on", "off"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+
+MAX_SEQUENCES = 256
+"""llama.cpp refuses more sequence ids in one context (`LLAMA_MAX_SEQ`)."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything the engine needs to know before it loads a model. Zero means "choose for me" where noted.
+
+    Raises ValueError, naming the field and what would be right, when a value makes no sense.
+    """
+
+    model: Path
+    n_gpu_layers: int = -1
+    """Layers on the GPU, counted from the last; the output head is one more. -1: all of them."""
+    main_gpu: int = 0
+    """Which GPU, as llama.cpp numbers them."""
+    use_mmap: bool = True
+    """Map the file instead of reading it; weights that stay on the host then share the page cache."""
+    mlock: bool = False
+    """Keep the weights that stay on the host from being paged out."""
+
+    ctx_size: int = 0
+    """Tokens that the KV cache holds, all sequences together. 0: 16,384 a sequence, or what fits."""
+    parallel: int = 8
+    """Sequences that run at once; the others wait. Each one costs a recurrent state."""
+    max_queue: int = 256
+    """Requests that may wait beyond the ones that run; one more gets `QueueFull`."""
+
+    flash_attn: FlashAttention = "auto"
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+
+    batch_size: int = 2048
+    """Most tokens in one step."""
+    ubatch_size: int = 512
+    """Most tokens in one pass over the weights; sets the size of the compute buffers."""
+    prefill_budget: int = 0
+    """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
+    0: 512 on a GPU, 128 without one."""
+
+    threads: int = 0
+    """CPU threads for steps of one token. 0: the physical cores this process may use."""
+    threads_batch: int = 0
+    """CPU threads for larger steps. 0: as `threads`."""
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "n_gpu_layers": -1,
+            "main_gpu": 0,
+            "ctx_size": 0,
+            "parallel": 1,
+            "max_queue": 0,
+            "batch_size": 1,
+            "ubatch_size": 1,
+            "prefill_budget": 0,
+            "threads": 0,
+            "threads_batch": 0,
+        }
+        for name, low in at_least.items():
+            if (value := getattr(self, name)) < low:
+                raise ValueError(f"{name} is {value}; it must be at least {low}")
+        if self.parallel > MAX_SEQUENCES:
+            raise ValueError(
+                f"parallel is {self.parallel}; llama.cpp holds at most {MAX_SEQUENCES} sequences"
+            )
+        if self.batch_size < self.parallel:
+            raise ValueError(
+                f"batch_size is {self.batch_size}; it must be at least parallel ({self.parallel}), "
+                "one token for each running sequence"
+            )
+        if self.flash_attn not in get_args(FlashAttention):
+            raise ValueError(
+                f"flash_attn is {self.flash_attn!r}; allowed: {', '.join(get_args(FlashAttention))}"
+            )
+        for name in ("cache_type_k", "cache_type_v"):
+            if (value := getattr(self, name)) not in get_args(CacheType):
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(get_args(CacheType))}")
+        if self.cache_type_v.startswith(("q", "iq")) and self.flash_attn == "off":
+            raise ValueError(
+                f"cache_type_v is {self.cache_type_v!r}, which needs flash attention; "
+                "set flash_attn to 'auto' or 'on', or cache_type_v to 'f16'"
+            )
