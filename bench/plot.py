@@ -1,0 +1,51 @@
+"""One look for every picture: a headless matplotlib figure that is written when the block ends."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
+STYLE: dict[Any, Any] = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "figure.titlesize": 12,
+    "font.size": 9.5,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def figure(
+    path: Path, *, title: str = "", rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
+) -> Iterator[Sequence["Axes"]]:
+    """Axes to draw on, row by row; the picture lies at ``path`` (its suffix says png, svg or pdf) afterwards.
+
+    ``width`` and ``height`` are inches. Raises BenchError when the suffix or the folder will not do.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        drawing = Figure(figsize=(width, height), layout="constrained")
+        if title:
+            drawing.suptitle(title, x=0.01, ha="left", weight="bold")
+        yield list(drawing.subplots(rows, columns, squeeze=False).flat)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drawing.savefig(part, format=path.suffix.removeprefix(".") or "png", dpi=130)
+            part.replace(path)
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--plot {path}: {error}") from error
