@@ -68,6 +68,10 @@ class Engine:
         self.vocab = Vocab(self._model)
         self.metadata = self._model.metadata()
         """The GGUF's scalar keys, as text."""
+        self.description = self._model.description()
+        self.n_params = self._model.n_params
+        self.size_bytes = self._model.size_bytes
+        """Bytes of the loaded weights."""
         self.context_size = min(self._model.n_ctx_train, self._context.n_ctx)
         """Most tokens of one sequence, prompt and output together."""
 
@@ -129,13 +133,15 @@ class Engine:
         """Warm, healthy, and taking requests."""
         return self._warm.is_set() and self._error is None and not self._draining
 
-    def submit(self, prompt: ListLike[int], params: SamplingParams, max_tokens: int) -> Generation:
+    def submit(
+        self, prompt: ListLike[int], params: SamplingParams, max_tokens: int | None = None
+    ) -> Generation:
         """Queue a request; call on the event loop that will listen.
 
-        `max_tokens` is clamped to the room that the prompt leaves in the context. Raises ValueError for
-        `max_tokens` below 1, InvalidPrompt, PromptTooLong, QueueFull, EngineDraining, EngineDead.
+        `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
+        Raises ValueError for `max_tokens` below 1, InvalidPrompt, PromptTooLong, QueueFull, EngineDraining, EngineDead.
         """
-        if max_tokens < 1:
+        if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
         self._check_prompt(prompt)
         loop = asyncio.get_running_loop()
@@ -151,7 +157,7 @@ class Engine:
                 )
             sampler = Sampler(params, self.vocab, prompt)
             room = self.context_size - len(prompt)
-            sequence = Sequence(list(prompt), min(max_tokens, room), sampler)
+            sequence = Sequence(list(prompt), min(max_tokens or room, room), sampler)
             cancel = partial(self._inbox.put, partial(self._finish, sequence, "cancelled"))
             generation = Generation(len(prompt), sequence.timings, cancel)
             mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))

@@ -203,8 +203,15 @@ class Model:
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
+        self.n_params = int(C.llama_model_n_params(self._handle))
+        self.size_bytes = int(C.llama_model_size(self._handle))
         self.eos = int(C.llama_vocab_eos(self._vocab))
-        self.adds_bos = bool(C.llama_vocab_get_add_bos(self._vocab))
+        adds_bos = C.llama_vocab_get_add_bos(self._vocab)
+        self.bos = int(C.llama_vocab_bos(self._vocab)) if adds_bos else None
+
+    def description(self) -> str:
+        """Architecture, size class and quantization, in llama.cpp's words."""
+        return _string(C.llama_model_desc, self._handle)
 
     def metadata(self) -> dict[str, str]:
         """The scalar GGUF keys and their values, as text."""
@@ -226,13 +233,13 @@ class Model:
             raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
         return list(buffer[:count])
 
-    def piece(self, token: int) -> bytes:
-        """The bytes a token stands for; a control token's are its own text."""
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """The bytes a token stands for: for a control token none, or with `special` its own text."""
         buffer = ctypes.create_string_buffer(64)
-        count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         if count < 0:
             buffer = ctypes.create_string_buffer(-count)
-            count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+            count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return bytes(buffer.raw[:count])
 
     def is_eog(self, token: int) -> bool:

@@ -16,8 +16,8 @@ class Vocab:
         self._model = model
         self.size = model.n_vocab
         self.eos_id = model.eos
-        self.adds_bos = model.adds_bos
-        """Whether the GGUF asks for a beginning-of-sequence token; Qwen's do not."""
+        self.bos_id = model.bos
+        """What the GGUF wants every text to begin with; None for Qwen."""
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
@@ -29,11 +29,11 @@ class Vocab:
         return self._model.tokenize(text.encode("utf-8", "replace"), special=special)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token stands for; often part of a character only."""
+        """What the token adds to a text: often part of a character only, nothing for a control token."""
         piece = self._pieces.get(token)
         if piece is None:
             self._check(token)
-            piece = self._pieces[token] = self._model.piece(token)
+            piece = self._pieces[token] = self._model.piece(token, special=False)
         return piece
 
     def is_eog(self, token: int) -> bool:
@@ -49,7 +49,7 @@ class Vocab:
     def added_tokens(self) -> tuple[str, ...]:
         """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
         added = (token for token in range(self.size) if self._model.is_added(token))
-        return tuple(self.token_bytes(token).decode("utf-8", "replace") for token in added)
+        return tuple(self._model.piece(token, special=True).decode("utf-8", "replace") for token in added)
 
     @cached_property
     def n_real(self) -> int:
