@@ -1,0 +1,73 @@
+"""Text cut into chunks of equal length, as llama.cpp's imatrix and perplexity tools cut it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from convert.errors import ConvertError
+from convert.llama import Batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from convert.llama import Context, Floats, Model
+
+CHUNK_SIZE = 512
+
+
+def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.int32]:
+    """[chunks, size] token ids of a text file; tokens that do not fill a last chunk are dropped.
+
+    Every chunk begins with BOS in place of its own first token where the vocabulary wants one.
+
+    Raises:
+        ConvertError: the file is missing, not UTF-8, or shorter than one chunk.
+    """
+    try:
+        ids = model.tokenize(text.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConvertError(f"{text}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConvertError(f"{text}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    n_chunks = len(ids) // size
+    if n_chunks == 0:
+        raise ConvertError(f"{text}: {len(ids)} tokens; at least one chunk of {size} is needed")
+    chunks = np.array(ids[: n_chunks * size], np.int32).reshape(n_chunks, size)
+    if model.bos is not None:
+        chunks[:, 0] = model.bos
+    return chunks
+
+
+def decode_chunks(
+    context: Context, chunks: NDArray[np.int32], *, start: int = 0, output: bool = False
+) -> None:
+    """Decodes chunk `i` as sequence `i`, positions from `start`; `output`: with the logits of every token."""
+    batch = Batch(context)
+    for sequence, tokens in enumerate(chunks.tolist()):
+        for position, token in enumerate(tokens, start):
+            batch.add(token, position, sequence, output=output)
+    context.decode(batch)
+
+
+def decode_drafts(
+    context: Context, chunks: NDArray[np.int32], hidden: Floats, *, output: bool = False
+) -> None:
+    """Runs the MTP context over chunks the trunk has just decoded, from their second token on.
+
+    Token x[p] goes in beside the trunk's hidden row of x[p-1]; its logits are a draft of x[p+1]. A chunk's
+    first token has no such row (llama.cpp's server feeds zeros there) and is left out.
+
+    Args:
+        hidden: [chunks * size, n_embd], the trunk context's `hidden()`.
+    """
+    batch = Batch(context)
+    rows = hidden.reshape(*chunks.shape, -1)
+    for sequence, tokens in enumerate(chunks.tolist()):
+        for position in range(1, len(tokens)):
+            row = rows[sequence, position - 1]
+            batch.add(tokens[position], position, sequence, output=output, hidden=row)
+    context.decode(batch)

@@ -1,0 +1,184 @@
+"""Importance matrices: the mean square of each matmul input's columns, by which a quantizer weighs errors.
+
+The file format is llama.cpp's GGUF imatrix (`tools/imatrix/imatrix.cpp`, `common/imatrix-loader.cpp`): for
+each weight the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Ours also holds
+entries that llama-imatrix cannot collect: the MTP block's and the output head's.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGUFReader, GGUFWriter
+
+from convert.chunks import decode_chunks, decode_drafts, read_chunks
+from convert.errors import ConvertError
+from convert.llama import Context, Model
+from convert.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from convert.llama import ContextKind, Floats, Runtime
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+
+CHUNKS_PER_BATCH = 4
+
+
+class ImatrixError(ConvertError):
+    """A file is not an importance matrix, or not one that fits."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight's statistics: `sums` [matrices, width] of squared inputs over `counts` [matrices] rows."""
+
+    sums: Floats
+    counts: Floats
+
+    @property
+    def means(self) -> Floats:
+        """[matrices, width]; 1 for a matrix that saw no row, as llama-quantize reads it."""
+        counts = self.counts[:, None]
+        return np.where(counts > 0, self.sums / np.maximum(counts, 1), np.float32(1)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """Entries by weight name, and where they come from."""
+
+    entries: Mapping[str, Entry]
+    datasets: tuple[str, ...]
+    chunk_count: int
+    chunk_size: int
+
+    def save(self, path: Path) -> None:
+        """Writes llama.cpp's GGUF imatrix file, entries in the order of their names."""
+        writer = GGUFWriter(path, arch="imatrix")
+        writer.add_type("imatrix")
+        writer.add_array(DATASETS, list(self.datasets))
+        writer.add_uint32(CHUNK_COUNT, self.chunk_count)
+        writer.add_uint32(CHUNK_SIZE, self.chunk_size)
+        for name, entry in sorted(self.entries.items()):
+            writer.add_tensor(name + SUMS, entry.sums)
+            writer.add_tensor(name + COUNTS, entry.counts[:, None])
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+
+    @classmethod
+    def load(cls, path: Path) -> Imatrix:
+        """Reads llama.cpp's GGUF imatrix file, ours or llama-imatrix's.
+
+        Raises:
+            ImatrixError: not such a file, a key missing, or sums without counts.
+        """
+        try:
+            reader = GGUFReader(path)
+        except (OSError, ValueError) as error:
+            raise ImatrixError(f"{path}: not a GGUF imatrix file ({error})") from None
+        keys: dict[str, Any] = {}
+        for key in (DATASETS, CHUNK_COUNT, CHUNK_SIZE):
+            if (field := reader.get_field(key)) is None:
+                raise ImatrixError(
+                    f"{path}: no key {key}; an imatrix file has {DATASETS}, {CHUNK_COUNT}, {CHUNK_SIZE}"
+                )
+            keys[key] = field.contents()
+        tensors = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
+        entries = {}
+        for name in [key.removesuffix(SUMS) for key in tensors if key.endswith(SUMS)]:
+            if name + COUNTS not in tensors:
+                raise ImatrixError(f"{path}: {name}{SUMS} has no {name}{COUNTS}")
+            counts = tensors[name + COUNTS].reshape(-1)
+            entries[name] = Entry(tensors[name + SUMS].reshape(counts.size, -1), counts)
+        return cls(entries, tuple(keys[DATASETS]), keys[CHUNK_COUNT], keys[CHUNK_SIZE])
+
+
+class _Collector:
+    """Sums of squares over all rows that the matmuls of some weights have read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, NDArray[np.float64]] = {}
+        self._counts: dict[str, int] = {}
+        self._rows: Floats | None = None
+        self._squares: Floats | None = None
+
+    def add(self, name: str, rows: Floats) -> None:
+        """`rows` [n, width]: inputs of weight `name`. Weights that read the same tensor share its sum."""
+        if rows is not self._rows or self._squares is None:
+            self._rows, self._squares = rows, np.einsum("ij,ij->j", rows, rows)
+        if name not in self._sums:
+            self._sums[name], self._counts[name] = np.zeros(rows.shape[1]), 0
+        self._sums[name] += self._squares
+        self._counts[name] += len(rows)
+
+    def entries(self) -> dict[str, Entry]:
+        """Raises `ImatrixError` where a sum is not finite: such a model cannot be quantized to any use."""
+        for name, sums in self._sums.items():
+            if not np.isfinite(sums).all():
+                raise ImatrixError(f"the inputs of {name} are not finite; is the checkpoint intact?")
+        return {
+            name: Entry(sums.astype(np.float32)[None], np.array([self._counts[name]], np.float32))
+            for name, sums in self._sums.items()
+        }
+
+
+def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> None:
+    """Runs `text` through the model in chunks of 512 tokens and writes the imatrix file `out`.
+
+    Trunk and MTP block are observed through llama.cpp's eval callback, each in its own context; the MTP block
+    reads the trunk's hidden rows. Those rows are the output head's input too, so no logits are computed for
+    it; its entry bears the name that quantization looks up, `token_embd.weight` where the two are tied.
+
+    Raises:
+        ConvertError: the text is too short, or not text.
+        LlamaError: the model cannot be loaded or run.
+        ImatrixError: activations are not finite.
+    """
+    collector = _Collector()
+    with ExitStack() as stack:
+        model = stack.enter_context(Model(gguf, runtime))
+        chunks = read_chunks(model, text)
+        n_chunks, size = chunks.shape
+        cells = min(CHUNKS_PER_BATCH, n_chunks) * size
+
+        def open_context(kind: ContextKind, observes: Callable[[str], bool]) -> Context:
+            context = Context(
+                model,
+                n_ctx=cells,
+                n_batch=cells,
+                n_seq=cells // size,
+                kind=kind,
+                observe=collector.add,
+                observes=observes,
+            )
+            return stack.enter_context(context)
+
+        head = model.head_name()
+        mtp_block = f"blk.{model.n_layer}."
+        trunk = open_context("trunk", lambda name: name.startswith("blk."))
+        trunk.keep_hidden()
+        mtp = open_context("mtp", lambda name: name.startswith(mtp_block)) if model.n_nextn else None
+        progress = stack.enter_context(Progress("Importance matrix", n_chunks, "chunks"))
+        for first in range(0, n_chunks, CHUNKS_PER_BATCH):
+            batch = chunks[first : first + CHUNKS_PER_BATCH]
+            trunk.clear()
+            decode_chunks(trunk, batch)
+            hidden = trunk.hidden()
+            collector.add(head, hidden)
+            if mtp is not None:
+                mtp.clear()
+                decode_drafts(mtp, batch, hidden)
+            progress.advance(len(batch))
+    Imatrix(collector.entries(), (text.name,), n_chunks, size).save(out)

@@ -1,0 +1,131 @@
+"""Quantization by llama.cpp, in a process of its own.
+
+`llama_model_quantize` runs for minutes and cannot be interrupted from Python; a child process can, and a crash
+in it is an error message here.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from convert.errors import ConvertError
+from convert.imatrix import Imatrix
+from convert.llama import quantize_file
+from convert.progress import Progress
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from convert.llama import Runtime
+    from convert.recipes import Recipe
+
+
+class QuantizeError(ConvertError):
+    """llama.cpp could not quantize the file."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """From the child: the next of `total` tensors has come up."""
+
+    total: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """From the child: the end, good if `error` is None."""
+
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the child is to do."""
+
+    source: Path
+    out: Path
+    recipe: Recipe
+    imatrix: Path | None
+    threads: int
+
+
+def quantize(source: Path, out: Path, *, recipe: Recipe, imatrix: Path | None, runtime: Runtime) -> None:
+    """Writes `source` (F16, BF16 or F32) to `out` as the recipe says, weighing errors by the imatrix file.
+
+    The output's metadata names the imatrix as llama-quantize's does (`quantize.imatrix.*`). On any failure,
+    an interrupt included, no file is left at `out`.
+
+    Raises:
+        QuantizeError: what llama.cpp said.
+    """
+    job = Job(source, out, recipe, imatrix, runtime.n_threads)
+    spawn = get_context("spawn")  # the child must not inherit llama.cpp's threads
+    messages, sender = spawn.Pipe(duplex=False)
+    child = spawn.Process(target=_work, args=(job, sender), daemon=True)
+    child.start()
+    sender.close()  # so that the child's death ends the stream
+    try:
+        _follow(messages, f"Quantizing to {recipe.type}", source)
+    except BaseException:
+        child.terminate()
+        child.join()
+        out.unlink(missing_ok=True)
+        raise
+    child.join()
+
+
+def _follow(messages: Connection, what: str, source: Path) -> None:
+    """Shows the child's progress until it says that it is done, or why it is not."""
+    with ExitStack() as stack:
+        progress: Progress | None = None
+        while True:
+            try:
+                message = messages.recv()
+            except EOFError:
+                raise QuantizeError(f"{source}: llama.cpp crashed while quantizing it") from None
+            match message:
+                case Tensor(total=total, name=name):
+                    progress = progress or stack.enter_context(Progress(what, total, "tensors"))
+                    progress.note(name)
+                    progress.advance()
+                case Outcome(error=None):
+                    return
+                case Outcome(error=error):
+                    raise QuantizeError(error)
+
+
+def _work(job: Job, parent: Connection) -> None:
+    """The child: quantizes, tells the parent of each tensor, and at last how it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt too, and ends this process
+    try:
+        imatrix = Imatrix.load(job.imatrix) if job.imatrix else None
+        quantize_file(
+            job.source,
+            job.out,
+            file_type=job.recipe.file_type,
+            overrides=job.recipe.overrides,
+            imatrix={name: entry.means for name, entry in imatrix.entries.items()} if imatrix else None,
+            metadata=_provenance(job.imatrix, imatrix) if job.imatrix and imatrix else None,
+            threads=job.threads,
+            on_tensor=lambda total, name: parent.send(Tensor(total, name)),
+        )
+    except ConvertError as error:
+        parent.send(Outcome(str(error)))
+    else:
+        parent.send(Outcome(None))
+
+
+def _provenance(path: Path, imatrix: Imatrix) -> dict[str, str | int]:
+    """The metadata by which llama-quantize records an imatrix (`tools/quantize/quantize.cpp`)."""
+    return {
+        "quantize.imatrix.file": path.name,
+        "quantize.imatrix.dataset": imatrix.datasets[0] if imatrix.datasets else "",
+        "quantize.imatrix.entries_count": len(imatrix.entries),
+        "quantize.imatrix.chunks_count": imatrix.chunk_count,
+    }
