@@ -1,0 +1,90 @@
+"""The one way from a prompt to text, which every endpoint takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from .stream import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from server.engine import Engine, Generation, SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TextGeneration:
+    """A running generation as text: `async for delta in generation`, once.
+
+    Deltas are non-empty and never hold a part of a stop string. The sequence is freed when a stop string is
+    completed, when the loop is left early or its task is cancelled, and on `cancel`. Raises what the engine's
+    iterator raises.
+    """
+
+    def __init__(self, generation: Generation, stream: TextStream) -> None:
+        self.generation = generation
+        self._stream = stream
+        self._exhausted = False
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            async for tokens in self.generation:
+                if delta := self._stream.feed(tokens):
+                    yield delta
+                if self._stream.stopped:
+                    break
+            self._exhausted = True
+            if delta := self._stream.flush():
+                yield delta
+        finally:
+            self.generation.cancel()
+
+    def cancel(self) -> None:
+        """Free the sequence. May be called at any time, and again."""
+        self.generation.cancel()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until all text was read; `cancelled` also when it never will be."""
+        if self._stream.stopped:
+            return "stop"
+        if self._exhausted or self.generation.finish_reason == "cancelled":
+            return self.generation.finish_reason
+        return None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stream.stop_string
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.generation.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.generation.cached_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
+        return self._stream.completion_tokens
+
+
+def generate(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_tokens: int | None,
+    stop: Sequence[str] = (),
+) -> TextGeneration:
+    """Submit a prompt (token ids) at once and return its text to be.
+
+    `max_tokens` None means as many as the context has room for. Must be called on the event loop. Raises what
+    `Engine.submit` raises (QueueFull, PromptTooLong, EngineDraining, ...), and ValueError for an empty stop
+    string.
+    """
+    stream = TextStream(engine.vocab, stop)
+    room = engine.context_size if max_tokens is None else max_tokens
+    return TextGeneration(engine.submit(prompt, params, room), stream)

@@ -1,0 +1,147 @@
+"""OpenAI's message and tool objects, checked and brought to the shape that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import PromptError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_NEEDS_CONTENT = ("system", "user")
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
+
+    `developer` becomes `system`, `reasoning` becomes `reasoning_content`, `arguments` in a JSON string are
+    parsed. Keys that are not known here stay, for templates that read them. Raises PromptError naming the
+    field that is wrong.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
+    if not messages:
+        raise PromptError("messages is empty; at least one user message is needed", "messages")
+    return [_message(message, f"messages[{index}]", index) for index, message in enumerate(messages)]
+
+
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Return the tools as dicts, or None when there are none. Raises PromptError."""
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise PromptError(f"tools must be a list, not {_kind(tools)}", "tools")
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        function = _mapping(_mapping(tool, where).get("function"), f"{where}.function")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise PromptError(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
+    return [dict(tool) for tool in tools] or None
+
+
+def separate_reasoning(text: str) -> tuple[str, str] | None:
+    """Split an assistant's text into (reasoning, answer); None when it has no `</think>`.
+
+    As Qwen's template does it: what lies between the last `<think>` and the first `</think>` is reasoning,
+    what follows the last `</think>` is the answer, and blank lines around the tags belong to neither.
+    """
+    pieces = text.strip().split("</think>")
+    if len(pieces) == 1:
+        return None
+    return pieces[0].rstrip("\n").split("<think>")[-1].lstrip("\n"), pieces[-1].lstrip("\n")
+
+
+def plain_text(content: str | list[dict[str, Any]] | None) -> str:
+    """A checked message's content as one string."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content)
+
+
+def _message(message: object, where: str, index: int) -> dict[str, Any]:
+    checked = dict(_mapping(message, where))
+    role = checked.get("role")
+    if role not in ROLES:
+        raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+    if role == "developer":
+        role = checked["role"] = "system"
+    if role == "system" and index > 0:
+        raise PromptError(f"{where}: the system message must be the first", f"{where}.role")
+    checked["content"] = _content(checked.get("content"), f"{where}.content", required=role in _NEEDS_CONTENT)
+    if role == "assistant":
+        checked.update(_reasoning(checked, where), **_tool_calls(checked, where))
+    return checked
+
+
+def _content(content: object, where: str, *, required: bool) -> str | list[dict[str, Any]] | None:
+    if isinstance(content, str) or (content is None and not required):
+        return content
+    if not isinstance(content, Sequence):
+        raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
+    for index, part in enumerate(content):
+        kind = _mapping(part, f"{where}[{index}]").get("type")
+        if kind != "text":
+            raise PromptError(
+                f"{where}[{index}].type is {kind!r}; only 'text' is served", f"{where}[{index}].type"
+            )
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{where}[{index}].text must be a string", f"{where}[{index}].text")
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:
+    """{"reasoning_content": text}, or {} when there is none: templates ask whether the key is there."""
+    for key in ("reasoning_content", "reasoning"):
+        reasoning = message.pop(key, None)
+        if isinstance(reasoning, str):
+            return {"reasoning_content": reasoning}
+        if reasoning is not None:
+            raise PromptError(f"{where}.{key} must be a string, not {_kind(reasoning)}", f"{where}.{key}")
+    return {}
+
+
+def _tool_calls(message: dict[str, Any], where: str) -> dict[str, list[dict[str, Any]]]:
+    """{"tool_calls": calls}, or {} when there are none."""
+    where = f"{where}.tool_calls"
+    calls = message.pop("tool_calls", None)
+    if calls is None:
+        return {}
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise PromptError(f"{where} must be a list, not {_kind(calls)}", where)
+    return {"tool_calls": [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]}
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    given = _mapping(call, where)
+    where = f"{where}.function"
+    function = _mapping(given.get("function"), where)
+    if not isinstance(function.get("name"), str):
+        raise PromptError(f"{where}.name must be a string", f"{where}.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise PromptError(f"{where}.arguments is not valid JSON: {error}", f"{where}.arguments") from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise PromptError(
+            f"{where}.arguments must be a JSON object, not {_kind(arguments)}", f"{where}.arguments"
+        )
+    return {**given, "function": {**function, "arguments": arguments}}
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PromptError(f"{where} must be an object, not {_kind(value)}", where)
+    return value
+
+
+def _kind(value: object) -> str:
+    """The JSON name of a value's type."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), "a list" if isinstance(value, Sequence) else type(value).__name__)

@@ -1,0 +1,79 @@
+"""A Jinja chat template, in the environment that Hugging Face templates are written for."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import PromptError
+
+# What the request may not set through chat_template_kwargs, beside the environment's own functions.
+_OURS = {"messages", "tools", "add_generation_prompt"}
+
+
+class ChatTemplate:
+    """Renders conversations. Compiled once; safe to use from several threads.
+
+    The environment is transformers' (utils/chat_template_utils.py): blocks are trimmed, `tojson` writes plain
+    JSON instead of JSON escaped for HTML, `raise_exception` and `strftime_now` exist, `break` and `continue`
+    work. It is sandboxed.
+
+    Raises PromptError (param `chat_template`) when `source` does not compile.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise PromptError(
+                f"the chat template does not compile: {error} (line {error.lineno})", "chat_template"
+            ) from None
+        self._reserved = _OURS | environment.globals.keys()
+
+    def render(self, variables: dict[str, Any], extra: dict[str, Any]) -> str:
+        """Render with our `variables` and the request's `extra` ones. Raises PromptError."""
+        taken = sorted(self._reserved & extra.keys())
+        if taken:
+            raise PromptError(f"chat_template_kwargs can not set {', '.join(taken)}", "chat_template_kwargs")
+        try:
+            return self._template.render(**{**extra, **variables})
+        except jinja2.UndefinedError as error:
+            raise PromptError(f"the chat template misses something: {error}", "messages") from error
+        except jinja2.TemplateError as error:
+            raise PromptError(str(error), "messages") from error
+        except Exception as error:  # whatever a template trips over, this request made it do so
+            raise PromptError(
+                f"the chat template can not render these messages: {error}", "messages"
+            ) from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
