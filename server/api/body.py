@@ -1,0 +1,78 @@
+"""A request's body: a JSON object of bounded size, validated against a schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import to_thread
+from pydantic import BaseModel
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from server.api.errors import ApiError, bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import Request
+
+Schema = TypeVar("Schema", bound=BaseModel)
+Result = TypeVar("Result")
+
+LARGE_BYTES = 32 * 1024
+"""Above this, work on a body leaves the event loop; below, the hop to a thread costs more than the work."""
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """`work()`, on a worker thread where `size` bytes or characters are many."""
+    return await to_thread.run_sync(work) if size > LARGE_BYTES else work()
+
+
+async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """The body as an object, and its size in bytes. Raises ApiError 400, 413 and 415."""
+    check_content_type(request.headers.get("content-type"))
+    body = await read(request, max_bytes)
+    try:
+        decoded = await off_loop(len(body), lambda: from_json(body, allow_inf_nan=False))
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
+    if not isinstance(decoded, dict):
+        raise bad_request("the body must be a JSON object", None, "invalid_json")
+    return decoded, len(body)
+
+
+async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
+    """`body` as `schema`. Raises pydantic's ValidationError, and ApiError 400 for unsupported fields."""
+    return await off_loop(size, lambda: schema.model_validate(body))
+
+
+def check_content_type(header: str | None) -> None:
+    """Raises ApiError 415 unless the header is absent or names JSON in UTF-8."""
+    if header is None:
+        return
+    media, _, parameters = header.lower().partition(";")
+    media = media.strip()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        raise ApiError(
+            415, f"content-type must be application/json, not {media}", code="unsupported_media_type"
+        )
+    charset = parameters.partition("charset=")[2].strip(' "')
+    if charset not in ("", "utf-8", "utf8", "us-ascii"):
+        raise ApiError(415, f"the body must be UTF-8, not {charset}", code="unsupported_media_type")
+
+
+async def read(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`."""
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise bad_request("the client left before its request was complete", None) from error
+    return bytes(body)

@@ -1,0 +1,153 @@
+"""Chat completions: /v1/chat/completions, and /invocations with messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
+
+from server.api.body import off_loop
+from server.api.run import Run
+from server.api.sse import EventStream
+from server.api.streams import merge, until_gone
+from server.chat import Content, Reasoning, ReplyParser, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fastapi import Request, Response
+
+    from server.api.schemas import ChatRequest
+    from server.api.service import Service
+    from server.chat import Part, TextGeneration
+
+KIND = "chat.completion"
+CHUNK = "chat.completion.chunk"
+
+
+async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
+    """Answers with a message; `size` is the body's, in bytes."""
+    backend = service.backend
+    thinking = request.thinks(service.settings.thinking)
+    prompt = await off_loop(
+        size,
+        lambda: backend.prompter.chat(
+            request.messages,
+            tools=request.offered_tools,
+            enable_thinking=thinking,
+            template_kwargs=request.chat_template_kwargs,
+        ),
+    )
+    run = Run(service, request, [prompt], "chatcmpl")
+    replies = [
+        Reply(
+            generation,
+            ReplyParser(
+                thinking=thinking,
+                inline_reasoning=service.settings.inline_reasoning,
+                tools=request.offered_tools,
+            ),
+        )
+        for generation in run.generations
+    ]
+    if request.stream:
+        return EventStream(stream(run, replies, request.include_usage), run.close)
+    try:
+        return JSONResponse(await until_gone(http, collect(run, replies)))
+    finally:
+        run.close()
+
+
+class Reply:
+    """One choice: a generation, split into reasoning, content and tool calls as it comes."""
+
+    def __init__(self, generation: TextGeneration, parser: ReplyParser) -> None:
+        self.generation = generation
+        self._parser = parser
+
+    async def parts(self) -> AsyncIterator[Part]:
+        async for text in self.generation:
+            for part in self._parser.feed(text):
+                yield part
+        for part in self._parser.flush():
+            yield part
+
+    def finish_reason(self, run: Run) -> str:
+        """A reply that ended by itself and calls tools says so."""
+        reason = run.check(self.generation)
+        return "tool_calls" if reason == "stop" and self._parser.tool_calls else reason
+
+    async def message(self) -> dict[str, Any]:
+        """The whole reply as a message."""
+        reasoning, content, calls = "", "", []
+        async for part in self.parts():
+            match part:
+                case Reasoning(text):
+                    reasoning += text
+                case Content(text):
+                    content += text
+                case ToolCall():
+                    calls.append(tool_call(part))
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+async def collect(run: Run, replies: list[Reply]) -> dict[str, Any]:
+    """The whole response object."""
+    messages = await asyncio.gather(*(reply.message() for reply in replies))
+    choices = [
+        {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason(run)}
+        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+    ]
+    return {**run.envelope(KIND, choices), "usage": run.usage(), **run.extras()}
+
+
+async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncIterator[dict[str, Any]]:
+    """The response as chunks.
+
+    The role comes with a choice's first token and not before, so that clients that time the first chunk
+    measure the time to the first token.
+    """
+    usage = {"usage": None} if include_usage else {}
+    started: set[int] = set()
+
+    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        if index not in started:
+            started.add(index)
+            delta = {"role": "assistant", "content": "", **delta}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**run.envelope(CHUNK, [choice]), **usage}
+
+    left = len(replies)
+    async for index, part in merge([reply.parts() for reply in replies]):
+        if part is not None:
+            yield chunk(index, delta_of(part))
+            continue
+        left -= 1
+        last = chunk(index, {}, replies[index].finish_reason(run))
+        yield last if left else {**last, **run.extras()}
+    if include_usage:
+        yield {**run.envelope(CHUNK, []), "usage": run.usage()}
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    match part:
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case ToolCall():
+            return {"tool_calls": [{"index": part.index, **tool_call(part)}]}
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -1,0 +1,127 @@
+"""Every failure as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from server.chat import PromptError
+from server.engine import EngineDead, EngineDraining, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastapi import FastAPI, Request
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """A request that ends with `status`; `param` is the field at fault, as in `messages[0].role`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type for the status."""
+        named = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+        return named.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        """The error object, as a response's body or as the last event of a stream."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
+    """The first of a schema's complaints, with how many more there are."""
+    first, *others = error.errors()
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['msg']}", None, "invalid_json")
+    param = field_path(first["loc"]) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if param is None:
+        return bad_request(f"the body must be a JSON object: {message}", None, "invalid_body")
+    more = f" (and {len(others)} more)" if others else ""
+    return bad_request(f"{param}: {message}{more}", param, "invalid_value")
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` -> `messages[0].role`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told about an exception from the schemas, the chat room or the engine."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError() | RequestValidationError():
+            return from_validation(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case PromptError():
+            return bad_request(str(error), error.param, "invalid_value")
+        case InvalidPrompt():
+            return bad_request(f"prompt: {error}", "prompt", "invalid_value")
+        case PromptTooLong():
+            return bad_request(str(error), None, "context_length_exceeded")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+        case EngineDraining():
+            return ApiError(503, "the server is shutting down", code="draining")
+        case EngineDead():
+            return ApiError(503, "the engine has stopped", code="engine_dead")
+        case GenerationError():
+            return ApiError(500, f"generation failed: {error}", code="generation_failed")
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+async def error_response(_: Request, error: Exception) -> JSONResponse:
+    """Starlette's exception handler for everything."""
+    answer = from_exception(error)
+    return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Routes every exception through `error_response`; unforeseen ones are logged by uvicorn as well."""
+    kinds: tuple[type[Exception], ...] = (
+        ApiError,
+        HTTPException,
+        RequestValidationError,
+        PromptError,
+        InvalidPrompt,
+        PromptTooLong,
+        QueueFull,
+        EngineDraining,
+        EngineDead,
+        GenerationError,
+        Exception,
+    )
+    for kind in kinds:
+        app.add_exception_handler(kind, error_response)

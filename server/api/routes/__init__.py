@@ -1,0 +1,7 @@
+"""The endpoints, a file for each kind, each with its `router`."""
+
+from server.api.routes import generation, health, metrics, models
+
+ROUTERS = (health.router, metrics.router, models.router, generation.router)
+
+__all__ = ["ROUTERS"]

@@ -1,0 +1,66 @@
+"""The endpoints that generate: /v1/completions, /v1/chat/completions and /invocations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from server.api.body import read_json, validate
+from server.api.chat import chat
+from server.api.completion import complete
+from server.api.errors import bad_request
+from server.api.schemas import ChatRequest, CompletionRequest
+from server.api.service import service_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from server.api.service import Service
+
+router = APIRouter()
+
+
+def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI for a body that is read by hand."""
+    shapes = [schema.model_json_schema() for schema in schemas]
+    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
+    """The body and its size; 503 first, so that nobody uploads to a server that cannot answer."""
+    _ = service.backend
+    return await read_json(http, service.settings.max_body_mib * 1024**2)
+
+
+@router.post("/v1/completions", openapi_extra=documented(CompletionRequest))
+async def completions(http: Request) -> Response:
+    """Continue a prompt: no template, no thinking."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await complete(http, service, await validate(CompletionRequest, body, size), size)
+
+
+@router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
+async def chat_completions(http: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await chat(http, service, await validate(ChatRequest, body, size), size)
+
+
+@router.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
+async def invocations(http: Request) -> Response:
+    """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
+    if prompted == conversed:
+        param = "messages" if prompted else "prompt"
+        raise bad_request("give either prompt or messages" + ", not both" * prompted, param, "invalid_value")
+    if body.get("temperature") is None:
+        body["temperature"] = 0.0
+    if prompted:
+        return await complete(http, service, await validate(CompletionRequest, body, size), size)
+    return await chat(http, service, await validate(ChatRequest, body, size), size)

@@ -1,0 +1,121 @@
+"""The life of the server's one model: loading, ready, draining, failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from server.api.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import Request
+
+    from server.api.metrics import Metrics
+    from server.chat import Prompter
+    from server.engine import Engine, SamplingParams
+    from server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What answers requests once the model is loaded and warmed up."""
+
+    engine: Engine
+    prompter: Prompter
+    defaults: SamplingParams
+    """The model's own sampling values, for the fields that a request leaves out."""
+
+
+class Service:
+    """Holds the backend while there is one, and counts the requests being answered.
+
+    `load` makes the backend, warmed up. It runs on a thread of its own, so that the server answers 503, and
+    obeys SIGTERM, meanwhile.
+    """
+
+    def __init__(self, settings: Settings, metrics: Metrics, load: Callable[[], Backend]) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.started = int(time.time())
+        self.in_flight = 0
+        self.failure: Exception | None = None
+        self._load = load
+        self._backend: Backend | None = None
+        self._drain_deadline: float | None = None
+
+    def start(self) -> None:
+        """Begins to load; called on the event loop."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run_load, args=(loop,), name="load", daemon=True).start()
+
+    def _run_load(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            backend = self._load()
+        except Exception as error:
+            logger.error(
+                "the model could not be loaded: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG)
+            )
+            self.failure = error
+            return
+        if loop.is_closed():
+            backend.engine.close()
+            return
+        self._backend = backend
+
+    @property
+    def status(self) -> Status:
+        """ "draining" wins: once a server is told to stop, it stops."""
+        if self._drain_deadline is not None:
+            return "draining"
+        if self.failure is not None or (self._backend is not None and not self._backend.engine.ready):
+            return "failed"
+        return "ready" if self._backend is not None else "loading"
+
+    @property
+    def backend(self) -> Backend:
+        """The loaded model. Raises ApiError 503 while there is none to use."""
+        status = self.status
+        if status == "ready" and self._backend is not None:
+            return self._backend
+        messages = {
+            "loading": "the model is loading",
+            "draining": "the server is shutting down",
+            "failed": "the engine has stopped",
+        }
+        raise ApiError(503, messages[status], code=status, headers={"Retry-After": "1"})
+
+    @property
+    def loaded(self) -> Backend | None:
+        """The backend whatever the status, for metrics."""
+        return self._backend
+
+    def drain(self) -> None:
+        """New requests get 503 from now on; running ones have `drain_timeout` seconds. Signal-safe."""
+        if self._drain_deadline is None:
+            self._drain_deadline = time.monotonic() + self.settings.drain_timeout
+
+    @property
+    def drained(self) -> bool:
+        """Told to drain, and nothing is being answered any more or the time for it is over."""
+        deadline = self._drain_deadline
+        return deadline is not None and (self.in_flight == 0 or time.monotonic() >= deadline)
+
+    def close(self) -> None:
+        """Stops the engine; blocks until its thread has ended."""
+        if self._backend is not None:
+            self._backend.engine.close()
+
+
+def service_of(http: Request) -> Service:
+    """The service of the app that answers this request."""
+    return cast("Service", http.app.state.service)
