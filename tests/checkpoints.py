@@ -1,0 +1,239 @@
+"""Random checkpoints of the official Qwen3.5 layout, small enough to write in milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from convert.floats import convert
+from convert.safetensors import write_file
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
+KEY_HEADS, VALUE_HEADS, LINEAR_DIM, CONV = 2, 6, 32, 4  # three value heads a key head: an order of its own
+VOCAB = 320
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PLAIN_ADDED = ("<think>", "</think>", "<|looks_special|>")
+MERGES = (("t", "h"), ("th", "e"), ("Ġ", "the"))
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+Tensor = tuple[str, str, npt.NDArray[Any]]
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    layers: int = 8,
+    mtp: bool = True,
+    tied: bool = True,
+    nested: bool = True,
+    dtype: str = "BF16",
+    seed: int = 0,
+) -> Path:
+    """Writes two shards, index, config, tokenizer and generation config; returns `folder`.
+
+    `nested` is the official Qwen3_5ForConditionalGeneration, a vision tower beside the text model; without
+    it the text model stands alone, as Qwen3_5ForCausalLM.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = [*_text_tensors("model.language_model." if nested else "model.", layers, dtype, seed)]
+    if not tied:
+        tensors.append(_matrix("lm_head.weight", (VOCAB, HIDDEN), dtype, seed))
+    if mtp:
+        tensors += _mtp_tensors(dtype, seed)
+    if nested:
+        tensors += [_matrix("model.visual.patch_embed.proj.weight", (8, 3, 2, 2, 2), dtype, seed)]
+    _write_shards(folder, tensors)
+    _write_json(folder / "config.json", _config(layers, mtp, tied, nested))
+    _write_json(folder / "generation_config.json", {"temperature": 0.7, "top_p": 0.8, "top_k": 20})
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of 256 bytes, three merges and six added tokens; ids 265 and up have no token."""
+    vocab = {symbol: id_ for id_, symbol in enumerate(_byte_symbols())}
+    for left, right in MERGES:
+        vocab[left + right] = len(vocab)
+    names = (*SPECIAL, *PLAIN_ADDED)
+    added = [_added(len(vocab) + i, name, name in SPECIAL) for i, name in enumerate(names)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in MERGES]},
+    }
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "add_bos_token": False,
+        "added_tokens_decoder": {
+            str(entry["id"]): {key: value for key, value in entry.items() if key != "id"} for entry in added
+        },
+        "chat_template": TEMPLATE,
+    }
+    _write_json(folder / "tokenizer.json", tokenizer)
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Replaces top-level keys of a JSON file."""
+    _write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
+
+
+def _text_tensors(prefix: str, layers: int, dtype: str, seed: int) -> list[Tensor]:
+    tensors = [
+        _matrix(f"{prefix}embed_tokens.weight", (VOCAB, HIDDEN), dtype, seed),
+        _matrix(f"{prefix}norm.weight", (HIDDEN,), dtype, seed),
+    ]
+    for layer in range(layers):
+        attention = _full_attention if layer % 4 == 3 else _linear_attention
+        tensors += _block(f"{prefix}layers.{layer}.", dtype, seed)
+        tensors += attention(f"{prefix}layers.{layer}.", dtype, seed)
+    return tensors
+
+
+def _mtp_tensors(dtype: str, seed: int) -> list[Tensor]:
+    norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
+    return [
+        _matrix("mtp.fc.weight", (HIDDEN, 2 * HIDDEN), dtype, seed),
+        *(_matrix(name, (HIDDEN,), dtype, seed) for name in norms),
+        *_block("mtp.layers.0.", dtype, seed),
+        *_full_attention("mtp.layers.0.", dtype, seed),
+    ]
+
+
+def _block(prefix: str, dtype: str, seed: int) -> list[Tensor]:
+    shapes = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (FFN, HIDDEN),
+        "mlp.up_proj": (FFN, HIDDEN),
+        "mlp.down_proj": (HIDDEN, FFN),
+    }
+    return [_matrix(f"{prefix}{name}.weight", shape, dtype, seed) for name, shape in shapes.items()]
+
+
+def _full_attention(prefix: str, dtype: str, seed: int) -> list[Tensor]:
+    shapes = {
+        "q_proj": (2 * HEADS * HEAD_DIM, HIDDEN),
+        "k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "q_norm": (HEAD_DIM,),
+        "k_norm": (HEAD_DIM,),
+    }
+    return [_matrix(f"{prefix}self_attn.{name}.weight", s, dtype, seed) for name, s in shapes.items()]
+
+
+def _linear_attention(prefix: str, dtype: str, seed: int) -> list[Tensor]:
+    value_dim = VALUE_HEADS * LINEAR_DIM
+    channels = 2 * KEY_HEADS * LINEAR_DIM + value_dim
+    matrices = {
+        "in_proj_qkv.weight": (channels, HIDDEN),
+        "in_proj_z.weight": (value_dim, HIDDEN),
+        "in_proj_b.weight": (VALUE_HEADS, HIDDEN),
+        "in_proj_a.weight": (VALUE_HEADS, HIDDEN),
+        "conv1d.weight": (channels, 1, CONV),
+        "dt_bias": (VALUE_HEADS,),
+        "out_proj.weight": (HIDDEN, value_dim),
+    }
+    return [
+        *(_matrix(f"{prefix}linear_attn.{name}", shape, dtype, seed) for name, shape in matrices.items()),
+        # in F32 as official checkpoints have them
+        _matrix(f"{prefix}linear_attn.A_log", (VALUE_HEADS,), "F32", seed),
+        _matrix(f"{prefix}linear_attn.norm.weight", (LINEAR_DIM,), "F32", seed),
+    ]
+
+
+def _matrix(name: str, shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
+    """Values depend on the name, so that no two tensors are alike."""
+    generator = np.random.default_rng([seed, *name.encode()])
+    values = generator.standard_normal(shape, dtype=np.float32) / np.float32(8)
+    return name, dtype, convert(values, "F32", dtype)
+
+
+def _write_shards(folder: Path, tensors: list[Tensor]) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    half = len(tensors) // 2
+    parts = [tensors[:half], tensors[half:]]
+    for name, part in zip(names, parts, strict=True):
+        write_file(folder / name, part, {"format": "pt"})
+    weight_map = {t[0]: name for name, part in zip(names, parts, strict=True) for t in part}
+    total = sum(t[2].nbytes for t in tensors)
+    _write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def _config(layers: int, mtp: bool, tied: bool, nested: bool) -> dict[str, Any]:
+    text = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "full_attention_interval": 4,
+        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+        "linear_conv_kernel_dim": CONV,
+        "linear_key_head_dim": LINEAR_DIM,
+        "linear_value_head_dim": LINEAR_DIM,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "max_position_embeddings": 4096,
+        "mtp_num_hidden_layers": int(mtp),
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": tied,
+        "eos_token_id": 256 + len(MERGES),
+    }
+    if not nested:
+        return {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5", "depth": 1},
+        "tie_word_embeddings": tied,
+    }
+
+
+def _added(id_: int, content: str, special: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": id_, "content": content, "special": special, **flags}
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    symbol = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    return [symbol[byte] for byte in range(256)]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

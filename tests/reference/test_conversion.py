@@ -1,0 +1,115 @@
+"""Our GGUF against the one that llama.cpp's convert_hf_to_gguf.py writes: every tensor, every key.
+
+The differences, all of them, with their reasons:
+
+- `ssm_a`, which is -exp(A_log): ours is rounded once, from float64; torch's float32 exp may be off by one
+last bit. - Zero-centred norms of an F16 checkpoint: llama.cpp adds 1 in F16, ours in F32 as the model itself
+does. From BF16, which official checkpoints are in, and from F32 both are exact. - No key differs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGUFReader, ReaderTensor
+
+from convert.checkpoint import Checkpoint
+from convert.gguf_file import write_gguf
+from convert.source import resolve
+from convert.tensors import FloatType, plan_tensors
+from tests.checkpoints import write_checkpoint
+from tests.reference.llama_cpp_sources import llama_cpp_sources
+
+pytestmark = pytest.mark.reference
+
+ROOT = Path(__file__).parents[2]
+NANO = ROOT / "models" / "nano"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    outtype: FloatType
+    checkpoint: dict[str, Any] | None = None  # what to write; None: nano
+
+
+CASES = (
+    Case("nano-F32", "F32"),
+    Case("nano-F16", "F16"),
+    Case("nano-BF16", "BF16"),
+    Case("random-F16", "F16", {"seed": 1}),
+    Case("random-text-only-untied-from-F32-BF16", "BF16", {"nested": False, "tied": False, "dtype": "F32"}),
+    Case("random-from-F16-F32", "F32", {"dtype": "F16"}),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same checkpoint converted by us and by llama.cpp."""
+
+    case: Case
+    ours: Path
+    theirs: Path
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp("conversion")
+    source = resolve(
+        str(NANO if case.checkpoint is None else write_checkpoint(folder / "Random-1B", **case.checkpoint))
+    )
+    checkpoint = Checkpoint.open(source.folder)
+    kept = tuple(range(checkpoint.config.n_layers))
+    ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
+    write_gguf(ours, checkpoint, source, plan_tensors(checkpoint, case.outtype, kept), kept, case.outtype)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.llama_cpp_converter",
+        str(llama_cpp_sources()),
+        str(source.folder),
+    ]
+    subprocess.run([*command, str(theirs), case.outtype], check=True, cwd=ROOT)
+    return Pair(case, ours, theirs)
+
+
+def test_every_tensor_is_the_same(pair: Pair) -> None:
+    ours, theirs = tensors(pair.ours), tensors(pair.theirs)
+    assert ours.keys() == theirs.keys()
+    added_in_f16 = pair.case.checkpoint is not None and pair.case.checkpoint.get("dtype") == "F16"
+    for name, tensor in ours.items():
+        other = theirs[name]
+        assert tensor.tensor_type == other.tensor_type, name
+        assert tensor.shape.tolist() == other.shape.tolist(), name
+        if name.endswith("ssm_a"):
+            np.testing.assert_array_max_ulp(tensor.data, other.data, maxulp=1)
+        elif added_in_f16 and "norm" in name and "ssm_norm" not in name:
+            np.testing.assert_array_equal(tensor.data.astype(np.float16), other.data, err_msg=name)
+        else:
+            np.testing.assert_array_equal(bits(tensor), bits(other), err_msg=name)
+
+
+def test_every_key_is_the_same(pair: Pair) -> None:
+    ours, theirs = keys(pair.ours), keys(pair.theirs)
+    assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == set()
+
+
+def tensors(path: Path) -> dict[str, ReaderTensor]:
+    return {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+
+
+def bits(tensor: ReaderTensor) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(tensor.data).view(np.uint8)
+
+
+def keys(path: Path) -> dict[str, tuple[Any, Any]]:
+    """Every key's types and value; the counts in the header are among them."""
+    return {key: (field.types, field.contents()) for key, field in GGUFReader(path).fields.items()}
