@@ -11,7 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class Engine:
         self.description = self._model.description()
         self.n_params = self._model.n_params
         self.size_bytes = self._model.size_bytes
-        """Bytes of the loaded weights."""
+        """Bytes of all tensors in the file."""
         self.context_size = min(self._model.n_ctx_train, self._context.n_ctx)
         """Most tokens of one sequence, prompt and output together."""
 
@@ -86,7 +85,7 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[Sequence, tuple[Generation, Mailbox]] = {}
-        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warm = threading.Event()
         self._error: str | None = None
@@ -139,7 +138,8 @@ class Engine:
         """Queue a request; call on the event loop that will listen.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        Raises ValueError for `max_tokens` below 1, InvalidPrompt, PromptTooLong, QueueFull, EngineDraining, EngineDead.
+        Raises ValueError for `max_tokens` below 1, InvalidPrompt, PromptTooLong, QueueFull, EngineDraining
+        and EngineDead.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
@@ -160,10 +160,16 @@ class Engine:
             sequence = Sequence(list(prompt), min(max_tokens or room, room), sampler)
             cancel = partial(self._inbox.put, partial(self._finish, sequence, "cancelled"))
             generation = Generation(len(prompt), sequence.timings, cancel)
-            mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+            mailbox = self._mailbox(loop)
             self._open[sequence] = generation, mailbox
             self._inbox.put(partial(self._scheduler.add, sequence))
         return generation
+
+    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        if loop not in self._mailboxes:
+            alive = {known: box for known, box in self._mailboxes.items() if not known.is_closed()}
+            self._mailboxes = {**alive, loop: Mailbox(loop)}
+        return self._mailboxes[loop]
 
     def _check_prompt(self, prompt: ListLike[int]) -> None:
         if not prompt:

@@ -1,0 +1,66 @@
+"""GGUFs of the bundled nano model, converted once and shared by test sessions until their source changes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NANO = ROOT / "models" / "nano"
+CACHE = ROOT / ".work" / "test-models"
+
+
+def nano_gguf(quant: str) -> Path:
+    """The nano model as `quant`, from a cache keyed by the checkpoint and by the converter's own sources."""
+    folder = CACHE / _key()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"nano-{quant}.gguf"
+    with (folder / f"{quant}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            done = subprocess.run(
+                [sys.executable, "-m", "convert", "--src", NANO, "--quant", quant, "--out", folder],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode != 0 or not target.exists():
+                pytest.fail(f"python -m convert --quant {quant} failed:\n{done.stdout}\n{done.stderr}")
+    return target
+
+
+def _key() -> str:
+    digest = hashlib.sha256()
+    sources = [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
+    for folder in ("convert", "quant_recipes"):
+        sources += [
+            path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml", ".txt", ".json"}
+        ]
+    for path in sorted(sources):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+@pytest.fixture(scope="session")
+def nano_f32() -> Path:
+    """models/nano as an F32 GGUF."""
+    return nano_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_f16() -> Path:
+    """models/nano as an F16 GGUF."""
+    return nano_gguf("F16")
+
+
+@pytest.fixture(scope="session")
+def nano_q4_k_m() -> Path:
+    """models/nano as a Q4_K_M GGUF, quantized with its importance matrix."""
+    return nano_gguf("Q4_K_M")

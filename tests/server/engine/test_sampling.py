@@ -1,0 +1,209 @@
+"""Parameters and samplers: what is chosen from known logits, and that the same seed chooses it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+
+from server.engine.llama import Context, ContextOptions, Model
+from server.engine.sampling import Penalties, Sampler, SamplingParams
+from server.engine.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+NO_CONTEXT = cast("Context", None)
+
+
+class SmallVocab:
+    """Ten tokens, of which 8 and 9 are padding and 3 ends a generation."""
+
+    n_real = 8
+    eog_ids = frozenset({3})
+
+
+def sampler(params: SamplingParams, prompt: Sequence[int] = ()) -> Sampler:
+    return Sampler(params, cast("Vocab", SmallVocab()), prompt)
+
+
+def row(**logits: float) -> npt.NDArray[np.float32]:
+    """Ten logits of zero but for those given as t<id>=value."""
+    values = np.zeros(10, np.float32)
+    for name, value in logits.items():
+        values[int(name[1:])] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("inf")),
+    ],
+)
+def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_greedy_takes_the_best() -> None:
+    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t5=2.0, t6=1.0)) == 5
+
+
+def test_padding_is_never_chosen() -> None:
+    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t9=9.0, t8=8.0, t2=1.0)) == 2
+
+
+def test_the_end_is_chosen_unless_it_is_to_be_ignored() -> None:
+    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t3=5.0, t4=1.0)) == 3
+    assert sampler(SamplingParams(ignore_eos=True)).sample(NO_CONTEXT, 0, row(t3=5.0, t4=1.0)) == 4
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_unusable_logits_are_an_error_not_a_token(broken: float) -> None:
+    with pytest.raises(FloatingPointError):
+        sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t5=broken))
+
+
+def test_repetition_penalty_sees_the_prompt_and_the_output() -> None:
+    one = sampler(SamplingParams(repetition_penalty=2.0), prompt=[5])
+    assert one.sample(NO_CONTEXT, 0, row(t5=3.0, t6=2.0)) == 6
+    assert one.sample(NO_CONTEXT, 0, row(t5=3.0, t6=2.0)) == 5  # 1.5 against 1.0: both have been seen
+
+
+def test_presence_and_frequency_see_the_output_only() -> None:
+    one = sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.4), prompt=[5, 5, 5])
+    logits = {"t5": 3.0, "t6": 2.0}
+    chosen = [one.sample(NO_CONTEXT, 0, row(**logits)) for _ in range(4)]
+    # 5 stands at 3.0, then 2.1 (seen once), then 1.7 (twice), where 6 is ahead; then 6 is at 1.1
+    assert chosen == [5, 5, 6, 5]
+
+
+def test_penalties_equal_their_definition() -> None:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2)
+    prompt, output = rng.integers(0, 200, 50), rng.integers(0, 200, 300)
+    penalties = Penalties(params, 200, prompt.tolist())
+    for length, token in enumerate([*output.tolist(), 0]):
+        logits = rng.normal(size=200).astype(np.float32)
+        expected = logits.copy()
+        for i in range(200):
+            count = int((output[:length] == i).sum())
+            if count or i in prompt:
+                expected[i] = expected[i] / 1.3 if expected[i] > 0 else expected[i] * 1.3
+            if count:
+                expected[i] -= 0.7 - 0.2 * count
+        penalties.apply(logits)
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+        penalties.accept(token)
+
+
+# --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(nano_f32: Path) -> Iterator[Model]:
+    model = Model(nano_f32, n_gpu_layers=0)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def context(model: Model) -> Iterator[Context]:
+    options = ContextOptions(
+        n_ctx=256,
+        n_seq=1,
+        n_batch=32,
+        n_ubatch=32,
+        n_outputs=1,
+        threads=1,
+        threads_batch=1,
+        flash_attn="off",
+        type_k="f32",
+        type_v="f32",
+    )
+    context = Context(model, options)
+    context.tokens[:4] = [5, 6, 7, 8]
+    context.positions[:4] = range(4)
+    context.outputs[3] = 1
+    context.decode(4)
+    yield context
+    context.close()
+
+
+def draw(
+    context: Context, model: Model, params: SamplingParams, logits: Sequence[float], n: int
+) -> list[int]:
+    """`n` tokens drawn from a distribution whose first logits are given and the others impossible."""
+    one = Sampler(params, Vocab(model), [1])
+    chosen = []
+    for _ in range(n):
+        line = context.logits(1)[0]
+        line[:] = -50.0
+        line[: len(logits)] = logits
+        chosen.append(one.sample(context, 3, line))
+    one.close()
+    return chosen
+
+
+def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
+    chosen = draw(
+        context, model, SamplingParams(temperature=1.0, seed=1), np.log([0.5, 0.3, 0.2]).tolist(), 4000
+    )
+    shares = np.bincount(chosen, minlength=3) / 4000
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_temperature_comes_before_top_p(context: Context, model: Model) -> None:
+    # Probabilities 0.5, 0.3, 0.2 become 0.66, 0.24, 0.11 at temperature 0.5: top_p 0.85 then keeps two.
+    params = SamplingParams(temperature=0.5, top_p=0.85, seed=1)
+    chosen = draw(context, model, params, np.log([0.5, 0.3, 0.2]).tolist(), 2000)
+    shares = np.bincount(chosen, minlength=3) / 2000
+    np.testing.assert_allclose(shares, [25 / 34, 9 / 34, 0], atol=0.04)
+
+
+def test_top_k_and_min_p_cut_the_tail(context: Context, model: Model) -> None:
+    logits = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
+    by_top_k = draw(context, model, SamplingParams(temperature=1.0, top_k=2, seed=1), logits, 500)
+    by_min_p = draw(context, model, SamplingParams(temperature=1.0, min_p=0.6, seed=1), logits, 500)
+    assert set(by_top_k) == set(by_min_p) == {0, 1}
+
+
+def test_the_same_seed_draws_the_same(context: Context, model: Model) -> None:
+    logits = [0.0] * 50
+
+    def drawn(seed: int | None) -> list[int]:
+        return draw(context, model, SamplingParams(temperature=1.0, seed=seed), logits, 40)
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert drawn(2**32 - 1) == drawn(2**32 - 1), "llama.cpp's own number for a random seed"
+    assert drawn(-1) == drawn(-1)
+    assert drawn(None) != drawn(None)
+
+
+def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Model) -> None:
+    vocab = Vocab(model)
+    assert vocab.n_real < vocab.size
+    params = SamplingParams(temperature=1.0, ignore_eos=True, seed=3)
+    one = Sampler(params, vocab, [1])
+    for _ in range(300):
+        line = context.logits(1)[0]
+        line[:] = 0.0
+        token = one.sample(context, 3, line)
+        assert token < vocab.n_real
+        assert token not in vocab.eog_ids
+    one.close()

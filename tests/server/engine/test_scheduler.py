@@ -1,0 +1,250 @@
+"""The scheduler alone, against a pretend model: every policy it promises, for random mixes of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.sampling import Sampler
+from server.engine.scheduler import Chunk, Scheduler, Step
+from server.engine.sequence import Sequence
+
+NO_SAMPLER = cast("Sampler", None)
+
+
+def sequence(prompt: int, max_tokens: int = 10) -> Sequence:
+    return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER)
+
+
+def scheduler(slots: int = 4, cells: int = 1000, batch: int = 64, budget: int = 16) -> Scheduler:
+    return Scheduler(
+        slots=slots, cells=cells, batch_size=batch, prefill_budget=budget, release=lambda slot: None
+    )
+
+
+def advance(s: Scheduler) -> Step:
+    """One step of a model that answers every sampled row with token 7, up to the sequence's limit."""
+    step = s.schedule()
+    s.postprocess(step)
+    for chunk in step.chunks:
+        if chunk.samples:
+            chunk.sequence.tokens.append(7)
+            if len(chunk.sequence.tokens) == chunk.sequence.limit:
+                s.remove(chunk.sequence)
+    return step
+
+
+def counts(step: Step) -> list[int]:
+    return [chunk.count for chunk in step.chunks]
+
+
+def test_a_prompt_longer_than_a_batch_is_cut_into_chunks() -> None:
+    s = scheduler(batch=64)
+    s.add(one := sequence(150))
+    assert [counts(advance(s)) for _ in range(4)] == [[64], [64], [22], [1]]
+    assert one.generated == 2
+
+
+def test_only_the_last_chunk_of_a_prompt_samples() -> None:
+    s = scheduler(batch=64)
+    s.add(sequence(100))
+    assert [chunk.samples for _ in range(3) for chunk in advance(s).chunks] == [False, True, True]
+
+
+def test_decodes_come_first_and_prompts_get_the_budget() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.add(first := sequence(5))
+    advance(s)
+    s.add(second := sequence(40))
+    step = advance(s)
+    assert step.chunks == [Chunk(first, 1, True), Chunk(second, 16, False)]
+
+
+def test_the_budget_is_a_whole_batch_when_nobody_decodes() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.add(sequence(40))
+    s.add(sequence(40))
+    assert counts(advance(s)) == [40, 24]
+
+
+def test_prompts_share_the_budget_in_order_of_arrival() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.add(sequence(2))
+    advance(s)
+    for length in (10, 10, 10):
+        s.add(sequence(length))
+    assert counts(advance(s)) == [1, 10, 6]
+    assert counts(advance(s)) == [1, 1, 4, 10]
+
+
+def test_no_more_run_than_there_are_slots() -> None:
+    s = scheduler(slots=2)
+    for _ in range(3):
+        s.add(sequence(4, max_tokens=3))
+    advance(s)
+    assert (len(s.running), len(s.waiting)) == (2, 1)
+    advance(s)
+    advance(s)
+    advance(s)
+    assert (len(s.running), len(s.waiting)) == (1, 0)
+
+
+def test_nobody_overtakes_a_request_that_waits_for_cells() -> None:
+    s = scheduler(cells=200)
+    s.add(sequence(100, max_tokens=50))
+    advance(s)
+    s.add(large := sequence(150, max_tokens=20))
+    s.add(small := sequence(2, max_tokens=2))
+    advance(s)
+    assert list(s.waiting) == [large, small]
+
+
+def test_the_youngest_is_preempted_when_cells_run_out_and_reads_everything_again() -> None:
+    released: list[int] = []
+    s = Scheduler(slots=2, cells=160, batch_size=64, prefill_budget=64, release=released.append)
+    s.add(old := sequence(10, max_tokens=140))
+    s.add(young := sequence(10, max_tokens=140))
+    while not s.preemptions:
+        advance(s)
+    assert released == [1]
+    assert list(s.waiting) == [young]
+    assert (young.cached, young.slot) == (0, None)
+    tokens_before = list(young.tokens)
+    while old.slot is not None:
+        advance(s)
+    assert young.tokens[: len(tokens_before)] == tokens_before
+    while s.running or s.waiting:
+        advance(s)
+    assert (old.generated, young.generated) == (140, 140)
+
+
+def test_prompts_that_fill_the_cache_together_do_not_lock_up() -> None:
+    s = scheduler(slots=2, cells=128, batch=32)
+    s.add(a := sequence(60, max_tokens=68))
+    advance(s)
+    s.add(b := sequence(60, max_tokens=68))
+    while s.running or s.waiting:
+        advance(s)
+    assert (a.generated, b.generated) == (68, 68)
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_removing_frees_slot_and_cells(when: str) -> None:
+    s = scheduler(slots=1, batch=16)
+    s.add(one := sequence(30))
+    steps = {"waiting": 0, "prefilling": 1, "decoding": 3}[when]
+    for _ in range(steps):
+        advance(s)
+    s.remove(one)
+    assert (s.running, list(s.waiting), s.cells_used) == ([], [], 0)
+    s.add(two := sequence(5))
+    advance(s)
+    assert two.slot == 0
+
+
+@dataclass
+class Plan:
+    prompt: int
+    answer: int
+    arrives: int
+    cancelled: int | None
+
+
+plans = st.builds(
+    Plan,
+    prompt=st.integers(1, 80),
+    answer=st.integers(1, 40),
+    arrives=st.integers(0, 60),
+    cancelled=st.none() | st.integers(0, 100),
+)
+
+
+@dataclass
+class Watched:
+    """Runs a mix of requests to the end and checks every step against the policy."""
+
+    s: Scheduler
+    batch: int
+    budget: int
+    started: list[Sequence] = field(default_factory=list)
+
+    def step(self) -> None:
+        decoding = {x for x in self.s.running if x.pending == 1}
+        oldest = self.s.running[0] if self.s.running else None
+        before = self.s.preemptions
+        step = self.s.schedule()
+        assert step.chunks, "there is work, but nothing was scheduled"
+        assert step.n_tokens == sum(counts(step)) <= self.batch
+        in_step = [chunk.sequence for chunk in step.chunks]
+        assert len(set(in_step)) == len(in_step)
+        assert all(chunk.samples == (chunk.count == chunk.sequence.pending) for chunk in step.chunks)
+        if self.s.preemptions == before:
+            assert decoding <= set(in_step), "a running stream was held up"
+        if decoding & set(in_step):
+            assert sum(c.count for c in step.chunks if c.sequence not in decoding) <= self.budget
+        assert oldest is None or oldest in self.s.running, "the oldest was preempted"
+        slots = [x.slot for x in self.s.running]
+        assert None not in slots
+        assert len(set(slots)) == len(slots)
+        self.s.postprocess(step)
+        assert self.s.cells_used == sum(x.cached for x in self.s.running) <= self.s.cells
+        self.started += [x for x in in_step if x not in self.started]
+        for chunk in step.chunks:
+            if chunk.samples:
+                chunk.sequence.tokens.append(7)
+                if len(chunk.sequence.tokens) == chunk.sequence.limit:
+                    self.s.remove(chunk.sequence)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    mix=st.lists(plans, min_size=1, max_size=12),
+    slots=st.integers(1, 5),
+    cells=st.integers(120, 300),
+    batch=st.integers(5, 64),
+    budget=st.integers(1, 64),
+)
+def test_every_mix_of_requests_is_served_in_order(
+    mix: list[Plan], slots: int, cells: int, batch: int, budget: int
+) -> None:
+    s = scheduler(slots=slots, cells=cells, batch=batch, budget=budget)
+    watched = Watched(s, batch, budget)
+    sequences = [sequence(plan.prompt, plan.answer) for plan in mix]
+    cancelled: set[Sequence] = set()
+    arrived: list[Sequence] = []
+    now = 0
+    while len(arrived) < len(mix) or s.running or s.waiting:
+        for plan, one in zip(mix, sequences, strict=True):
+            if plan.arrives <= now and one not in arrived:
+                arrived.append(one)
+                s.add(one)
+            if plan.cancelled == now and (one.slot is not None or one in s.waiting):
+                s.remove(one)
+                cancelled.add(one)
+        if s.running or s.waiting:
+            watched.step()
+        now += 1
+        assert now < 20_000
+    assert s.cells_used == 0
+    for plan, one in zip(mix, sequences, strict=True):
+        assert one in cancelled or one.generated == plan.answer
+    order = [one for one in arrived if one in watched.started]
+    assert watched.started == order, "a later request started before an earlier one"
+
+
+def test_a_flood_of_long_prompts_neither_starves_a_stream_nor_is_starved_by_it() -> None:
+    s = scheduler(slots=4, cells=4000, batch=64, budget=16)
+    s.add(stream := sequence(4, max_tokens=400))
+    advance(s)
+    flood = [sequence(200, max_tokens=2) for _ in range(10)]
+    for one in flood:
+        s.add(one)
+    for _ in range(200):
+        generated = stream.generated
+        advance(s)
+        assert stream.generated == generated + 1
+    assert all(one.generated == 2 for one in flood)
