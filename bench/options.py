@@ -9,11 +9,17 @@ from pathlib import Path
 from bench.errors import BenchError
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the description's lines and names each default that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        says = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
+        return f"{action.help or ''} (default: {action.default})" if says else action.help or ""
+
+
 def base_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that every verb against a server takes."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://127.0.0.1:8080", help="where the server listens")
     server.add_argument("--model", help="`model` of the requests (the server's first model otherwise)")
