@@ -196,6 +196,11 @@ class Model:
         n = _api.llama_detokenize(self._vocab, ids, len(tokens), buffer, len(buffer), False, True)
         return buffer.raw[:n]
 
+    def unused_tokens(self) -> NDArray[np.int64]:
+        """Ids that pad the vocabulary and stand for nothing; a model may score them all the same."""
+        attributes = [_api.llama_vocab_get_attr(self._vocab, token) for token in range(self.n_vocab)]
+        return np.flatnonzero(np.array(attributes) & _api.LLAMA_TOKEN_ATTR_UNUSED)
+
     def is_eog(self, token: int) -> bool:
         """Whether `token` ends a generation."""
         return bool(_api.llama_vocab_is_eog(self._vocab, token))

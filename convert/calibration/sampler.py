@@ -1,0 +1,86 @@
+"""Batched sampling: many prompts continued at once, each from its own random stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from convert.llama import Batch, Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from convert.llama import Floats, Model
+
+PARALLEL = 32
+MIN_P = 0.02  # tokens less likely than this share of the likeliest are never drawn; temperature is 1
+
+
+@dataclass
+class Request:
+    """A prompt to continue by at most `max_new` tokens; `seed` fixes what is drawn."""
+
+    prompt: list[int]
+    max_new: int
+    seed: Sequence[int]
+    generated: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+
+def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[], None]) -> None:
+    """Fills in every request's `generated`, its end-of-generation token included where one was drawn.
+
+    At most `PARALLEL` sequences run at once; one that ends makes room for the next. The draws depend on the
+    seeds and the model's logits alone, and so the text is the same in every run on the same machine.
+    """
+    room = max(len(r.prompt) + r.max_new for r in requests)
+    n_seq = min(PARALLEL, len(requests))
+    longest = max(len(r.prompt) for r in requests)
+    banned = model.unused_tokens()
+    waiting, free = deque(requests), list(range(n_seq))
+    running: dict[int, Request] = {}
+    with Context(model, n_ctx=n_seq * room, n_batch=max(longest, n_seq), n_seq=n_seq) as context:
+
+        def accept(sequence: int, logits: Floats) -> None:
+            request = running[sequence]
+            logits[banned] = -np.inf
+            token = _draw(logits, request.random)
+            request.generated.append(token)
+            if model.is_eog(token) or len(request.generated) == request.max_new:
+                del running[sequence]
+                free.append(sequence)
+                on_finished()
+
+        while waiting or running:
+            while waiting and free:
+                sequence, request = free.pop(), waiting.popleft()
+                running[sequence] = request
+                context.clear(sequence)
+                batch, last = Batch(context), len(request.prompt) - 1
+                for position, token in enumerate(request.prompt):
+                    batch.add(token, position, sequence, output=position == last)
+                context.decode(batch)
+                accept(sequence, context.logits()[0])
+            batch = Batch(context)
+            order = sorted(running)
+            for sequence in order:
+                request = running[sequence]
+                position = len(request.prompt) + len(request.generated) - 1
+                batch.add(request.generated[-1], position, sequence, output=True)
+            if order:
+                context.decode(batch)
+                for sequence, logits in zip(order, context.logits(), strict=True):
+                    accept(sequence, logits)
+
+
+def _draw(logits: Floats, random: np.random.Generator) -> int:
+    """A token drawn at temperature 1 among those that pass min-p."""
+    top = logits.max()
+    candidates = np.flatnonzero(logits >= top + np.log(MIN_P))
+    cumulative = np.cumsum(np.exp(logits[candidates].astype(np.float64) - top))
+    return int(candidates[np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")])

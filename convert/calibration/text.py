@@ -1,0 +1,70 @@
+"""Writes calibration and evaluation text: prompts, and the model's own answers to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from convert.calibration.prompts import ChatTemplate, load_prompts
+from convert.calibration.sampler import Request, complete
+from convert.errors import ConvertError
+from convert.llama import Model
+from convert.progress import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from convert.calibration.prompts import Purpose
+    from convert.llama import Runtime
+
+TEXT_VERSION = 1
+"""Raise it when the same model would write another text: other prompts, another sampler, other lengths."""
+
+# 64 chunks of 512 tokens, and one to spare for what a last chunk leaves over.
+MIN_TOKENS = 65 * 512
+MAX_NEW, MAX_NEW_THINKING = 256, 384
+SEEDS = {"calibration": 20250, "evaluation": 31337}
+
+
+def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> None:
+    """Writes at least `MIN_TOKENS` tokens of conversations that the model in `gguf` makes up.
+
+    Every prompt is answered once; while the text is too short, prompts are answered again, differently.
+    Special tokens are spelled out: tokenizing with special tokens parsed gives the conversations back.
+
+    Raises:
+        ConvertError: the file has no chat template, or one that does not work.
+        LlamaError: the model cannot be loaded or run.
+    """
+    prompts = load_prompts(purpose)
+    with Model(gguf, runtime) as model:
+        source = model.metadata("tokenizer.chat_template")
+        if not source:
+            raise ConvertError(
+                f"{gguf}: no tokenizer.chat_template, so the model cannot be prompted to write its own text; "
+                "add chat_template.jinja to the checkpoint, or use --calibration FILE and --no-kld"
+            )
+        template = ChatTemplate(source)
+        rendered = [model.tokenize(template.render(prompt)) for prompt in prompts]
+        text, n_tokens, answered = "", 0, 0
+        while n_tokens < MIN_TOKENS:
+            count = len(prompts)
+            if answered:
+                count = min(count, 1 + answered * (MIN_TOKENS - n_tokens) // n_tokens)
+            requests = [
+                Request(
+                    prompt=rendered[i],
+                    max_new=MAX_NEW_THINKING if prompts[i].thinking else MAX_NEW,
+                    seed=(SEEDS[purpose], answered + i),
+                )
+                for i in range(count)
+            ]
+            with Progress(f"Writing {purpose} text", count, "answers") as progress:
+                complete(model, requests, progress.advance)
+            text += "".join(_conversation(model, request) for request in requests)
+            n_tokens, answered = len(model.tokenize(text)), answered + count
+    out.write_text(text, encoding="utf-8")
+
+
+def _conversation(model: Model, request: Request) -> str:
+    # a limit may fall inside a character, whose beginning is then dropped
+    return model.detokenize([*request.prompt, *request.generated]).decode("utf-8", "ignore") + "\n"

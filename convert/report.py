@@ -1,0 +1,163 @@
+"""What came out of a conversion: size, types, digest, and the distance from the reference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from gguf import GGUFReader
+
+from convert.kld import Divergence, measure_divergence
+from convert.llama import LLAMA_VERSION
+from convert.progress import BYTES, Progress, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from convert.llama import Runtime
+    from convert.recipes import Recipe
+
+READ_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one role, `blk.*.ffn_down.weight` say, that have one type."""
+
+    name: str
+    type: str
+    tensors: int
+    elements: int
+    n_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.n_bytes / self.elements
+
+
+@dataclass(frozen=True)
+class Report:
+    """The JSON file beside a GGUF. `divergence` is None where none was measured."""
+
+    file: str
+    n_bytes: int
+    sha256: str
+    elements: int
+    tensor_bytes: int
+    groups: tuple[Group, ...]
+    recipe: Mapping[str, Any] | None
+    reference: str | None
+    divergence: Divergence | None
+    provenance: Mapping[str, Any]
+    llama_cpp_python: str
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of tensor data per weight, over all tensors."""
+        return 8 * self.tensor_bytes / self.elements
+
+    def to_json(self) -> str:
+        data = asdict(self)
+        data["bits_per_weight"] = round(self.bits_per_weight, 4)
+        for group, source in zip(data["groups"], self.groups, strict=True):
+            group["bits_per_weight"] = round(source.bits_per_weight, 4)
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        data = json.loads(text)
+        del data["bits_per_weight"]
+        for group in data["groups"]:
+            del group["bits_per_weight"]
+        data["groups"] = tuple(Group(**group) for group in data["groups"])
+        data["divergence"] = Divergence(**data["divergence"]) if data["divergence"] else None
+        return cls(**data)
+
+
+def tensor_groups(gguf: Path) -> tuple[Group, ...]:
+    """Tensors by role and type, largest first; the MTP block's roles are told apart by `mtp` for the number.
+
+    Raises:
+        ConvertError: not a GGUF file.
+    """
+    reader = GGUFReader(gguf)
+    mtp_blocks = {t.name.split(".")[1] for t in reader.tensors if ".nextn." in t.name}
+    found: dict[tuple[str, str], list[Any]] = {}
+    for tensor in reader.tensors:
+        block = re.match(r"blk\.(\d+)\.", tensor.name)
+        name = tensor.name
+        if block:
+            name = f"blk.{'mtp' if block[1] in mtp_blocks else '*'}.{name[block.end() :]}"
+        found.setdefault((name, tensor.tensor_type.name), []).append(tensor)
+    groups = (
+        Group(name, kind, len(ts), sum(int(t.n_elements) for t in ts), sum(int(t.n_bytes) for t in ts))
+        for (name, kind), ts in found.items()
+    )
+    return tuple(sorted(groups, key=lambda group: (-group.n_bytes, group.name, group.type)))
+
+
+def write_report(
+    gguf: Path,
+    out: Path,
+    *,
+    reference: Path | None,
+    recipe: Recipe | None,
+    text: Path | None,
+    runtime: Runtime,
+    provenance: Mapping[str, Any],
+) -> None:
+    """Examines `gguf` and writes the report to `out`; with `reference` and `text`, measures the divergence.
+
+    Raises:
+        ConvertError: see `measure_divergence`.
+    """
+    divergence = None
+    if reference is not None and text is not None:
+        divergence = measure_divergence(reference, gguf, text=text, runtime=runtime)
+    groups = tensor_groups(gguf)
+    report = Report(
+        file=gguf.name,
+        n_bytes=gguf.stat().st_size,
+        sha256=_sha256(gguf),
+        elements=sum(group.elements for group in groups),
+        tensor_bytes=sum(group.n_bytes for group in groups),
+        groups=groups,
+        recipe=recipe.model_dump(by_alias=True) if recipe else None,
+        reference=reference.name if reference else None,
+        divergence=divergence,
+        provenance=provenance,
+        llama_cpp_python=LLAMA_VERSION,
+    )
+    out.write_text(report.to_json(), encoding="utf-8")
+
+
+def print_report(path: Path) -> None:
+    """Prints a report file as tables."""
+    report = Report.from_json(path.read_text(encoding="utf-8"))
+    print(f"\n{report.file}")
+    print(f"  size        {size(report.n_bytes)} ({report.n_bytes:,} bytes)")
+    print(f"  weights     {report.elements:,} at {report.bits_per_weight:.3f} bits")
+    print(f"  sha256      {report.sha256}")
+    if (d := report.divergence) is not None:
+        print(f"  mean KLD    {d.mean:.6f} nats from {report.reference} over {d.tokens:,} tokens")
+        print(f"              median {d.median:.6f}, 99% {d.p99:.6f}, most {d.maximum:.4f}")
+        print(f"  same top    {100 * d.same_top:.2f}% of tokens")
+    width = max(len(group.name) for group in report.groups)
+    print(f"\n  {'tensors':<{width}}  type       count   bits       size")
+    for g in report.groups:
+        numbers = f"{g.tensors:5}  {g.bits_per_weight:5.2f}  {size(g.n_bytes):>9}"
+        print(f"  {g.name:<{width}}  {g.type:<9}  {numbers}")
+    print()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file, Progress("sha256", path.stat().st_size, BYTES) as progress:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            progress.advance(len(block))
+    return digest.hexdigest()
