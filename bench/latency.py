@@ -17,7 +17,7 @@ if not __package__:  # run as a file
 
 from bench.client import Client, Completion
 from bench.environment import header
-from bench.errors import BenchError, ServerError
+from bench.errors import ServerError
 from bench.latency_report import draw, latency_table, stream_table
 from bench.latency_result import (
     CATEGORIES,
@@ -32,9 +32,9 @@ from bench.latency_result import (
     read_baseline,
     summarize,
 )
-from bench.options import base_parser, natural, picture_path, positive, run
+from bench.options import add_prompt_options, base_parser, natural, picture_path, positive, run
 from bench.progress import Progress
-from bench.prompts import CountedPrompts, Prompts, RandomPrompts, TextPrompts
+from bench.prompts import find_prompts
 from bench.vocabulary import Vocabulary, find_vocabulary
 
 
@@ -99,22 +99,6 @@ async def recount(vocabulary: Vocabulary | None, done: list[tuple[Run, str]]) ->
     ]
 
 
-async def find_prompts(
-    args: argparse.Namespace, client: Client, vocabulary: Vocabulary | None, model: str | None
-) -> Prompts:
-    """Where the distinct protocol's prompts come from: the user's text, the vocabulary, or counted words."""
-    rng = random.Random(args.seed)
-    if args.text is not None:
-        if vocabulary is None:
-            raise BenchError(
-                "--text needs a tokenizer: the server has no /tokenize, so name one with --tokenizer"
-            )
-        return await TextPrompts.build(vocabulary, args.text)
-    if vocabulary is not None:
-        return await RandomPrompts.build(vocabulary, rng, words=True)
-    return await CountedPrompts.build(client, "/v1/completions", model, rng)
-
-
 async def latency(args: argparse.Namespace) -> int:
     """The verb: measure, print, save. Exit status 1 when any request failed."""
     baseline = read_baseline(args.baseline)
@@ -133,7 +117,13 @@ async def latency(args: argparse.Namespace) -> int:
         head = await header(args, client, model)
         vocabulary = await find_vocabulary(args.tokenizer, client, model)
         protocols = PROTOCOLS if args.protocol == "both" else (args.protocol,)
-        supply = await find_prompts(args, client, vocabulary, model) if "distinct" in protocols else None
+        supply = (
+            await find_prompts(
+                client, vocabulary, model, random.Random(args.seed), words=True, text=args.text
+            )
+            if "distinct" in protocols
+            else None
+        )
         count = len(list(plan.passes()))
         runs: list[Run] = []
         for category in args.categories:
@@ -213,11 +203,7 @@ def parser() -> argparse.ArgumentParser:
         help="official, none, short=MS,medium=MS,long=MS, or a result file of this command",
     )
     group.add_argument("--text", type=Path, help="cut the distinct prompts from this text")
-    group.add_argument(
-        "--tokenizer", help="a .gguf, a folder with tokenizer.json, or a hub id (else /tokenize)"
-    )
-    group.add_argument("--stop-at-eos", action="store_true", help="let distinct prompts end early")
-    group.add_argument("--seed", type=int, default=0, help="of the random prompts")
+    add_prompt_options(group)
     return made
 
 

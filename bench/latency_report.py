@@ -3,7 +3,8 @@
 from pathlib import Path
 from statistics import mean
 
-from bench.latency_result import CATEGORIES, PROTOCOLS, LatencyResult, Protocol, Spread, Summary, by_key
+from bench.latency_result import CATEGORIES, PROTOCOLS, LatencyResult, Protocol, Summary, by_key
+from bench.measures import Spread
 from bench.plot import PALETTE, figure
 from bench.table import Cell, Table
 

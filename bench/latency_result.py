@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Literal
 
-import numpy as np
 from pydantic import Field
 
 from bench.errors import BenchError
+from bench.measures import Spread, cached_share, is_miscounted, median_known
 from bench.results import Record, ResultFile
 
 FILLER = "The quick brown fox jumps over the lazy dog. "
@@ -57,23 +57,6 @@ class Run(Record):
     finish_reason: str | None
     arrivals: list[float] = Field(default_factory=list)
     error: str | None = None
-
-
-class Spread(Record):
-    """Percentiles of one quantity over the runs, in its own unit."""
-
-    p10: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread | None":
-        """None for no values at all."""
-        if not values:
-            return None
-        p10, p50, p90, p99 = (float(value) for value in np.percentile(values, (10, 50, 90, 99)))
-        return cls(p10=p10, p50=p50, p90=p90, p99=p99)
 
 
 class Summary(Record):
@@ -170,13 +153,6 @@ def mean_speedup(summaries: Sequence[Summary]) -> dict[Protocol, float | None]:
     return score
 
 
-def is_miscounted(run: Run) -> bool:
-    """Whether claimed and re-counted completion tokens differ by more than 2% (and by more than 2)."""
-    if run.recounted_tokens is None or run.completion_tokens is None:
-        return False
-    return abs(run.recounted_tokens - run.completion_tokens) > max(2, 0.02 * run.completion_tokens)
-
-
 def _summary(runs: Sequence[Run], key: tuple[str, Protocol], baseline: Baseline | None) -> Summary:
     category, protocol = key
     good = [run for run in runs if run.error is None]
@@ -192,14 +168,14 @@ def _summary(runs: Sequence[Run], key: tuple[str, Protocol], baseline: Baseline 
         errors=len(runs) - len(good),
         latency=latency,
         speedup=reference / latency.p50 if latency is not None and reference is not None else None,
-        prompt_tokens=_median([run.prompt_tokens for run in whole]),
-        completion_tokens=_median([run.completion_tokens for run in whole]),
-        cached_share=_cached_share(whole),
-        miscounted=sum(is_miscounted(run) for run in good),
+        prompt_tokens=median_known([run.prompt_tokens for run in whole]),
+        completion_tokens=median_known([run.completion_tokens for run in whole]),
+        cached_share=cached_share([(run.prompt_tokens, run.cached_tokens) for run in whole]),
+        miscounted=sum(is_miscounted(run.completion_tokens, run.recounted_tokens) for run in good),
         first_token=Spread.of([run.arrivals[0] for run in streamed]),
         per_token=Spread.of(_seconds_per_token(streamed)),
         gap=Spread.of(gaps),
-        tokens_per_arrival=_median(
+        tokens_per_arrival=median_known(
             [run.completion_tokens / len(run.arrivals) for run in streamed if run.completion_tokens]
         ),
     )
@@ -211,18 +187,6 @@ def _seconds_per_token(runs: Sequence[Run]) -> list[float]:
         for run in runs
         if len(run.arrivals) > 1 and run.completion_tokens is not None and run.completion_tokens > 1
     ]
-
-
-def _cached_share(runs: Sequence[Run]) -> float | None:
-    known = [run for run in runs if run.cached_tokens is not None and run.prompt_tokens]
-    if not known:
-        return None
-    return sum(run.cached_tokens or 0 for run in known) / sum(run.prompt_tokens or 0 for run in known)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(median(known)) if known else None
 
 
 def by_key(summaries: Sequence[Summary]) -> Mapping[tuple[str, Protocol], Summary]:

@@ -32,6 +32,15 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """Whose tokens are counted, and what the made-up prompts are like."""
+    group.add_argument(
+        "--tokenizer", help="a .gguf, a folder with tokenizer.json, or a hub id (else /tokenize)"
+    )
+    group.add_argument("--stop-at-eos", action="store_true", help="let answers to random prompts end early")
+    group.add_argument("--seed", type=int, default=0, help="of the random prompts")
+
+
 def picture_path(args: argparse.Namespace) -> Path | None:
     """Where the picture goes: --plot, else beside --out, else nowhere."""
     if args.plot is not None:

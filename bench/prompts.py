@@ -144,6 +144,25 @@ class CountedPrompts(Prompts):
         return "".join(f" {word}" for word in words)
 
 
+async def find_prompts(
+    client: Client,
+    vocabulary: Vocabulary | None,
+    model: str | None,
+    rng: random.Random,
+    *,
+    words: bool,
+    text: Path | None = None,
+) -> Prompts:
+    """Prompts cut from the user's ``text``, else from the vocabulary, else of words the server counts."""
+    if text is not None:
+        if vocabulary is None:
+            raise BenchError("--text needs a tokenizer: the server offers none, so name one with --tokenizer")
+        return await TextPrompts.build(vocabulary, text)
+    if vocabulary is not None:
+        return await RandomPrompts.build(vocabulary, rng, words=words)
+    return await CountedPrompts.build(client, "/v1/completions", model, rng)
+
+
 def _is_plain(text: str, words: bool) -> bool:
     if words:
         return WORD.fullmatch(text) is not None

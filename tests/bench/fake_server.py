@@ -67,7 +67,7 @@ class Generation:
 
 
 class FakeServer:
-    """``with FakeServer(Script(...)) as server: ... server.url``; ``server.requests``: (path, body) so far."""
+    """``with FakeServer(Script()) as server: ... server.url``; ``server.requests``: (path, body) so far."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
