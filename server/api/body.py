@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from server.api.errors import ApiError, bad_request
+from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +42,11 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
 
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
-    """`body` as `schema`. Raises pydantic's ValidationError, and ApiError 400 for unsupported fields."""
-    return await off_loop(size, lambda: schema.model_validate(body))
+    """`body` as `schema`. Raises ApiError 400."""
+    try:
+        return await off_loop(size, lambda: schema.model_validate(body))
+    except ValidationError as error:
+        raise from_validation(error) from error
 
 
 def check_content_type(header: str | None) -> None:
@@ -74,5 +77,5 @@ async def read(request: Request, max_bytes: int) -> bytes:
             if len(body) > max_bytes:
                 raise too_large
     except ClientDisconnect as error:
-        raise bad_request("the client left before its request was complete", None) from error
+        raise ClientLeft from error
     return bytes(body)

@@ -48,6 +48,7 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
                 inline_reasoning=service.settings.inline_reasoning,
                 tools=request.offered_tools,
             ),
+            one_call=request.parallel_tool_calls is False,
         )
         for generation in run.generations
     ]
@@ -60,21 +61,30 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
 
 
 class Reply:
-    """One choice: a generation, split into reasoning, content and tool calls as it comes."""
+    """One choice: a generation, split into reasoning, content and tool calls as it comes.
 
-    def __init__(self, generation: TextGeneration, parser: ReplyParser) -> None:
+    With `one_call` the reply ends behind its first tool call.
+    """
+
+    def __init__(self, generation: TextGeneration, parser: ReplyParser, *, one_call: bool) -> None:
         self.generation = generation
         self._parser = parser
+        self._one_call = one_call
 
     async def parts(self) -> AsyncIterator[Part]:
         async for text in self.generation:
             for part in self._parser.feed(text):
                 yield part
+                if self._one_call and isinstance(part, ToolCall):
+                    self.generation.cancel()
+                    return
         for part in self._parser.flush():
             yield part
 
     def finish_reason(self, run: Run) -> str:
         """A reply that ended by itself and calls tools says so."""
+        if self._one_call and self._parser.tool_calls:
+            return "tool_calls"
         reason = run.check(self.generation)
         return "tool_calls" if reason == "stop" and self._parser.tool_calls else reason
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from server.chat import PromptError
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastapi import FastAPI, Request
+    from pydantic import ValidationError
 
 RETRY_AFTER_S = 1
 
@@ -51,6 +51,10 @@ class ApiError(Exception):
         return {"error": fields}
 
 
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -58,12 +62,8 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
     """The first of a schema's complaints, with how many more there are."""
     first, *others = error.errors()
-    if first["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {first['msg']}", None, "invalid_json")
-    param = field_path(first["loc"]) or None
+    param = field_path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
-    if param is None:
-        return bad_request(f"the body must be a JSON object: {message}", None, "invalid_body")
     more = f" (and {len(others)} more)" if others else ""
     return bad_request(f"{param}: {message}{more}", param, "invalid_value")
 
@@ -81,7 +81,9 @@ def from_exception(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ValidationError() | RequestValidationError():
+        case ClientLeft():  # nginx's status for it; seen in the log and the metrics only
+            return ApiError(499, "the client left before the answer was complete")
+        case RequestValidationError():
             return from_validation(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
@@ -112,6 +114,7 @@ def install(app: FastAPI) -> None:
     """Routes every exception through `error_response`; unforeseen ones are logged by uvicorn as well."""
     kinds: tuple[type[Exception], ...] = (
         ApiError,
+        ClientLeft,
         HTTPException,
         RequestValidationError,
         PromptError,

@@ -50,6 +50,10 @@ class Watch:
         self._service.in_flight += 1
         try:
             await self._app(scope, receive, watched)
+        except Exception:
+            # the handler for what nobody foresaw sits outside of this and answers 500
+            status, complete = 500, True
+            raise
         finally:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
@@ -71,7 +75,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode()
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 answer = JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from server.api.errors import ClientLeft
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Sequence
 
@@ -12,10 +14,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -10,8 +10,10 @@ from server.api.service import service_of
 router = APIRouter()
 
 
-@router.api_route("/ping", methods=["GET", "HEAD"])
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/ping", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+@router.get("/ping")
+@router.get("/health")
 async def ping(http: Request) -> JSONResponse:
     """200 once the model is loaded and warmed up; 503 before that, while draining and after a failure."""
     status = service_of(http).status

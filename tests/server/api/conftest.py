@@ -1,0 +1,111 @@
+"""A real HTTP server, on a free port and a thread of its own, over the scripted engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+
+from server.api import Backend, Service, create_app
+from server.api.sampling import sampling_defaults
+from server.chat import Prompter
+from server.engine import Engine
+from server.settings import Settings
+from tests.server.api.fakes import FakeEngine, Script
+
+TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
+
+
+@dataclass
+class Server:
+    """Where the server is, and what is behind it."""
+
+    http: httpx.Client
+    engine: FakeEngine
+    service: Service
+
+    @property
+    def url(self) -> str:
+        return str(self.http.base_url)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Hi"}]
+        return self.post("/v1/chat/completions", **{"messages": messages, **body})
+
+
+Start = Callable[..., Server]
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Serves `app`; its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers; each replies by its script, with settings by name and the rest for FakeEngine."""
+    with starter(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """`start`, for a server that all tests of a module share."""
+    with starter(tmp_path_factory.mktemp("models")) as start:
+        yield start
+
+
+@contextmanager
+def starter(folder: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(
+            script: Script | str, *, load: Callable[[Backend], Backend] | None = None, **options: Any
+        ) -> Server:
+            model = folder / "fake.gguf"
+            model.touch()
+            chosen = {name: options.pop(name) for name in list(options) if name in Settings.model_fields}
+            settings = Settings(model=model, **chosen)
+            engine = FakeEngine((lambda _: script) if isinstance(script, str) else script, **options)
+
+            def make() -> Backend:
+                real = cast(Engine, engine)
+                prompter = Prompter(real.vocab, TEMPLATE.read_text(encoding="utf-8"))
+                backend = Backend(real, prompter, sampling_defaults(engine.metadata, greedy=settings.greedy))
+                return load(backend) if load else backend
+
+            app = create_app(settings, make)
+            http = stack.enter_context(httpx.Client(base_url=stack.enter_context(running(app)), timeout=30))
+            server = Server(http, engine, app.state.service)
+            if load is None:
+                wait_until(lambda: server.service.status == "ready")
+            return server
+
+        yield start

@@ -1,0 +1,322 @@
+"""Whatever a client gets wrong: a 4xx with OpenAI's error object, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.api.conftest import Server, Start
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+LONG = "x" * 5000
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def server(start_shared: Start) -> Iterator[Server]:
+    server = start_shared("x", max_body_mib=1)
+    yield server
+    assert not server.engine.submissions
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, after a look at its shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 16.0}, "max_tokens"),
+    ({"max_tokens": "16"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": [16]}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "0"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": {}}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"min_p": -0.5}, "min_p"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repeat_penalty": -1}, "repeat_penalty"),
+    ({"presence_penalty": "high"}, "presence_penalty"),
+    ({"frequency_penalty": 1e9}, "frequency_penalty"),
+    ({"seed": -2}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": []}, "stream_options"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "2"}, "n"),
+    ({"model": 7}, "model"),
+    # known, and not supported: refused rather than ignored
+    ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"grammar": "root ::= x"}, "grammar"),
+    ({"json_schema": {"type": "object"}}, "json_schema"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"stop_token_ids": [1]}, "stop_token_ids"),
+    ({"mirostat": 2}, "mirostat"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), FIELDS)
+def test_fields_of_every_endpoint(server: Server, fields: dict[str, Any], param: str) -> None:
+    for path, body in [
+        (COMPLETIONS, {"prompt": "x"}),
+        (CHAT, {"messages": HI}),
+        ("/invocations", {"prompt": "x"}),
+        ("/invocations", {"messages": HI}),
+    ]:
+        error = error_of(server.post(path, **{**body, **fields}), 400)
+        assert error["param"] == param
+        assert param in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+PROMPTS = [
+    5,
+    1.5,
+    True,
+    {},
+    [],
+    "",
+    [""],
+    ["a", ""],
+    ["a", 5],
+    [1, "a"],
+    [[]],
+    [[1], []],
+    [[1.5]],
+    [True],
+    [None],
+]
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, [-1], [99999]])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/invocations"])
+def test_prompts(server: Server, path: str, prompt: Any) -> None:
+    assert error_of(server.post(path, prompt=prompt), 400)["param"] == "prompt"
+
+
+def test_the_prompts_before_a_bad_one_are_given_up(start: Start) -> None:
+    server = start("x" * 100, delay=0.01)
+    assert error_of(server.post(COMPLETIONS, prompt=[[1], [99999]]), 400)["param"] == "prompt"
+    assert [entry.cancelled for entry in server.engine.submissions] == [True]
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("Hi", "messages"),
+    ({}, "messages"),
+    (["Hi"], "messages[0]"),
+    ([None], "messages[0]"),
+    ([{}], "messages[0].role"),
+    ([{"content": "Hi"}], "messages[0].role"),
+    ([{"role": "wizard", "content": "Hi"}], "messages[0].role"),
+    ([{"role": 5, "content": "Hi"}], "messages[0].role"),
+    ([*HI, {"role": "assistant", "content": "Hello"}, {"role": "robot", "content": "x"}], "messages[2].role"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
+    ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+        "messages[0].content[0].type",
+    ),
+    ([*HI, {"role": "assistant", "tool_calls": "x"}], "messages[1].tool_calls"),
+    (
+        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), MESSAGES)
+@pytest.mark.parametrize("path", [CHAT, "/invocations"])
+def test_messages(server: Server, path: str, messages: Any, param: str) -> None:
+    assert error_of(server.post(path, messages=messages), 400)["param"] == param
+
+
+CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": "look"}, "tools"),
+    ({"tools": ["look"]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
+    ({"thinking": "yes"}, "thinking"),
+    ({"thinking": {"type": "maybe"}}, "thinking"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"echo": True}, "echo"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_FIELDS)
+def test_fields_of_chats(server: Server, fields: dict[str, Any], param: str) -> None:
+    assert error_of(server.post(CHAT, messages=HI, **fields), 400)["param"] == param
+
+
+def test_a_missing_prompt_is_named(server: Server) -> None:
+    assert error_of(server.post(COMPLETIONS), 400)["param"] == "prompt"
+    assert error_of(server.post(CHAT), 400)["param"] == "messages"
+    assert error_of(server.post("/invocations"), 400)["param"] == "prompt"
+    both = server.post("/invocations", prompt="x", messages=HI)
+    assert error_of(both, 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"[]",
+        b'"prompt"',
+        b"null",
+        b'{"prompt": "x"} trailing',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
+def test_bodies_that_are_no_json_object(server: Server, path: str, body: bytes) -> None:
+    response = server.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert error_of(response, 400)["code"] == "invalid_json"
+
+
+def test_an_enormous_number(server: Server) -> None:
+    body = b'{"prompt": "x", "temperature": 1e999}'
+    response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert error_of(response, 400)["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/jsonp",
+        "application/json; charset=utf-16",
+        "",
+    ],
+)
+def test_content_types(server: Server, content_type: str) -> None:
+    response = server.http.post(COMPLETIONS, content=b"{}", headers={"content-type": content_type})
+    assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=UTF-8", "application/vnd.api+json", None]
+)
+def test_content_types_that_are_json(start: Start, content_type: str | None) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    response = start("x").http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == 200
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    body = json.dumps({"prompt": "x" * 2**20})
+    headers = {"content-type": "application/json"}
+    assert (
+        error_of(server.http.post(COMPLETIONS, content=body, headers=headers), 413)["code"]
+        == "body_too_large"
+    )
+    # chunked: the size is not announced
+    chunks = (body[start : start + 65536].encode() for start in range(0, len(body), 65536))
+    assert (
+        error_of(server.http.post(COMPLETIONS, content=chunks, headers=headers), 413)["code"]
+        == "body_too_large"
+    )
+
+
+def test_a_prompt_longer_than_the_context(server: Server) -> None:
+    for path, body in [
+        (COMPLETIONS, {"prompt": LONG}),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+    ]:
+        error = error_of(server.post(path, **body), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "4096" in error["message"]
+
+
+def test_unknown_paths_and_methods(server: Server) -> None:
+    assert error_of(server.http.get("/nowhere"), 404)["type"] == "invalid_request_error"
+    assert error_of(server.post("/v1/embeddings", input="x"), 404)
+    refused = server.http.get(COMPLETIONS)
+    assert error_of(refused, 405)
+    assert refused.headers["allow"] == "POST"
+    assert error_of(server.http.post("/ping"), 405)
+    assert error_of(server.http.get("/v1/models/gpt-4"), 404)["param"] == "model"
+
+
+def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
+    server = start("x")
+    body = dict.fromkeys(
+        [
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "seed",
+            "stop",
+            "stream",
+            "n",
+            "logprobs",
+            "logit_bias",
+            "tools",
+        ]
+    )
+    answer = server.chat(**body, user="me", metadata={"a": 1}, service_tier="auto", made_up=[1, 2])
+    assert answer.status_code == 200
+    neutral = {
+        "logprobs": False,
+        "top_logprobs": 0,
+        "response_format": {"type": "text"},
+        "best_of": 1,
+        "suffix": "",
+    }
+    assert server.chat(**neutral, logit_bias={}, tool_choice="none").status_code == 200

@@ -1,0 +1,174 @@
+"""/v1/completions and /invocations with a prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.api.conftest import Server, Start
+
+
+def events(server: Server, path: str, **body: Any) -> list[Any]:
+    """The events of a streamed response; the last is "[DONE]" or an error."""
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+def test_a_prompt_is_continued(start: Start, path: str) -> None:
+    server = start(" jumps over the lazy dog.")
+    answer = server.post(path, prompt="The quick brown fox", model="Qwen/Qwen3.5-4B").json()
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "Qwen/Qwen3.5-4B"
+    assert answer["id"].startswith("cmpl-")
+    assert isinstance(answer["created"], int)
+    [choice] = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "text": " jumps over the lazy dog.",
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": 19,
+        "completion_tokens": 25,
+        "total_tokens": 44,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert server.engine.submissions[0].text == "The quick brown fox"
+
+
+def test_the_model_is_named_when_the_request_names_none(start: Start) -> None:
+    assert start("x").post("/v1/completions", prompt="a").json()["model"] == "fake"
+    assert start("x", alias="qwen").post("/v1/completions", prompt="a").json()["model"] == "qwen"
+
+
+def test_max_tokens_cuts(start: Start) -> None:
+    server = start("abcdef")
+    answer = server.post("/v1/completions", prompt="x", max_tokens=3).json()
+    assert answer["choices"][0]["text"] == "abc"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 3
+    server.post("/v1/completions", prompt="x", max_completion_tokens=2)
+    server.post("/v1/completions", prompt="x")
+    server.post("/v1/completions", prompt="x", max_tokens=10**12)
+    assert [entry.max_tokens for entry in server.engine.submissions] == [3, 2, 4096, 10**12]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("one", ["one"]),
+        (["one", "two"], ["one", "two"]),
+        ([111, 110, 101], ["one"]),
+        ([[111, 110, 101], [116, 119, 111]], ["one", "two"]),
+        (["one", [116, 119, 111]], ["one", "two"]),
+    ],
+)
+def test_every_form_of_prompt(start: Start, prompt: Any, texts: list[str]) -> None:
+    server = start(lambda text: f"<{text}>")
+    answer = server.post("/v1/completions", prompt=prompt).json()
+    assert [choice["text"] for choice in answer["choices"]] == [f"<{text}>" for text in texts]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+    assert [entry.text for entry in server.engine.submissions] == texts
+    assert answer["usage"]["prompt_tokens"] == 3 * len(texts)
+
+
+def test_special_tokens_in_a_raw_prompt_are_tokens(start: Start) -> None:
+    server = start("x")
+    server.post("/v1/completions", prompt="<|im_start|>user")
+    assert server.engine.submissions[0].prompt[0] == 257
+
+
+def test_n_answers_differ_by_seed(start: Start) -> None:
+    server = start("ok")
+    answer = server.post("/v1/completions", prompt=["a", "b"], n=2, seed=7, temperature=1).json()
+    assert len(answer["choices"]) == 4
+    assert [(entry.text, entry.params.seed) for entry in server.engine.submissions] == [
+        ("a", 7),
+        ("a", 8),
+        ("b", 7),
+        ("b", 8),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 2, "a prompt counts once, however many answers it gets"
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("prompt", ["né ", [110, 195, 169, 32]])
+def test_echo(start: Start, prompt: Any) -> None:
+    server = start("à")
+    answer = server.post("/v1/completions", prompt=prompt, echo=True).json()
+    assert answer["choices"][0]["text"] == "né à"
+    assert answer["usage"]["completion_tokens"] == 2
+    texts = [
+        event["choices"][0]["text"]
+        for event in events(server, "/v1/completions", prompt=prompt, echo=True)[:-1]
+    ]
+    assert texts == ["né ", "à", ""]
+
+
+def test_stop_strings(start: Start) -> None:
+    server = start("one two STOP three")
+    for stop in ("STOP", ["never", "STOP"]):
+        answer = server.post("/v1/completions", prompt="x", stop=stop).json()
+        assert answer["choices"][0]["text"] == "one two "
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == len("one two ")
+    assert all(entry.cancelled for entry in server.engine.submissions), "a stopped sequence must not go on"
+
+
+def test_a_stream_never_shows_a_part_of_a_stop_string(start: Start) -> None:
+    server = start("ab STO ST STOP more")
+    texts = [
+        event["choices"][0]["text"]
+        for event in events(server, "/v1/completions", prompt="x", stop="STOP")[:-1]
+    ]
+    assert "".join(texts) == "ab STO ST "
+    shown = ""
+    for text in texts:
+        shown += text
+        assert "ab STO ST ".startswith(shown)
+
+
+def test_stream(start: Start) -> None:
+    server = start("héllo 🌍\u2028!")
+    *chunks, done = events(server, "/v1/completions", prompt="x", stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    *pieces, usage = chunks
+    assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == "héllo 🌍\u2028!"
+    assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in pieces)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+    assert all(chunk["usage"] is None for chunk in pieces)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len("héllo 🌍\u2028!".encode())
+    assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+def test_a_stream_of_several_choices(start: Start) -> None:
+    server = start(lambda text: text.upper() * 3, delay=0.001)
+    *chunks, done = events(server, "/v1/completions", prompt=["ab", "cd"], n=2)
+    assert done == "[DONE]"
+    texts = ["", "", "", ""]
+    reasons: list[Any] = [None] * 4
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        assert reasons[choice["index"]] is None, "nothing comes after the finish reason"
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == ["ABABAB", "ABABAB", "CDCDCD", "CDCDCD"]
+    assert reasons == ["stop"] * 4
+
+
+def test_timings(start: Start) -> None:
+    timings = start("abc", delay=0.002).post("/v1/completions", prompt="xy").json()["timings"]
+    assert timings["prompt_n"] == 2
+    assert timings["predicted_n"] == 3
+    assert timings["prompt_ms"] > 0
+    assert timings["predicted_per_second"] == pytest.approx(2 / timings["predicted_ms"] * 1000)

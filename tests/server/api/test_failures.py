@@ -1,0 +1,144 @@
+"""Failures stay with the request that has them; disconnecting frees the engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from server.engine import EngineDead, EngineDraining, GenerationError, QueueFull
+from tests.server.api.conftest import Start, wait_until
+from tests.server.api.test_bad_input import error_of
+from tests.server.api.test_completions import events
+
+LONG = "word " * 400
+
+
+def crashing(text: str) -> Any:
+    """Fails after two tokens where the prompt says so."""
+    return [104, 105, GenerationError("no memory slot")] if "crash" in text else "fine"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_crash_takes_one_request_with_it(start: Start, n: int) -> None:
+    server = start(crashing, delay=0.005)
+    with ThreadPoolExecutor(8) as pool:
+        prompts = ["crash" if number % 4 == 0 else "ok" for number in range(8)]
+        answers = list(pool.map(lambda prompt: server.post("/v1/completions", prompt=prompt, n=n), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if prompt == "ok":
+            assert answer.status_code == 200
+        else:
+            assert error_of(answer, 500)["type"] == "server_error"
+    assert server.http.get("/ping").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_crash_in_a_stream_is_an_event(start: Start, path: str) -> None:
+    server = start(crashing)
+    body: Any = {"messages": [{"role": "user", "content": "crash"}]}
+    if path == "/v1/completions":
+        body = {"prompt": "crash"}
+    *_, last = events(server, path, **body)
+    assert last["error"]["type"] == "server_error", "an error is the last event, not [DONE]"
+
+
+def test_an_error_nobody_foresaw(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(lambda _: ZeroDivisionError("secret detail"))
+    error = error_of(server.post("/v1/completions", prompt="x"), 500)
+    assert "secret" not in error["message"]
+    wait_until(lambda: "ZeroDivisionError: secret detail" in caplog.text)
+    assert 'status="500"' in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (QueueFull("8 run and 256 wait"), 429, "queue_full"),
+        (EngineDraining("draining"), 503, "draining"),
+        (EngineDead("it died"), 503, "engine_dead"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_come_with_their_status(
+    start: Start, failure: Exception, status: int, code: str, stream: bool
+) -> None:
+    server = start(lambda _: failure)
+    answer = server.post("/v1/completions", prompt="x", stream=stream)
+    assert error_of(answer, status)["code"] == code
+    assert ("retry-after" in answer.headers) == (status == 429)
+
+
+def test_a_full_queue_gives_up_the_whole_request(start: Start) -> None:
+    server = start(LONG, delay=0.01, capacity=2)
+    assert error_of(server.post("/v1/completions", prompt="x", n=3), 429)
+    wait_until(lambda: not server.engine.running)
+    assert all(entry.cancelled for entry in server.engine.submissions)
+
+
+def leave(url: str, body: str, path: str, *, after: int) -> None:
+    """Sends a request and goes away once `after` bytes of the response are there."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        received = 0
+        while received < after:
+            received += len(connection.recv(4096))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+@pytest.mark.parametrize(
+    ("options", "after"), [('"stream": true', 600), ('"stream": true', 0), ('"n": 2', 0)]
+)
+def test_a_client_that_leaves_frees_its_sequences(start: Start, path: str, options: str, after: int) -> None:
+    server = start(LONG, delay=0.005)
+    leave(server.url, f'{{"prompt": "x", {options}}}', path, after=after)
+    wait_until(lambda: bool(server.engine.submissions) and not server.engine.running)
+    assert all(entry.cancelled and entry.sent < len(LONG) for entry in server.engine.submissions)
+    wait_until(lambda: server.service.in_flight == 0)
+    assert f'qwen_requests_total{{endpoint="{path}",status="499"}} 1.0' in server.http.get("/metrics").text
+    assert server.post(path, prompt="x", max_tokens=1).status_code == 200
+
+
+def test_a_client_that_leaves_during_its_upload(start: Start) -> None:
+    server = start("x")
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: server.service.in_flight == 1)
+    wait_until(lambda: server.service.in_flight == 0)
+    assert server.post("/invocations", prompt="x").status_code == 200
+
+
+def test_many_at_once(start: Start) -> None:
+    server = start(lambda text: text[::-1], delay=0.001)
+    with ThreadPoolExecutor(16) as pool:
+        prompts = [f"prompt {number}" for number in range(48)]
+        answers = pool.map(lambda prompt: server.post("/invocations", prompt=prompt).json(), prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer["choices"][0]["text"] == prompt[::-1]
+
+
+def test_the_loop_stays_free_while_a_large_prompt_is_tokenised(start: Start) -> None:
+    server = start("x", context_size=10**9)
+    tokenize = server.engine.vocab.tokenize
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(text: str, *, special: bool) -> list[int]:
+        entered.set()
+        assert release.wait(20)
+        return tokenize(text[:10], special=special)
+
+    server.engine.vocab.tokenize = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", prompt="x" * 100_000)
+        assert entered.wait(20)
+        with httpx.Client(timeout=20) as other:
+            assert other.get(f"{server.url}/ping").status_code == 200
+        release.set()
+        assert answer.result().status_code == 200

@@ -1,0 +1,84 @@
+"""Which sampling parameters a request ends up with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.api.sampling import sampling_defaults
+from server.engine import SamplingParams
+from tests.server.api.conftest import Start
+
+ADVICE = {
+    "general.sampling.temp": "0.6",
+    "general.sampling.top_p": "0.95",
+    "general.sampling.top_k": "20",
+    "general.sampling.min_p": "0.05",
+    "general.sampling.penalty_repeat": "1.1",
+}
+
+
+def test_defaults_come_from_the_gguf() -> None:
+    advised = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1)
+    assert sampling_defaults(ADVICE, greedy=False) == advised
+    assert sampling_defaults(ADVICE, greedy=True).temperature == 0
+    assert sampling_defaults({}, greedy=False) == SamplingParams()
+
+
+@pytest.mark.parametrize("value", ["warm", "nan", "-1", ""])
+def test_advice_that_cannot_be_used(value: str) -> None:
+    with pytest.raises(ValueError, match=r"general\.sampling"):
+        sampling_defaults({"general.sampling.temp": value}, greedy=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "fields", "temperature"),
+    [
+        ("/v1/completions", {}, {}, 0.6),
+        ("/v1/chat/completions", {}, {}, 0.6),
+        ("/invocations", {}, {}, 0),
+        ("/invocations", {}, {"temperature": None}, 0),
+        ("/invocations", {}, {"temperature": 0.9}, 0.9),
+        ("/v1/completions", {"greedy": True}, {}, 0),
+        ("/v1/chat/completions", {"greedy": True}, {}, 0),
+        ("/v1/chat/completions", {"greedy": True}, {"temperature": 0.3}, 0.3),
+        ("/v1/chat/completions", {}, {"temperature": 0}, 0),
+    ],
+)
+def test_temperature(start: Start, path: str, settings: Any, fields: Any, temperature: float) -> None:
+    server = start("x", metadata=ADVICE, **settings)
+    body: Any = (
+        {"prompt": "x"}
+        if path != "/v1/chat/completions"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    assert server.post(path, **body, **fields).status_code == 200
+    params = server.engine.submissions[0].params
+    assert params.temperature == temperature
+    assert params.top_k == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"top_p": 0.5, "top_k": 5, "min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "min_p": 0.1}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+            {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+        ),
+        ({"seed": 42}, {"seed": 42}),
+        ({"seed": -1}, {"seed": None}),
+        ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+    ],
+)
+def test_fields_reach_the_engine(start: Start, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    server = start("x")
+    assert server.chat(**fields).status_code == 200
+    params = server.engine.submissions[0].params
+    assert {name: getattr(params, name) for name in expected} == expected

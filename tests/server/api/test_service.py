@@ -1,0 +1,141 @@
+"""Loading, ready, draining, failed; models, metrics, the API key."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from server.api import Backend
+from tests.server.api.conftest import Start, starter, wait_until
+from tests.server.api.test_bad_input import error_of
+
+
+@pytest.mark.parametrize("path", ["/ping", "/health"])
+def test_503_until_loaded(start: Start, path: str) -> None:
+    go = threading.Event()
+
+    def load(backend: Backend) -> Backend:
+        assert go.wait(20)
+        return backend
+
+    server = start("x", load=load)
+    try:
+        answer = server.http.get(path)
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        refused = server.post("/v1/completions", prompt="x")
+        assert error_of(refused, 503)["code"] == "loading"
+        assert refused.headers["retry-after"]
+        assert server.http.get("/metrics").status_code == 200
+        assert error_of(server.http.get("/v1/models"), 503)
+    finally:
+        go.set()
+    wait_until(lambda: server.http.get(path).status_code == 200)
+    assert server.http.get(path).json() == {"status": "ready"}
+    assert server.http.head(path).status_code == 200
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+def test_a_model_that_does_not_load(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    def load(_: Backend) -> Backend:
+        raise RuntimeError("short by 3 GiB")
+
+    server = start("x", load=load)
+    wait_until(lambda: server.service.failure is not None)
+    assert server.http.get("/ping").json() == {"status": "failed"}
+    assert error_of(server.post("/invocations", prompt="x"), 503)["code"] == "failed"
+    assert "short by 3 GiB" in caplog.text
+
+
+def test_an_engine_that_dies(start: Start) -> None:
+    server = start("x")
+    server.engine.ready = False
+    assert server.http.get("/ping").status_code == 503
+    assert error_of(server.post("/invocations", prompt="x"), 503)["code"] == "failed"
+
+
+def test_draining_lets_running_requests_finish(start: Start) -> None:
+    server = start("x" * 50, delay=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", prompt="x")
+        wait_until(lambda: bool(server.engine.running))
+        server.service.drain()
+        assert not server.service.drained
+        assert server.http.get("/ping").json() == {"status": "draining"}
+        assert error_of(server.post("/v1/completions", prompt="x"), 503)["code"] == "draining"
+        assert running.result().json()["choices"][0]["text"] == "x" * 50
+    wait_until(lambda: server.service.drained)
+
+
+def test_draining_has_an_end(start: Start) -> None:
+    server = start("x" * 500, delay=0.01, drain_timeout=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", prompt="x")
+        wait_until(lambda: bool(server.engine.running))
+        server.service.drain()
+        wait_until(lambda: server.service.drained)
+        assert server.engine.running
+        server.engine.running[0].cancelled = True
+        assert error_of(running.result(), 503)["code"] == "draining"
+
+
+def test_the_engine_is_closed_at_the_end(tmp_path: Path) -> None:
+    with starter(tmp_path) as start:
+        server = start("x")
+        assert not server.engine.closed
+    assert server.engine.closed
+
+
+def test_models(start: Start) -> None:
+    server = start("x", alias="Qwen/Qwen3.5-4B")
+    listed = server.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [card] = listed["data"]
+    assert card["id"] == "Qwen/Qwen3.5-4B"
+    assert card["object"] == "model"
+    assert card["max_model_len"] == 4096
+    assert card["meta"]["name"] == "Fake"
+    assert card["meta"]["n_params"] == 7
+    assert server.http.get("/v1/models/Qwen/Qwen3.5-4B").json() == card
+
+
+def test_metrics(start: Start) -> None:
+    server = start("abcd")
+    server.post("/v1/completions", prompt="xyz")
+    server.post("/v1/completions", prompt="xyz", stream=True)
+    server.post("/v1/completions", prompt=5)
+    server.http.get("/no/such/path")
+    text = server.http.get("/metrics").text
+    for line in [
+        'qwen_requests_total{endpoint="/v1/completions",status="200"} 2.0',
+        'qwen_requests_total{endpoint="/v1/completions",status="400"} 1.0',
+        'qwen_requests_total{endpoint="other",status="404"} 1.0',
+        "qwen_prompt_tokens_total 6.0",
+        "qwen_completion_tokens_total 8.0",
+        'qwen_generations_total{reason="stop"} 2.0',
+        "qwen_time_to_first_token_seconds_count 2.0",
+        "qwen_time_per_output_token_seconds_count 2.0",
+        "qwen_running_sequences 0.0",
+        "qwen_kv_cells_used 3.0",
+    ]:
+        assert line in text
+
+
+def test_the_api_key(start: Start) -> None:
+    server = start("x", api_key="sesamé")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesamé".encode()}):
+        answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert error_of(answer, 401)["type"] == "authentication_error"
+    good = {"authorization": "Bearer sesamé".encode()}
+    assert server.http.post("/v1/completions", json={"prompt": "x"}, headers=good).status_code == 200
+    assert error_of(server.http.get("/v1/models"), 401)
+    assert server.http.get("/ping").status_code == 200
+    assert server.http.get("/metrics").status_code == 200
+
+
+def test_openapi_describes_the_bodies(start: Start) -> None:
+    paths = start("x").http.get("/openapi.json").json()["paths"]
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "max_tokens", "temperature"} <= set(body["properties"])
