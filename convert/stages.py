@@ -11,11 +11,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from convert.errors import ConvertError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,20 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the kernel drops it should the process die.
-
-    Raises:
-        ConvertError: another process holds it.
-    """
+    """Holds an exclusive lock on `path`, waiting for it; the kernel drops it should the process die."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConvertError(
-                f"another conversion is writing to {path.parent} (it holds {path.name}); "
-                "wait for it, or choose another --out"
-            ) from None
+            print(f"another conversion is writing to {path.parent}; waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

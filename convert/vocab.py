@@ -11,7 +11,7 @@ from convert.checkpoint import read_json
 from convert.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from convert.config import ModelConfig
@@ -91,7 +91,19 @@ def _tokens(
         control = entry.get("special", False) or (content.startswith("<|") and content.endswith("|>"))
         tokens[id_] = content
         types[id_] = int(gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED)
+    _check_unique(tokens)
     return tokens, types
+
+
+def _check_unique(tokens: Sequence[str]) -> None:
+    """llama.cpp aborts the process on loading a vocabulary in which two ids have one text."""
+    id_of: dict[str, int] = {}
+    for id_, token in enumerate(tokens):
+        if (first := id_of.setdefault(token, id_)) != id_:
+            raise CheckpointError(
+                f"tokenizer: ids {first} and {id_} are both {token!r}; "
+                "do tokenizer.json and tokenizer_config.json belong together?"
+            )
 
 
 def _merge(entry: str | list[str]) -> str:

@@ -51,7 +51,7 @@ def write_checkpoint(
     if nested:
         tensors += [_matrix("model.visual.patch_embed.proj.weight", (8, 3, 2, 2, 2), dtype, seed)]
     _write_shards(folder, tensors)
-    _write_json(folder / "config.json", _config(layers, mtp, tied, nested))
+    _write_json(folder / "config.json", model_config(layers, mtp, tied, nested))
     _write_json(folder / "generation_config.json", {"temperature": 0.7, "top_p": 0.8, "top_k": 20})
     write_tokenizer(folder)
     return folder
@@ -181,7 +181,10 @@ def _write_shards(folder: Path, tensors: list[Tensor]) -> None:
     )
 
 
-def _config(layers: int, mtp: bool, tied: bool, nested: bool) -> dict[str, Any]:
+def model_config(
+    layers: int = 8, mtp: bool = True, tied: bool = True, nested: bool = True, **text_changes: Any
+) -> dict[str, Any]:
+    """A parsed `config.json`; `text_changes` replace fields of the text model."""
     text = {
         "model_type": "qwen3_5_text",
         "vocab_size": VOCAB,
@@ -210,6 +213,7 @@ def _config(layers: int, mtp: bool, tied: bool, nested: bool) -> dict[str, Any]:
         },
         "tie_word_embeddings": tied,
         "eos_token_id": 256 + len(MERGES),
+        **text_changes,
     }
     if not nested:
         return {"architectures": ["Qwen3_5ForCausalLM"], **text}

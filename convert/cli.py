@@ -1,0 +1,178 @@
+"""The command line of the converter: flags in, `Options` out, errors as one line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from convert.checkpoint import Checkpoint
+from convert.errors import ConvertError
+from convert.llama import Runtime
+from convert.pipeline import Options, Pipeline
+from convert.recipes import Recipe, known_recipes, load_recipe
+from convert.source import resolve
+from convert.tensors import FLOAT_TYPES, FloatType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_SOURCE = "Qwen/Qwen3.5-4B"
+DEFAULT_QUANT = "Q4_K_M"
+INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
+
+DESCRIPTION = """\
+Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
+
+Files go to --out, each under its final name only when it is complete:
+  <name>-F16.gguf           the whole model, from which everything else is made
+  <name>.calibration.txt    text that the model wrote itself, for the importance matrix
+  <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
+  <name>-<QUANT>.gguf       a quantized model, one for each --quant
+  <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m convert --src models/nano --quant Q4_K_M,Q2_K
+  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
+  python -m convert --src ./my-finetune --quant F16
+  python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the converter; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        arguments = _parser().parse_args(argv)
+        _convert(arguments)
+    except ConvertError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    # before anything is fetched or opened: a typing mistake should not cost a download
+    float_types, recipes = select_quants(arguments.quant, arguments.recipe)
+    source = resolve(arguments.src, arguments.revision)
+    options = Options(
+        out=arguments.out,
+        name=arguments.name or source.name,
+        float_types=float_types,
+        recipes=recipes,
+        outtype=arguments.outtype,
+        calibration=arguments.calibration,
+        use_imatrix=arguments.imatrix,
+        measure=arguments.kld,
+        force=arguments.force,
+        runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
+    )
+    Pipeline(source, Checkpoint.open(source.folder), options).run()
+
+
+def select_quants(
+    quants: Sequence[str] | None, recipe_file: Path | None
+) -> tuple[tuple[FloatType, ...], dict[str, Recipe]]:
+    """Sorts what --quant and --recipe ask for into float types and recipes by output name.
+
+    Raises:
+        ConvertError: an unknown quant, or a recipe file beside several quants.
+    """
+    if recipe_file is not None:
+        if quants is not None and len(quants) != 1:
+            raise ConvertError("--recipe says what one quant means: give it with one --quant, or with none")
+        return (), {quants[0] if quants else recipe_file.stem: load_recipe(recipe_file)}
+    names = list(dict.fromkeys(quants or [DEFAULT_QUANT]))
+    known = known_recipes()
+    if unknown := [name for name in names if name not in known and name not in FLOAT_TYPES]:
+        raise ConvertError(
+            f"--quant {','.join(unknown)}: unknown; known are {', '.join([*FLOAT_TYPES, *known])} "
+            "(or give a recipe file with --recipe)"
+        )
+    float_types = tuple(float_type for float_type in FLOAT_TYPES if float_type in names)
+    return float_types, {name: load_recipe(name) for name in names if name in known}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convert",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to convert, to what")
+    what.add_argument(
+        "--src", metavar="SRC", default=DEFAULT_SOURCE, help="a checkpoint folder or a hub id (%(default)s)"
+    )
+    what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (its main branch)")
+    what.add_argument(
+        "--quant",
+        metavar="A,B",
+        type=_quant_list,
+        help=f"one or more of {', '.join([*FLOAT_TYPES, *known_recipes()])} ({DEFAULT_QUANT})",
+    )
+    what.add_argument(
+        "--recipe",
+        metavar="FILE",
+        type=Path,
+        help="a recipe of your own (TOML, see quant_recipes/) in place of what --quant would load; "
+        "without --quant the output is named after the file",
+    )
+    what.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("models"), help="where to (%(default)s)"
+    )
+    what.add_argument("--name", help="first part of the output names (the last part of --src)")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--outtype",
+        type=str.upper,
+        choices=FLOAT_TYPES,
+        default="F16",
+        help="type of the whole model's file, from which the rest is made (%(default)s)",
+    )
+    how.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="text for the importance matrix, UTF-8 (the model writes its own, from prompts in the package)",
+    )
+    how.add_argument(
+        "--no-imatrix", dest="imatrix", action="store_false", help="quantize without an importance matrix"
+    )
+    how.add_argument(
+        "--no-kld", dest="kld", action="store_false", help="do not measure the KL divergence afterwards"
+    )
+    how.add_argument("--force", action="store_true", help="make everything again, finished or not")
+    where = parser.add_argument_group("where llama.cpp runs")
+    where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (every CPU there is)")
+    where.add_argument(
+        "--gpu-layers", metavar="N", type=int, default=-1, help="layers on the GPU, -1 for all (%(default)s)"
+    )
+    return parser
+
+
+def _quant_list(text: str) -> list[str]:
+    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("at least one name is needed")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _terminate(*_: Any) -> NoReturn:
+    raise SystemExit(TERMINATED)  # unwinds, so that temporary files go

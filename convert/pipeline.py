@@ -1,0 +1,279 @@
+"""The way from a checkpoint to quantized files, in stages; one whose output stands is skipped.
+
+    checkpoint        -> <name>-F16.gguf
+    F16               -> <name>.calibration.txt, <name>.evaluation.txt
+    F16 + calibration -> <name>.imatrix.gguf
+    F16 + imatrix     -> <name>-<QUANT>.gguf
+    F16 + evaluation  -> <name>-<QUANT>.json
+
+Quants share all that does not bear their name. A recipe that prunes layers has a base and an imatrix of its
+own, named after what it drops; it is measured against the whole model all the same.
+"""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from convert.calibration import TEXT_VERSION, Purpose, write_text
+from convert.errors import ConvertError
+from convert.gguf_file import write_gguf
+from convert.imatrix import collect_imatrix
+from convert.llama import LLAMA_VERSION, Runtime
+from convert.progress import size
+from convert.prune import kept_layers, label
+from convert.quantize import quantize
+from convert.report import print_report, write_report
+from convert.stages import PART, StageRecord, file_digest, fingerprint, locked, replacing
+from convert.tensors import FloatType, TensorPlan, plan_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from convert.checkpoint import Checkpoint
+    from convert.recipes import Recipe
+    from convert.source import Source
+
+# Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
+CONVERTER_VERSION = 1
+HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to make of a checkpoint. `recipes` maps the name in an output's file name to what it means."""
+
+    out: Path
+    name: str
+    float_types: tuple[FloatType, ...]
+    recipes: dict[str, Recipe]
+    outtype: FloatType = "F16"
+    calibration: Path | None = None
+    use_imatrix: bool = True
+    measure: bool = True
+    force: bool = False
+    runtime: Runtime = field(default_factory=Runtime)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A file to be, and the fingerprint of all that it is made from."""
+
+    path: Path
+    fingerprint: str
+
+
+class Pipeline:
+    """Plans everything up front, so that what cannot work fails before anything is written, then runs."""
+
+    def __init__(self, source: Source, checkpoint: Checkpoint, options: Options) -> None:
+        """
+        Raises:
+            ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used.
+        """
+        self._source, self._checkpoint, self._options = source, checkpoint, options
+        self._settled: set[Path] = set()  # outputs made, or found finished, in this run
+        if options.calibration is not None and not options.calibration.is_file():
+            raise ConvertError(f"--calibration {options.calibration}: no such file")
+        self._kept = {r.layers: kept_layers(checkpoint.config, r.layers) for r in options.recipes.values()}
+        self._kept[()] = tuple(range(checkpoint.config.n_layers))
+
+    def run(self) -> None:
+        """Makes every output that is not there yet.
+
+        Raises:
+            ConvertError: too little disk, or a stage that failed.
+        """
+        options = self._options
+        with locked(options.out / ".convert.lock"):
+            for stale in options.out.glob(f"{glob.escape(options.name)}[-.]*{PART}"):
+                stale.unlink()  # left behind by a run that was killed
+            self._check_room()
+            for float_type in options.float_types:
+                base = self._make_base(float_type, ())
+                self._make_report(base, float_type, None)
+            for name, recipe in options.recipes.items():
+                self._make_quant(name, recipe)
+
+    # what each output is called and made from
+
+    def _base(self, float_type: FloatType, dropped: Sequence[int]) -> _Output:
+        parts = {
+            "converter": CONVERTER_VERSION,
+            "checkpoint": self._checkpoint_fingerprint,
+            "source": [self._source.name, self._source.repo_id, self._source.revision],
+            "type": float_type,
+            "dropped": list(dropped),
+        }
+        return _Output(self._path(f"{self._stem(dropped)}-{float_type}.gguf"), fingerprint(parts))
+
+    def _text(self, purpose: Purpose) -> _Output:
+        parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
+        return _Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
+
+    def _imatrix(self, dropped: Sequence[int]) -> _Output:
+        base = self._base(self._options.outtype, dropped)
+        calibration = self._options.calibration
+        text = file_digest(calibration) if calibration else self._text("calibration").fingerprint
+        parts = {"base": base.fingerprint, "text": text, "llama": LLAMA_VERSION}
+        return _Output(self._path(f"{self._stem(dropped)}.imatrix.gguf"), fingerprint(parts))
+
+    def _quant(self, name: str, recipe: Recipe) -> _Output:
+        parts = {
+            "base": self._base(self._options.outtype, recipe.layers).fingerprint,
+            "imatrix": self._imatrix(recipe.layers).fingerprint if self._uses_imatrix(recipe) else None,
+            "recipe": recipe.fingerprint,
+            "llama": LLAMA_VERSION,
+        }
+        return _Output(self._path(f"{self._options.name}-{name}.gguf"), fingerprint(parts))
+
+    @cached_property
+    def _record(self) -> StageRecord:
+        record = StageRecord(self._path(f"{self._options.name}.stages.json"))
+        if self._options.force:
+            record.forget()
+        return record
+
+    @cached_property
+    def _checkpoint_fingerprint(self) -> str:
+        return self._checkpoint.fingerprint()
+
+    @cached_property
+    def _reference(self) -> _Output:
+        """The whole model in the base type: it writes the texts, and quantized files are measured against
+        it."""
+        return self._base(self._options.outtype, ())
+
+    def _stem(self, dropped: Sequence[int]) -> str:
+        return "-".join(filter(None, (self._options.name, label(dropped))))
+
+    def _path(self, file_name: str) -> Path:
+        return self._options.out / file_name
+
+    def _uses_imatrix(self, recipe: Recipe) -> bool:
+        return self._options.use_imatrix and recipe.uses_imatrix
+
+    # stages
+
+    def _make_base(self, float_type: FloatType, dropped: tuple[int, ...]) -> _Output:
+        plan = self._plan(float_type, dropped)
+
+        def write(part: Path) -> None:
+            write_gguf(part, self._checkpoint, self._source, plan, self._kept[dropped], float_type)
+
+        return self._make(self._base(float_type, dropped), write)
+
+    def _make_text(self, purpose: Purpose) -> _Output:
+        return self._make(
+            self._text(purpose),
+            lambda part: write_text(
+                self._reference.path, part, purpose=purpose, runtime=self._options.runtime
+            ),
+        )
+
+    def _make_imatrix(self, dropped: tuple[int, ...]) -> _Output:
+        base = self._make_base(self._options.outtype, dropped)
+        text = self._options.calibration or self._make_text("calibration").path
+        return self._make(
+            self._imatrix(dropped),
+            lambda part: collect_imatrix(base.path, part, text=text, runtime=self._options.runtime),
+        )
+
+    def _make_quant(self, name: str, recipe: Recipe) -> None:
+        self._make_base(self._options.outtype, ())
+        base = self._make_base(self._options.outtype, recipe.layers)
+        imatrix = self._make_imatrix(recipe.layers).path if self._uses_imatrix(recipe) else None
+        output = self._make(
+            self._quant(name, recipe),
+            lambda part: quantize(
+                base.path, part, recipe=recipe, imatrix=imatrix, runtime=self._options.runtime
+            ),
+        )
+        self._make_report(output, name, recipe)
+
+    def _make_report(self, quantized: _Output, name: str, recipe: Recipe | None) -> None:
+        """Size, types, sha256; for a recipe also the KL divergence from the whole model in the base type."""
+        measured = recipe is not None and self._options.measure
+        text = self._make_text("evaluation") if measured else None
+        provenance = self._provenance(quantized, recipe)
+        parts = {"provenance": provenance, "text": text.fingerprint if text else None, "llama": LLAMA_VERSION}
+        output = _Output(self._path(f"{self._options.name}-{name}.json"), fingerprint(parts))
+        self._make(
+            output,
+            lambda part: write_report(
+                quantized.path,
+                part,
+                reference=self._reference.path if measured else None,
+                recipe=recipe,
+                text=text.path if text else None,
+                runtime=self._options.runtime,
+                provenance=provenance,
+            ),
+        )
+        print_report(output.path)
+
+    def _provenance(self, quantized: _Output, recipe: Recipe | None) -> dict[str, Any]:
+        uses_imatrix = recipe is not None and self._uses_imatrix(recipe)
+        calibration = self._options.calibration
+        return {
+            "source": self._source.repo_id or self._source.name,
+            "revision": self._source.revision,
+            "checkpoint": self._checkpoint_fingerprint,
+            "fingerprint": quantized.fingerprint,
+            "base": self._base(self._options.outtype, recipe.layers).path.name if recipe else None,
+            "imatrix": self._imatrix(recipe.layers).path.name if recipe and uses_imatrix else None,
+            "calibration": (calibration.name if calibration else "the model's own text")
+            if uses_imatrix
+            else None,
+        }
+
+    def _make(self, output: _Output, write: Callable[[Path], None]) -> _Output:
+        if output.path in self._settled:
+            return output
+        if self._is_finished(output):
+            print(f"{output.path}: already there", file=sys.stderr)
+        else:
+            with replacing(output.path) as part:
+                write(part)
+            self._record.finish(output.path, output.fingerprint)
+        self._settled.add(output.path)
+        return output
+
+    # room on the disk
+
+    def _check_room(self) -> None:
+        """Adds up what is still to be written, from tensor sizes and the recipes' bits per weight.
+
+        Raises:
+            ConvertError: the file system of `out` has less.
+        """
+        needed = sum(n_bytes for output, n_bytes in self._estimates() if not self._is_finished(output))
+        free = shutil.disk_usage(self._options.out).free
+        if needed > free:
+            raise ConvertError(
+                f"--out {self._options.out}: about {size(needed)} will be written, {size(free)} are free; "
+                "make room, choose another --out, or fewer quants at a time"
+            )
+
+    def _estimates(self) -> Iterator[tuple[_Output, int]]:
+        options, recipes = self._options, self._options.recipes.values()
+        bases: set[tuple[FloatType, tuple[int, ...]]] = {(t, ()) for t in options.float_types}
+        for dropped in {(), *(r.layers for r in recipes)} if recipes else ():
+            bases.add((options.outtype, dropped))
+        for float_type, dropped in bases:
+            n_bytes = self._plan(float_type, dropped).nbytes + HEADER_ROOM
+            yield self._base(float_type, dropped), n_bytes
+        for name, recipe in options.recipes.items():
+            elements = self._plan(options.outtype, recipe.layers).n_elements
+            yield self._quant(name, recipe), int(elements * recipe.bits_per_weight / 8) + HEADER_ROOM
+
+    def _is_finished(self, output: _Output) -> bool:
+        return self._record.is_finished(output.path, output.fingerprint)
+
+    def _plan(self, float_type: FloatType, dropped: tuple[int, ...]) -> TensorPlan:
+        return plan_tensors(self._checkpoint, float_type, self._kept[dropped])

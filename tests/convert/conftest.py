@@ -1,0 +1,14 @@
+"""A random checkpoint of the official layout, fresh for every test that may damage it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "Random-1B")

@@ -1,0 +1,50 @@
+"""Conversions between float types, against numpy's and gguf's own over every bit pattern."""
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from convert.floats import RangeError, convert, to_f32
+
+EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
+
+
+def test_bf16_widens_to_the_upper_half_of_f32() -> None:
+    assert to_f32(np.array([0x3F80, 0xC040, 0x7F80], dtype=np.uint16), "BF16").tolist() == [1.0, -3.0, np.inf]
+
+
+def test_every_bf16_that_f16_can_hold_converts_as_through_f32() -> None:
+    through_f32 = to_f32(EVERY_BF16, "BF16")
+    fits = ~((np.abs(through_f32) > 65504) & np.isfinite(through_f32))
+    with np.errstate(invalid="ignore"):
+        expected = through_f32[fits].astype(np.float16)
+    converted = convert(EVERY_BF16[fits], "BF16", "F16")
+    np.testing.assert_array_equal(converted.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("value", [65536.0, -65536.0, 3e38])
+@pytest.mark.parametrize("source", ["F32", "BF16"])
+def test_a_value_beyond_f16_is_refused(value: float, source: str) -> None:
+    values = convert(np.array([0.5, value], dtype=np.float32), "F32", source)
+    with pytest.raises(RangeError, match="65504"):
+        convert(values, source, "F16")
+
+
+def test_infinity_stays_infinity() -> None:
+    values = np.array([np.inf, -np.inf], dtype=np.float32)
+    assert convert(values, "F32", "F16").tolist() == [np.inf, -np.inf]
+
+
+def test_f32_rounds_to_bf16_as_gguf_rounds_it() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+    halfway = (EVERY_BF16.astype(np.uint32) << np.uint32(16)) | np.uint32(0x8000)  # ties
+    values = np.concatenate([bits, halfway]).view(np.float32)
+    expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16).view(np.uint16)
+    np.testing.assert_array_equal(convert(values, "F32", "BF16"), expected)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_the_same_type_passes_through(kind: str) -> None:
+    values: npt.NDArray[np.uint16] = np.arange(4, dtype=np.uint16)
+    assert convert(values, kind, kind) is values

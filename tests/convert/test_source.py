@@ -1,0 +1,63 @@
+"""Folders, hub ids and the hub's cache, without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from convert.errors import ConvertError
+from convert.source import resolve
+from tests.checkpoints import write_checkpoint
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def offline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache that holds Someone/Tiny-1B, and no way to the hub."""
+    model = tmp_path / "hub" / "models--Someone--Tiny-1B"
+    write_checkpoint(model / "snapshots" / REVISION)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REVISION)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_folder_gives_its_own_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "My-Finetune")
+    source = resolve(str(folder))
+    assert (source.folder, source.name, source.url) == (folder, "My-Finetune", None)
+
+
+def test_a_relative_folder_has_a_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_checkpoint(tmp_path / "My-Finetune"))
+    assert resolve(".").name == "My-Finetune"
+
+
+def test_a_snapshot_folder_of_the_cache_is_recognised(offline_cache: Path) -> None:
+    source = resolve(str(offline_cache / "models--Someone--Tiny-1B" / "snapshots" / REVISION))
+    assert (source.repo_id, source.revision, source.name) == ("Someone/Tiny-1B", REVISION, "Tiny-1B")
+
+
+@pytest.mark.usefixtures("offline_cache")
+def test_a_hub_id_comes_from_the_cache_when_offline() -> None:
+    source = resolve("Someone/Tiny-1B")
+    assert (source.repo_id, source.revision) == ("Someone/Tiny-1B", REVISION)
+    assert source.url == "https://huggingface.co/Someone/Tiny-1B"
+    assert (source.folder / "config.json").is_file()
+
+
+@pytest.mark.usefixtures("offline_cache")
+def test_a_hub_id_out_of_reach() -> None:
+    with pytest.raises(
+        ConvertError, match=r"--src Someone/Else: no such folder, and it could not be fetched"
+    ):
+        resolve("Someone/Else")
+
+
+def test_neither_folder_nor_hub_id() -> None:
+    with pytest.raises(ConvertError, match=r"no such folder, and not a hub id such as Qwen/Qwen3\.5-4B"):
+        resolve("no-such-thing")

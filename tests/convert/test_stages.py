@@ -1,0 +1,97 @@
+"""Outputs appear whole or not at all, and are made again exactly when they must be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convert.stages import StageRecord, fingerprint, locked, replacing
+
+
+def test_a_finished_output_replaces_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "x.gguf"
+    target.write_text("old")
+    with replacing(target) as part:
+        part.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_the_old_one_and_no_remains(tmp_path: Path, error: type[BaseException]) -> None:
+    target = tmp_path / "x.gguf"
+    target.write_text("old")
+    with pytest.raises(error), replacing(target) as part:
+        part.write_text("half")
+        raise error
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    path = tmp_path / "x.gguf"
+    path.write_text("content")
+    StageRecord(tmp_path / "x.stages.json").finish(path, "fingerprint")
+    return path
+
+
+def is_finished(output: Path, fingerprint: str = "fingerprint") -> bool:
+    return StageRecord(output.with_name("x.stages.json")).is_finished(output, fingerprint)
+
+
+def test_what_was_finished_is_known_to_the_next_run(output: Path) -> None:
+    assert is_finished(output)
+
+
+def test_other_inputs_make_it_stale(output: Path) -> None:
+    assert not is_finished(output, "other")
+
+
+def test_a_removed_output_is_not_finished(output: Path) -> None:
+    output.unlink()
+    assert not is_finished(output)
+
+
+def test_an_output_of_another_size_is_not_finished(output: Path) -> None:
+    output.write_text("cut")
+    assert not is_finished(output)
+
+
+def test_an_output_touched_by_someone_else_is_not_finished(output: Path) -> None:
+    os.utime(output, ns=(0, 0))
+    assert not is_finished(output)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x.gguf": 3}'])
+def test_a_damaged_record_means_that_nothing_is_finished(output: Path, text: str) -> None:
+    output.with_name("x.stages.json").write_text(text)
+    assert not is_finished(output)
+
+
+def test_a_fingerprint_is_of_the_content_not_of_the_order() -> None:
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
+
+
+def test_the_lock_keeps_others_waiting(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    code = "\n".join(
+        [
+            "from pathlib import Path",
+            "from convert.stages import locked",
+            f"with locked(Path({str(lock)!r})): print('in')",
+        ]
+    )
+    with locked(lock):
+        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(2)
+    out, error = other.communicate(timeout=60)
+    assert out == b"in\n"
+    assert b"waiting" in error

@@ -1,0 +1,113 @@
+"""The tensor plan: names, order, types, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+
+from convert.checkpoint import Checkpoint
+from convert.errors import CheckpointError
+from convert.tensors import FLOAT_TYPES, FloatType, TensorPlan, plan_tensors
+from tests.checkpoints import HIDDEN, write_checkpoint
+
+LAYERS = tuple(range(8))
+
+
+def plan(folder: Path, outtype: FloatType = "F16", kept: tuple[int, ...] = LAYERS) -> TensorPlan:
+    return plan_tensors(Checkpoint.open(folder), outtype, kept)
+
+
+def test_the_mtp_block_follows_the_trunk(checkpoint: Path) -> None:
+    planned = plan(checkpoint)
+    assert (planned.n_blocks, planned.n_mtp_layers) == (9, 1)
+    names = {tensor.name for tensor in planned.tensors}
+    assert {
+        "blk.8.nextn.eh_proj.weight",
+        "blk.8.nextn.shared_head_norm.weight",
+        "blk.8.attn_q.weight",
+    } <= names
+
+
+def test_vision_is_left_out_and_counted(checkpoint: Path) -> None:
+    planned = plan(checkpoint)
+    assert planned.skipped_vision == 1
+    assert not any("visual" in tensor.stored.name for tensor in planned.tensors)
+
+
+def test_every_name_is_one_that_gguf_knows(checkpoint: Path) -> None:
+    stems = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN35]}
+    for tensor in plan(checkpoint).tensors:
+        if "nextn" not in tensor.name:  # unknown to gguf 0.19.0
+            block = tensor.name.split(".")[1]
+            stem = (
+                tensor.name.removesuffix(".weight")
+                .removesuffix(".bias")
+                .replace(f"blk.{block}.", "blk.{bid}.")
+            )
+            assert stem in stems
+
+
+@pytest.mark.parametrize("outtype", FLOAT_TYPES)
+def test_matrices_take_the_type_asked_for_and_the_rest_is_f32(checkpoint: Path, outtype: FloatType) -> None:
+    for tensor in plan(checkpoint, outtype).tensors:
+        is_matrix = len(tensor.shape) == 2 and "conv1d" not in tensor.name
+        assert tensor.float_type == (outtype if is_matrix else "F32"), tensor.name
+
+
+def test_tensors_come_in_the_order_they_lie_in(checkpoint: Path) -> None:
+    places = [(t.stored.path.name, t.stored.offset) for t in plan(checkpoint).tensors]
+    assert places == sorted(places)
+
+
+def test_dropped_layers_are_renumbered_and_the_mtp_block_stays(checkpoint: Path) -> None:
+    planned = plan(checkpoint, kept=(0, 1, 2, 3))
+    source = {tensor.name: tensor.stored.name for tensor in planned.tensors}
+    assert planned.n_blocks == 5
+    assert source["blk.4.nextn.eh_proj.weight"] == "mtp.fc.weight"
+    assert not any("layers.5." in name for name in source.values())
+    behind = {tensor.name: tensor.stored.name for tensor in plan(checkpoint, kept=(4, 5, 6, 7)).tensors}
+    assert behind["blk.0.ssm_a"] == "model.language_model.layers.4.linear_attn.A_log"
+
+
+def test_without_mtp_tensors_there_is_no_mtp_block(tmp_path: Path) -> None:
+    planned = plan(write_checkpoint(tmp_path, mtp=False))
+    assert (planned.n_blocks, planned.n_mtp_layers) == (8, 0)
+
+
+def test_a_text_only_checkpoint_with_its_own_output(tmp_path: Path) -> None:
+    names = {tensor.name for tensor in plan(write_checkpoint(tmp_path, nested=False, tied=False)).tensors}
+    assert {"token_embd.weight", "output.weight"} <= names
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    opened = Checkpoint.open(checkpoint)
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    rest = {key: value for key, value in opened.tensors.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        plan_tensors(replace(opened, tensors=rest), "F16", LAYERS)
+
+
+def test_an_unknown_tensor_is_named(checkpoint: Path) -> None:
+    opened = Checkpoint.open(checkpoint)
+    stranger = next(iter(opened.tensors.values()))
+    with pytest.raises(CheckpointError, match=r"no rule for tensor model\.stranger"):
+        plan_tensors(replace(opened, tensors={**opened.tensors, "model.stranger": stranger}), "F16", LAYERS)
+
+
+def test_a_shape_against_the_configuration_is_named(checkpoint: Path) -> None:
+    opened = Checkpoint.open(checkpoint)
+    name = "model.language_model.norm.weight"
+    wrong = {**opened.tensors, name: replace(opened.tensors[name], shape=(HIDDEN + 1,))}
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[65\], config\.json implies \[64\]"):
+        plan_tensors(replace(opened, tensors=wrong), "F16", LAYERS)
+
+
+def test_a_dtype_it_cannot_read_is_named(checkpoint: Path) -> None:
+    opened = Checkpoint.open(checkpoint)
+    name = "model.language_model.norm.weight"
+    wrong = {**opened.tensors, name: replace(opened.tensors[name], dtype="F8_E4M3")}
+    with pytest.raises(CheckpointError, match=f"{name} is F8_E4M3; known are BF16, F16, F32"):
+        plan_tensors(replace(opened, tensors=wrong), "F16", LAYERS)

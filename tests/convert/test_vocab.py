@@ -1,0 +1,92 @@
+"""The tokenizer as it goes into the GGUF."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import TokenType
+
+from convert.config import ModelConfig
+from convert.errors import CheckpointError
+from convert.vocab import Vocab
+from tests.checkpoints import TEMPLATE, VOCAB, edit_json, model_config
+
+CONFIG = ModelConfig.from_json(model_config())
+
+
+@pytest.fixture
+def folder(checkpoint: Path) -> Path:
+    return checkpoint
+
+
+def test_tokens_are_padded_to_the_embedding(folder: Path) -> None:
+    vocab = Vocab.load(folder, CONFIG)
+    assert len(vocab.tokens) == len(vocab.types) == VOCAB
+    assert vocab.tokens[256:259] == ["th", "the", "Ġthe"]
+    assert vocab.tokens[265] == "[PAD265]"
+    assert set(vocab.types[265:]) == {TokenType.UNUSED}
+
+
+def test_token_types(folder: Path) -> None:
+    vocab = Vocab.load(folder, CONFIG)
+    types = dict(zip(vocab.tokens, vocab.types, strict=True))
+    assert types["the"] == TokenType.NORMAL
+    assert types["<|im_end|>"] == TokenType.CONTROL
+    assert types["<think>"] == TokenType.USER_DEFINED
+    assert types["<|looks_special|>"] == TokenType.CONTROL  # whatever its flag says
+
+
+def test_special_ids_flags_template_and_pre_tokenizer(folder: Path) -> None:
+    vocab = Vocab.load(folder, CONFIG)
+    assert vocab.special_ids == {"eos": 261, "pad": 259}  # the tokenizer's, not config.json's 259
+    assert vocab.add_special == {"bos": False, "eos": False}
+    assert vocab.chat_template == TEMPLATE
+    assert vocab.pre_tokenizer == "qwen35"
+
+
+def test_special_ids_fall_back_to_the_config(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    assert Vocab.load(folder, CONFIG).special_ids["eos"] == 259
+
+
+@pytest.mark.parametrize("merges", [["t h", "Ġ the"], [["t", "h"], ["Ġ", "the"]], [["t", "h"], [" ", "the"]]])
+def test_both_ways_to_write_merges(folder: Path, merges: list[Any]) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    edit_json(folder / "tokenizer.json", model=tokenizer["model"] | {"merges": merges})
+    assert Vocab.load(folder, CONFIG).merges == ["t h", "Ġ the"]
+
+
+def test_the_template_may_lie_in_a_file(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert Vocab.load(folder, CONFIG).chat_template == "from the file"
+
+
+def test_an_unknown_pre_tokenizer_is_refused(folder: Path) -> None:
+    pre_tokenizer = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated", "invert": False}
+    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer)
+    with pytest.raises(CheckpointError, match=r"(?s)no pre-tokenizer that splits by.*\\w\+.*qwen35: "):
+        Vocab.load(folder, CONFIG)
+
+
+def test_ids_beyond_the_embedding_are_refused(folder: Path) -> None:
+    small = ModelConfig.from_json(model_config(vocab_size=264))
+    with pytest.raises(CheckpointError, match=r"token id 264 has no row .*vocab_size is 264"):
+        Vocab.load(folder, small)
+
+
+def test_one_text_for_two_ids_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    think = settings["added_tokens_decoder"]["262"]
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder={"300": think})
+    with pytest.raises(CheckpointError, match=r"ids 262 and 300 are both '<think>'; do tokenizer\.json"):
+        Vocab.load(folder, CONFIG)
+
+
+def test_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
+    edit_json(folder / "tokenizer.json", model={"type": "Unigram"})
+    with pytest.raises(CheckpointError, match=r"model\.type must be BPE, got 'Unigram'"):
+        Vocab.load(folder, CONFIG)
