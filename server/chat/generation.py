@@ -86,5 +86,4 @@ def generate(
     string.
     """
     stream = TextStream(engine.vocab, stop)
-    room = engine.context_size if max_tokens is None else max_tokens
-    return TextGeneration(engine.submit(prompt, params, room), stream)
+    return TextGeneration(engine.submit(prompt, params, max_tokens), stream)

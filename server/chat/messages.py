@@ -67,7 +67,7 @@ def _message(message: object, where: str, index: int) -> dict[str, Any]:
     if role == "developer":
         role = checked["role"] = "system"
     if role == "system" and index > 0:
-        raise PromptError(f"{where}: the system message must be the first", f"{where}.role")
+        raise PromptError(f"{where}.role is system; only the first message can be", f"{where}.role")
     checked["content"] = _content(checked.get("content"), f"{where}.content", required=role in _NEEDS_CONTENT)
     if role == "assistant":
         checked.update(_reasoning(checked, where), **_tool_calls(checked, where))

@@ -1,0 +1,23 @@
+"""The nano model's real vocabulary, without its weights' context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from server.chat import Prompter
+from server.engine import Vocab
+from server.engine.llama import Model
+
+TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
+
+
+@pytest.fixture(scope="session")
+def vocab(nano_f16: Path) -> Vocab:
+    return Vocab(Model(nano_f16, n_gpu_layers=0))
+
+
+@pytest.fixture(scope="session")
+def prompter(vocab: Vocab) -> Prompter:
+    return Prompter(vocab, TEMPLATE.read_text())

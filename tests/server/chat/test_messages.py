@@ -1,0 +1,163 @@
+"""Which conversations are refused, and what the others become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.chat import Prompter, PromptError
+from server.chat.messages import check_messages, check_tools, separate_reasoning
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def call(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ("Hi", "messages"),
+        ([], "messages"),
+        (["Hi"], "messages[0]"),
+        ([{"content": "Hi"}], "messages[0].role"),
+        ([{"role": "robot", "content": "Hi"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
+        ([USER, {"role": "system", "content": "late"}], "messages[1].role"),
+        ([USER, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
+        ([{"role": "user", "content": ["Hi"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "messages[0].content[0].text"),
+        ([USER, {"role": "assistant", "content": "", "reasoning": 1}], "messages[1].reasoning"),
+        ([USER, {"role": "assistant", "tool_calls": {}}], "messages[1].tool_calls"),
+        ([USER, {"role": "assistant", "tool_calls": ["f"]}], "messages[1].tool_calls[0]"),
+        ([USER, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].function"),
+        ([USER, call(arguments="{}")], "messages[1].tool_calls[0].function.name"),
+        ([USER, call(name="f", arguments="{")], "messages[1].tool_calls[0].function.arguments"),
+        ([USER, call(name="f", arguments="[1]")], "messages[1].tool_calls[0].function.arguments"),
+        ([USER, call(name="f", arguments=[1])], "messages[1].tool_calls[0].function.arguments"),
+    ],
+)
+def test_a_bad_message_is_named(messages: Any, param: str) -> None:
+    with pytest.raises(PromptError) as error:
+        check_messages(messages)
+    assert error.value.param == param
+    assert param.rpartition(".")[2].split("[")[0] in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("f", "tools"),
+        (["f"], "tools[0]"),
+        ([{}], "tools[0].function"),
+        ([{"function": {"name": "f"}}, {"function": {"name": ""}}], "tools[1].function.name"),
+    ],
+)
+def test_a_bad_tool_is_named(tools: Any, param: str) -> None:
+    with pytest.raises(PromptError) as error:
+        check_tools(tools)
+    assert error.value.param == param
+
+
+def test_no_tools() -> None:
+    assert check_tools(None) is None
+    assert check_tools([]) is None
+
+
+def test_messages_are_brought_to_the_templates_shape() -> None:
+    given = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ann"},
+        {"role": "assistant", "reasoning": "Hm.", "tool_calls": None},
+        call(name="f", arguments='{"a": 1}'),
+        call(name="f", arguments=""),
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+    ]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert check_messages(given) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ann"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {**function, "arguments": {}}}],
+        },
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+    ]
+    assert given[0]["role"] == "developer", "the caller's objects stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("no tags", None),
+        ("<think>not closed", None),
+        ("<think>\n\na \n</think>\n\n b", ("a ", " b")),
+        ("a</think>b", ("a", "b")),
+        ("x<think>a</think>b</think>\nc\n", ("a", "c")),
+    ],
+)
+def test_inline_reasoning(text: str, parts: tuple[str, str] | None) -> None:
+    assert separate_reasoning(text) == parts
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "messages"),
+        ({"messages": [USER], "template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": [USER], "template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_the_template_refuses(prompter: Prompter, request_: dict[str, Any], param: str) -> None:
+    with pytest.raises(PromptError) as error:
+        prompter.chat(**request_)
+    assert error.value.param == param
+
+
+def test_a_bottomless_request_is_refused(prompter: Prompter) -> None:
+    arguments: dict[str, Any] = {}
+    for _ in range(100_000):
+        arguments = {"a": arguments}
+    with pytest.raises(PromptError, match="nested too deeply"):
+        prompter.chat([USER, call(name="f", arguments=arguments)])
+
+
+def test_a_broken_template() -> None:
+    with pytest.raises(PromptError, match=r"does not compile.*line 2") as error:
+        Prompter(StubVocab(), "\n{% if %}")  # type: ignore[arg-type]
+    assert error.value.param == "chat_template"
+
+
+class StubVocab:
+    added_tokens = ("<think>",)
+    bos_id = 1
+
+    def tokenize(self, text: str, *, special: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+
+def test_a_template_that_trips(prompter: Prompter) -> None:
+    broken = Prompter(StubVocab(), "{{ messages[0].content + 1 }}")  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="can not render"):
+        broken.chat([USER])
+
+
+def test_beginning_of_sequence_comes_once() -> None:
+    """Where the vocabulary wants it, unless the template writes it itself."""
+    assert Prompter(StubVocab(), "a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
+    assert Prompter(StubVocab(), "\x01a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
+    assert Prompter(StubVocab(), "").raw("a") == [1, ord("a")]  # type: ignore[arg-type]
+
+
+def test_raw_text_parses_special_tokens_and_adds_none(prompter: Prompter) -> None:
+    ids = prompter.raw("<|im_start|>user\n")
+    assert ids == prompter.chat([{"role": "user", "content": "x"}])[: len(ids)]
