@@ -1,0 +1,198 @@
+"""An lm-eval model that asks a server's chat endpoint: streamed or not, thinking on or off.
+
+lm-eval's own ``local-chat-completions`` can neither stream nor tell thinking from answer, and it scores a
+reply it could not read as an empty one. Here a request that keeps failing ends the run.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from bench.client import Client, Completion, Usage
+from bench.errors import BenchError, ServerError, UnreachableError
+from bench.progress import Progress
+
+PATH = "/v1/chat/completions"
+THINK_START, THINK_END = "<think>", "</think>"
+# 200: a stream that broke off or a body cut short
+TRANSIENT = {200, 408, 425, 429, 500, 502, 503, 504}
+FIRST_DELAY = 0.5  # seconds before the second attempt; doubled for each further one
+MAX_DELAY = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One reply: the thinking, the text that is scored, how it ended, and what it took.
+
+    ``truncated``: thinking was asked for and had not ended when the token limit came.
+    """
+
+    reasoning: str
+    text: str
+    finish_reason: str | None
+    truncated: bool
+    usage: Usage | None
+    seconds: float
+    retries: int
+
+
+@register_model("qwen-serve-chat")
+class ChatModel(LM):  # type: ignore[misc]
+    """``/v1/chat/completions`` of one server. `answers` keeps every reply by (task, document number).
+
+    ``thinking`` None sends no switch. ``concurrency`` requests are under way at any time. A transient failure
+    (no connection, 429, 5xx, a torn stream) is tried ``retries`` more times; anything else raises at once.
+    lm-eval calls from its own thread where ``loop`` is given: the requests then run on that loop.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "default",
+        thinking: bool | None = None,
+        stream: bool = False,
+        concurrency: int = 8,
+        retries: int = 4,
+        timeout: float = 3600.0,
+        api_key: str | None = None,
+        label: str = "answers",
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__()
+        self.url = url
+        self.model = model
+        self.thinking = thinking
+        self.stream = stream
+        self.concurrency = concurrency
+        self.retries = retries
+        self.timeout = timeout
+        self.api_key = api_key
+        self.label = label
+        self.loop = loop
+        self.answers: dict[tuple[str, int], Answer] = {}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The server has the tokenizer; lm-eval wants a name for its cache keys."""
+        return self.model
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages as JSON: the server has the template. Raises BenchError for a prefilled answer."""
+        if not add_generation_prompt:
+            raise BenchError(
+                "this task prefills the assistant's message, which a chat endpoint cannot continue"
+            )
+        return json.dumps(chat_history, ensure_ascii=False)
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Ask all requests and return the texts to score, in order. Raises BenchError when one fails."""
+        asking = self._ask_all(requests)
+        if self.loop is None:
+            answers = asyncio.run(asking)
+        else:
+            answers = asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        for request, answer in zip(requests, answers, strict=True):
+            self.answers[request.task_name, request.doc_id] = answer
+        return [answer.text for answer in answers]
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Not possible: a chat endpoint gives no likelihood of a given text."""
+        raise BenchError(
+            "this task scores likelihoods, which a chat endpoint cannot give; choose one that generates"
+        )
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Not possible, as for `loglikelihood`."""
+        raise BenchError(
+            "this task scores likelihoods, which a chat endpoint cannot give; choose one that generates"
+        )
+
+    async def _ask_all(self, requests: Sequence[Instance]) -> list[Answer]:
+        places = asyncio.Semaphore(self.concurrency)
+        with Progress(self.label, total=len(requests), unit="answer") as bar:
+            async with Client(self.url, timeout=self.timeout, api_key=self.api_key) as client:
+
+                async def ask(request: Instance) -> Answer:
+                    async with places:
+                        answer = await self._ask(client, self._body(*request.args))
+                    bar.advance()
+                    return answer
+
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(ask(request)) for request in requests]
+                except BaseExceptionGroup as failures:
+                    # the first failure cancelled the others
+                    raise failures.exceptions[0] from failures
+        return [task.result() for task in tasks]
+
+    async def _ask(self, client: Client, body: Mapping[str, Any]) -> Answer:
+        send = client.stream if self.stream else client.complete
+        for attempt in range(self.retries + 1):
+            try:
+                return self._read(await send(PATH, body), attempt)
+            except (ServerError, UnreachableError) as error:
+                passing = isinstance(error, UnreachableError) or error.status in TRANSIENT
+                if not passing:
+                    raise
+                if attempt == self.retries:
+                    tried = f" (tried {attempt + 1} times)" if attempt else ""
+                    raise BenchError(f"{error}{tried}") from error
+            await asyncio.sleep(min(MAX_DELAY, FIRST_DELAY * 2**attempt))
+        raise AssertionError("unreachable")
+
+    def _body(self, messages: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The request of lm-eval's ``messages`` and generation settings, under OpenAI's names."""
+        rest = dict(settings)
+        stop = rest.pop("until", None) or []
+        tokens = rest.pop("max_gen_toks", None)
+        if not rest.pop("do_sample", False):
+            rest["temperature"] = 0.0
+        body = {"model": self.model, "messages": json.loads(messages), **rest}
+        if tokens is not None:
+            body["max_tokens"] = tokens
+        if stop:
+            body["stop"] = [stop] if isinstance(stop, str) else stop
+        if self.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        return body
+
+    def _read(self, completion: Completion, retries: int) -> Answer:
+        reasoning, text, ended = split_thinking(completion.text, completion.reasoning)
+        cut = completion.finish_reason == "length"
+        truncated = self.thinking is True and cut and not ended
+        return Answer(
+            reasoning=text if truncated and not reasoning else reasoning,
+            # what was thought so far is no answer
+            text="" if truncated else text,
+            finish_reason=completion.finish_reason,
+            truncated=truncated,
+            usage=completion.usage,
+            seconds=completion.seconds,
+            retries=retries,
+        )
+
+
+def split_thinking(text: str, reasoning: str) -> tuple[str, str, bool]:
+    """(thinking, answer, whether the thinking is seen to have ended).
+
+    Servers either part the two themselves, or leave ``...</think>`` inline, with or without the opening tag
+    (the template has it already).
+    """
+    if reasoning:
+        return reasoning, text, bool(text)
+    thought, end, answer = text.partition(THINK_END)
+    if end:
+        return thought.removeprefix(THINK_START).strip(), answer.lstrip(), True
+    if text.startswith(THINK_START):
+        return text.removeprefix(THINK_START).strip(), "", False
+    return "", text, False

@@ -1,0 +1,53 @@
+"""From right and wrong to a score with a 95% interval."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+Z = 1.959964  # of the normal distribution, two-sided 95%
+
+# one item's outcomes, each 0 to 1: a single one, or one an instruction in IFEval
+Outcomes = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A score between 0 and 1, and what the whole benchmark's may be given the items that were drawn."""
+
+    score: float
+    low: float
+    high: float
+
+
+def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:
+    """The mean over strata (subtasks) of each one's mean outcome, with a Wilson interval.
+
+    A plain proportion gets Wilson's interval (J. Am. Stat. Assoc. 22, 1927) on its number of items. Where
+    items bring several outcomes or strata weigh the same whatever their size, the number of items is replaced
+    by the effective one, p (1 - p) / variance, with the variance of the ratio estimator (Korn and Graubard,
+    Survey Methodology 24, 1998). Never fewer than one item a stratum and one outcome an item.
+    """
+    rates: list[float] = []
+    variance = 0.0
+    for items in strata:
+        outcomes = sum(len(item) for item in items)
+        rate = sum(sum(item) for item in items) / outcomes
+        rates.append(rate)
+        variance += sum((sum(item) - rate * len(item)) ** 2 for item in items) / outcomes**2
+    score = sum(rates) / len(rates)
+    variance /= len(strata) ** 2
+    items_asked = sum(len(items) for items in strata)
+    outcomes_seen = sum(len(item) for items in strata for item in items)
+    if 0.0 < score < 1.0 and variance > 0.0:
+        size = min(score * (1.0 - score) / variance, outcomes_seen)
+    else:
+        size = items_asked
+    return Estimate(score, *wilson(score, size))
+
+
+def wilson(rate: float, size: float) -> tuple[float, float]:
+    """The 95% score interval of a proportion seen in ``size`` trials."""
+    centre = (rate + Z**2 / (2 * size)) / (1 + Z**2 / size)
+    half = Z / (1 + Z**2 / size) * sqrt(rate * (1 - rate) / size + Z**2 / (4 * size**2))
+    # the bounds are within 0 and 1, but for rounding at a rate of 0 or 1
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))

@@ -1,0 +1,109 @@
+"""What a gate is: lm-eval tasks, a metric, a mode to ask in, and a threshold."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One benchmark with its mode, as the competition runs it.
+
+    ``metric`` is spelled as lm-eval does, ``name,filter``. The score is the mean over ``tasks`` of each
+    task's mean; an item with several outcomes (IFEval's instructions) counts with each of them.
+    ``max_tokens`` and ``thinking`` None leave the task's own limit and the server's own default. ``baseline``
+    is the published score of the unquantized model.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    metric: str
+    thinking: bool | None
+    max_tokens: int | None
+    threshold: float | None = None
+    baseline: float | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Long thinking is streamed, so that no proxy or client gives up on a silent connection."""
+        return self.thinking is True
+
+    def against(self, baseline: float, share: float) -> "Gate":
+        """The same gate with its threshold at ``share`` of a measured baseline."""
+        return replace(self, baseline=baseline, threshold=share * baseline)
+
+
+MMLU_PRO_SUBJECTS = (
+    "biology",
+    "business",
+    "chemistry",
+    "computer_science",
+    "economics",
+    "engineering",
+    "health",
+    "history",
+    "law",
+    "math",
+    "other",
+    "philosophy",
+    "physics",
+    "psychology",
+)
+
+# Thresholds and baselines: the competition's, for Qwen3.5-4B in BF16; gsm8k: the hackathon's check.
+OFFICIAL = (
+    Gate(
+        name="mmlu_pro",
+        tasks=tuple(f"mmlu_pro_{subject}" for subject in MMLU_PRO_SUBJECTS),
+        metric="exact_match,custom-extract",
+        thinking=False,
+        max_tokens=512,
+        threshold=0.621,
+        baseline=0.690,
+    ),
+    Gate(
+        name="ifeval",
+        tasks=("ifeval",),
+        metric="inst_level_strict_acc,none",
+        thinking=False,
+        max_tokens=512,
+        threshold=0.814,
+        baseline=0.857,
+    ),
+    Gate(
+        name="gpqa_diamond",
+        tasks=("gpqa_diamond_cot_zeroshot",),
+        metric="exact_match,flexible-extract",
+        thinking=True,
+        max_tokens=12_288,
+        threshold=0.630,
+        baseline=0.700,
+    ),
+    Gate(
+        name="gsm8k",
+        tasks=("gsm8k_cot",),
+        metric="exact_match,flexible-extract",
+        thinking=False,
+        max_tokens=1_024,
+        threshold=0.875,
+    ),
+)
+
+# The shapes of the first three on the bundled model's held-out items.
+NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
+NANO_FOLDER = Path(__file__).parents[2] / "models" / "nano"
+
+
+def verdict(score: float, low: float, high: float, threshold: float, *, complete: bool) -> Verdict:
+    """Pass or fail when the 95% interval lies on one side of the threshold.
+
+    With every item of the benchmark asked, nothing is left to sample: the score itself decides, as it does
+    for whoever grades it.
+    """
+    if complete:
+        return "pass" if score >= threshold else "fail"
+    if low >= threshold:
+        return "pass"
+    return "fail" if high < threshold else "undecided"

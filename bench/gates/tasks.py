@@ -1,0 +1,191 @@
+"""lm-eval's tasks for a gate: its own definitions, our choice of data, limits and sample.
+
+Loading is reproducible: the choices that GPQA's definition shuffles come in the same order on every machine,
+so runs can be compared item by item.
+"""
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import langdetect  # type: ignore[import-untyped]
+import nltk  # type: ignore[import-untyped]
+from lm_eval import tasks as lm_eval_tasks
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import load_yaml_config
+
+from bench.errors import BenchError
+from bench.gates.gate import Gate
+
+FEWSHOT_SEED = 1234  # lm-eval's own default
+SHUFFLE_SEED = 0  # lm-eval's own default for `random`
+GATE_FOLDERS = ("mmlu_pro", "ifeval", "gpqa", "gsm8k")
+# these two count with nltk's sentence and word tokenizer, which is data of its own
+NEED_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+LM_EVAL = f"lm-eval {version('lm_eval')}"
+
+Tasks = dict[str, ConfigurableTask]
+Config = dict[str, Any]
+
+# IFEval's language detection draws random numbers
+langdetect.DetectorFactory.seed = 0
+
+
+def hub_tasks(gate: Gate, data: Mapping[str, Path]) -> Tasks:
+    """The tasks of a gate whose datasets are on the hub, by name.
+
+    ``data`` may name a local folder instead, for a gate or a task: a dataset in Hugging Face's layout, such
+    as test.jsonl and validation.jsonl, or the hub's .parquet files. Raises BenchError when one cannot be
+    loaded.
+    """
+    tasks: Tasks = {}
+    for name in gate.tasks:
+        config = definition(name)
+        folder = data.get(name, data.get(gate.name))
+        if folder is not None:
+            if not folder.is_dir():
+                raise BenchError(f"--data {gate.name}={folder}: no such folder")
+            config |= {"dataset_path": str(folder), "dataset_name": None}
+        tasks[name] = make_task(name, config, gate)
+    return tasks
+
+
+def other_gates(name: str) -> list[Gate]:
+    """Any task, group or tag of lm-eval as gates without a threshold, one a task. BenchError if unknown."""
+    entry = index_entry(name)
+    if entry["type"] == "task":
+        return [Gate(name, (name,), main_metric(name), thinking=None, max_tokens=None)]
+    members = entry["task"]
+    if members == -1:  # a group, whose members are in its file
+        members = load_yaml_config(entry["yaml_path"], mode="full")["task"]
+    names = [member if isinstance(member, str) else member["task"] for member in members]
+    return [gate for member in names for gate in other_gates(member)]
+
+
+def main_metric(name: str) -> str:
+    """A task's first metric with its first filter. BenchError for a task that does not generate text."""
+    config = definition(name)
+    kind = config.get("output_type", "generate_until")
+    if kind != "generate_until":
+        raise BenchError(
+            f"--tasks {name}: wants {kind}, which a chat endpoint cannot give; choose one that generates"
+        )
+    filters = config.get("filter_list")
+    metrics = config.get("metric_list") or [{"metric": "exact_match"}]
+    return f"{metrics[0]['metric']},{filters[0]['name'] if filters else 'none'}"
+
+
+def definition(name: str) -> Config:
+    """lm-eval's definition of a task, fresh to change."""
+    # IFEval's scorer reports on a download as it is imported
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return dict(load_yaml_config(index_entry(name)["yaml_path"], mode="full"))
+
+
+def index_entry(name: str) -> dict[str, Any]:
+    """What lm-eval's index says of a name. Raises BenchError for an unknown one."""
+    for everything in (False, True):
+        index = task_index(everything=everything).task_index
+        if name in index:
+            return dict(index[name])
+    close = ", ".join(sorted(known for known in index if name.lower() in known.lower())[:8])
+    raise BenchError(
+        f"--tasks {name}: unknown; want nano, official, one of their gates, or a task of {LM_EVAL}"
+        + (f" (such as {close})" if close else "")
+    )
+
+
+@cache
+def task_index(*, everything: bool) -> TaskManager:
+    """lm-eval's index: all definitions take a quarter of a minute to read, those of the gates none."""
+    if everything:
+        return TaskManager()
+    root = Path(lm_eval_tasks.__file__).parent
+    return TaskManager(include_defaults=False, include_path=[str(root / name) for name in GATE_FOLDERS])
+
+
+def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
+    """A task with its documents fixed. Raises BenchError when the dataset cannot be loaded."""
+    if gate.max_tokens is not None:
+        config["generation_kwargs"] = {**config["generation_kwargs"], "max_gen_toks": gate.max_tokens}
+    try:
+        with quiet_datasets():
+            task = ConfigurableTask(config={**config, "task": name})
+            fix_documents(task)
+    except Exception as error:
+        # whatever `datasets` throws: no network, a gated or renamed dataset, a broken file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BenchError(
+            f"{name}: the dataset {config.get('dataset_path')} cannot be loaded: {reason}"
+        ) from error
+    try:
+        # a missing column shows when an answer is scored: better before the asking than after
+        task.process_results(task.eval_docs[0], [""])
+    except Exception as error:
+        raise BenchError(f"{name}: the dataset's first row cannot be scored: {error!r}") from error
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    check_punkt(task)
+    return task
+
+
+def fix_documents(task: ConfigurableTask) -> None:
+    """Process the documents once: lm-eval does so at each look, and GPQA's choices are shuffled then."""
+    process = task.config.process_docs
+    if process is None:
+        return
+    split = task.config.test_split or task.config.validation_split
+    random.seed(SHUFFLE_SEED)
+    task.dataset = {**task.dataset, split: process(task.dataset[split])}
+    task.set_config(key="process_docs", value=None)
+
+
+@contextlib.contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """No progress bars of `datasets`, and nothing reused of what an earlier shuffle left in its cache."""
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    try:
+        yield
+    finally:
+        datasets.enable_caching()
+        datasets.enable_progress_bars()
+
+
+def check_punkt(task: ConfigurableTask) -> None:
+    """Raises BenchError before the asking, not after it, when scoring lacks nltk's data."""
+    if "instruction_id_list" not in task.features:
+        return
+    wanted = {name for names in task.eval_docs["instruction_id_list"] for name in names} & NEED_PUNKT
+    if not wanted:
+        return
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise BenchError(
+            f"{task.task_name}: scoring {', '.join(sorted(wanted))} takes nltk's punkt_tab: "
+            "python -m nltk.downloader punkt_tab"
+        ) from error
+
+
+def sample(task: ConfigurableTask, limit: float | None, *, seed: int, first: bool) -> list[int]:
+    """The document numbers to ask, ascending: all, a share (``limit`` below 1), or that many.
+
+    Drawn at random, a smaller sample being part of a larger one with the same ``seed``; or the ``first``, as
+    lm-eval's own --limit takes them (datasets are often sorted, so those are no fair sample).
+    """
+    order = list(range(len(task.eval_docs)))
+    if limit is None:
+        return order
+    if not first:
+        random.Random(f"{seed} {task.task_name}").shuffle(order)
+    return sorted(order[: ceil(len(order) * limit) if limit < 1 else int(limit)])

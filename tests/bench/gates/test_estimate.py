@@ -1,0 +1,53 @@
+import random
+
+import pytest
+
+from bench.gates.estimate import Estimate, estimate, wilson
+
+
+def test_a_plain_proportion_gets_wilsons_interval() -> None:
+    found = estimate([[[1.0]] * 8 + [[0.0]] * 2])
+    assert found.score == pytest.approx(0.8)
+    # Wilson's bounds for 8 of 10, as tabulated
+    assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+
+
+@pytest.mark.parametrize(("outcome", "low", "high"), [(1.0, 0.7225, 1.0), (0.0, 0.0, 0.2775)])
+def test_all_right_or_all_wrong_still_leaves_room(outcome: float, low: float, high: float) -> None:
+    found = estimate([[[outcome]] * 10])
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_subtasks_count_the_same_whatever_their_size() -> None:
+    found = estimate([[[1.0]] * 90 + [[0.0]] * 10, [[0.0], [1.0]]])
+    assert found.score == pytest.approx((0.9 + 0.5) / 2)
+    # the two items of the second subtask carry half of the weight, so the score is hardly known
+    assert found.high - found.low > 0.5
+
+
+def test_every_outcome_of_an_item_counts_but_they_come_together() -> None:
+    apart = estimate([[[1.0]] * 60 + [[0.0]] * 40])
+    together = estimate([[[1.0, 1.0]] * 30 + [[0.0, 0.0]] * 20])
+    assert together.score == apart.score
+    assert together.high - together.low > apart.high - apart.low
+    assert (together.low, together.high) == pytest.approx(wilson(0.6, 50))
+
+
+def draw(rng: random.Random) -> Estimate:
+    """Three subtasks of unlike size and difficulty, two outcomes an item, alike in most."""
+    strata = []
+    for size, rate in ((60, 0.9), (25, 0.7), (40, 0.5)):
+        items = []
+        for _ in range(size):
+            first = float(rng.random() < rate)
+            items.append([first, first if rng.random() < 0.6 else float(rng.random() < rate)])
+        strata.append(items)
+    return estimate(strata)
+
+
+def test_the_interval_holds_the_truth_in_95_of_100_draws() -> None:
+    rng = random.Random(3)
+    draws = [draw(rng) for _ in range(2_000)]
+    truth = (0.9 + 0.7 + 0.5) / 3
+    share = sum(found.low <= truth <= found.high for found in draws) / len(draws)
+    assert 0.93 < share < 0.975
