@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from fastapi import Request
 
+    from server.api.service import Service
+
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
 
@@ -26,6 +28,12 @@ LARGE_BYTES = 32 * 1024
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     """`work()`, on a worker thread where `size` bytes or characters are many."""
     return await to_thread.run_sync(work) if size > LARGE_BYTES else work()
+
+
+async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
+    """The body, and its size in bytes; refused unread while the service has no model to answer with."""
+    _ = service.backend
+    return await read_json(http, service.settings.max_body_mib * 1024**2)
 
 
 async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from server.api.body import read_json, validate
+from server.api.body import body_of, validate
 from server.api.chat import chat
 from server.api.completion import complete
 from server.api.errors import bad_request
@@ -16,8 +16,6 @@ from server.api.service import service_of
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from server.api.service import Service
-
 router = APIRouter()
 
 
@@ -26,12 +24,6 @@ def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
     shapes = [schema.model_json_schema() for schema in schemas]
     content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
-    """The body and its size; 503 first, so that nobody uploads to a server that cannot answer."""
-    _ = service.backend
-    return await read_json(http, service.settings.max_body_mib * 1024**2)
 
 
 @router.post("/v1/completions", openapi_extra=documented(CompletionRequest))

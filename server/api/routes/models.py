@@ -46,6 +46,7 @@ def card(service: Service) -> dict[str, Any]:
             "size": engine.size_bytes,
             "n_vocab": engine.vocab.size,
             "n_ctx": engine.context_size,
+            "n_ctx_train": int(metadata[f"{metadata['general.architecture']}.context_length"]),
             "n_parallel": engine.settings.parallel,
             "license": metadata.get("general.license"),
         },

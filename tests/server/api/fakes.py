@@ -92,7 +92,11 @@ class FakeEngine:
     context_size: int = 4096
     capacity: int = 64
     metadata: dict[str, str] = field(
-        default_factory=lambda: {"general.name": "Fake", "general.architecture": "qwen35"}
+        default_factory=lambda: {
+            "general.name": "Fake",
+            "general.architecture": "qwen35",
+            "qwen35.context_length": "262144",
+        }
     )
     ready: bool = True
     closed: bool = False

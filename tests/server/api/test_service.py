@@ -98,6 +98,8 @@ def test_models(start: Start) -> None:
     assert card["max_model_len"] == 4096
     assert card["meta"]["name"] == "Fake"
     assert card["meta"]["n_params"] == 7
+    assert card["meta"]["n_vocab"] == server.engine.vocab.size
+    assert card["meta"]["n_ctx_train"] == 262144
     assert server.http.get("/v1/models/Qwen/Qwen3.5-4B").json() == card
 
 

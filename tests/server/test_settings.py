@@ -1,0 +1,149 @@
+"""Flags over environment over file over defaults, with errors that say which."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from server.engine import EngineSettings
+from server.settings import Settings, SettingsError, describe, find_model, load_settings
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("CONFIG", *Settings.model_fields):
+        monkeypatch.delenv(f"QWEN_{name.upper()}", raising=False)
+    path = tmp_path / "model.gguf"
+    path.touch()
+    return str(path)
+
+
+def test_defaults(model: str) -> None:
+    settings, sources, _ = load_settings(["--model", model])
+    assert (settings.host, settings.port) == ("127.0.0.1", 8080)
+    assert not settings.thinking
+    assert settings.model_id == "model"
+    assert sources["model"] == "flag"
+    assert sources["port"] == "default"
+
+
+def test_precedence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text(f'model = "{model}"\nport = 1\nparallel = 2\nthinking = true\nalias = "file"\n')
+    monkeypatch.setenv("QWEN_CONFIG", str(config))
+    monkeypatch.setenv("QWEN_PARALLEL", "3")
+    monkeypatch.setenv("QWEN_ALIAS", "environment")
+    settings, sources, _ = load_settings(["--alias", "flag", "--no-thinking"])
+    assert (settings.port, settings.parallel, settings.alias, settings.thinking) == (1, 3, "flag", False)
+    assert sources["port"] == str(config)
+    assert sources["parallel"] == "environment"
+    assert sources["alias"] == "flag"
+    assert sources["batch_size"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], r"--port \(from flag\).*65535.*'99999'"),
+        (["--parallel", "many"], r"--parallel \(from flag\).*integer.*'many'"),
+        (["--parallel", "0"], "parallel is 0; it must be at least 1"),
+        (["--flash-attn", "maybe"], r"--flash-attn.*'auto', 'on' or 'off'.*'maybe'"),
+        (["--drain-timeout", "nan"], r"--drain-timeout.*'nan'"),
+        (["--model", "/no/such/file.gguf"], r"--model \(from flag\).*/no/such/file.gguf does not exist"),
+        (["--chat-template", "/no/such.jinja"], r"--chat-template.*not a file"),
+        (["--config", "/no/such.toml"], r"--config: /no/such.toml is not a file"),
+        (["--flash-attn", "off", "--cache-type-v", "q8_0"], "cache_type_v.*flash"),
+    ],
+)
+def test_values_that_cannot_be_used(model: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(["--model", model, *arguments])
+
+
+def test_every_problem_is_told_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWEN_PORT", "-1")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--model", model, "--log-level", "loud"])
+    assert "--port (from environment)" in str(caught.value)
+    assert "--log-level (from flag)" in str(caught.value)
+
+
+@pytest.mark.usefixtures("model")
+def test_no_model() -> None:
+    with pytest.raises(SettingsError, match=r"--model is required \(or QWEN_MODEL\)"):
+        load_settings([])
+
+
+@pytest.mark.parametrize("text", ["prot = 1", "port = ", "[server]\nport = 1"])
+def test_files_that_cannot_be_used(model: str, tmp_path: Path, text: str) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text(text)
+    with pytest.raises(SettingsError, match=r"server\.toml"):
+        load_settings(["--model", model, "--config", str(config)])
+
+
+def test_a_folder_with_one_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no \*\.gguf"):
+        find_model(tmp_path)
+    (tmp_path / "a.imatrix.gguf").touch()
+    (tmp_path / "a-Q4_K_M.gguf.part").touch()
+    (tmp_path / "a-Q4_K_M.gguf").touch()
+    assert find_model(tmp_path) == tmp_path / "a-Q4_K_M.gguf"
+    (tmp_path / "a-F16.gguf").touch()
+    with pytest.raises(ValueError, match=r"name one of a-F16\.gguf, a-Q4_K_M\.gguf"):
+        find_model(tmp_path)
+
+
+def test_a_description_is_a_file_of_settings(model: str, tmp_path: Path) -> None:
+    arguments = [
+        "--model",
+        model,
+        "--thinking",
+        "--port",
+        "0",
+        "--alias",
+        'a "quoted" \\ name',
+        "--api-key",
+        "secret",
+    ]
+    settings, sources, _ = load_settings(arguments)
+    text = describe(settings, sources)
+    assert "secret" not in text
+    config = tmp_path / "again.toml"
+    config.write_text(text)
+    assert tomllib.loads(text)["thinking"] is True
+    again, _, _ = load_settings(["--config", str(config)])
+    assert again == settings.model_copy(update={"api_key": None})
+
+
+def test_every_engine_setting_can_be_set(model: str) -> None:
+    for field in dataclasses.fields(EngineSettings):
+        assert field.name in Settings.model_fields
+        if field.default is not dataclasses.MISSING:
+            assert Settings.model_fields[field.name].default == field.default
+    settings, _, _ = load_settings(["--model", model, "--ubatch-size", "64", "--no-use-mmap"])
+    assert settings.engine() == EngineSettings(Path(model), ubatch_size=64, use_mmap=False)
+
+
+@pytest.mark.usefixtures("model")
+def test_help_names_every_setting() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "server", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.usefixtures("model")
+def test_bad_settings_end_the_program_with_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "--port", "x"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
