@@ -120,7 +120,7 @@ class ReplyParser:
         """The think block's next text, and the tag that ends it, if it does."""
         if not self._inline:
             return Reasoning(self._lstrip(text.rstrip()))
-        return Content(f"{text}{_END_THINK}\n\n" if end == tool_calls.OPEN else text + end)
+        return Content(text + _END_THINK if end else text)
 
     def _answer(self, final: bool) -> Iterator[Part]:
         text = self._lstrip(self._pending)

@@ -1,0 +1,158 @@
+"""From a prompt to text, over scripted engines and the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.chat import TextGeneration, TextStream, generate
+from server.engine import Engine, EngineSettings, GenerationError, PromptTooLong, SamplingParams
+from tests.server.chat.test_stream import stream
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Scripted:
+    """A generation that hands out these batches of tokens; after them it ends, fails or hangs."""
+
+    def __init__(self, batches: list[list[int]], end: str | Exception | None) -> None:
+        self.prompt_tokens, self.cached_tokens = 7, 3
+        self.finish_reason: Any = None
+        self.cancelled = 0
+        self._batches = batches
+        self._end = end
+
+    def __aiter__(self) -> AsyncIterator[list[int]]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[list[int]]:
+        for batch in self._batches:
+            await asyncio.sleep(0)
+            yield batch
+        if isinstance(self._end, Exception):
+            raise self._end
+        if self._end is None:
+            await asyncio.Event().wait()
+        self.finish_reason = self._end
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+PIECES = [b"Yes", b" and", b" no", b"\n\n", b"\xe2\x82", b"\xac", b"", b"STOP"]
+
+
+def texts(
+    batches: list[list[int]], end: str | Exception | None, *stop: str
+) -> tuple[TextGeneration, Scripted]:
+    scripted = Scripted(batches, end)
+    text: TextStream = stream(PIECES, stop)
+    return TextGeneration(scripted, text), scripted  # type: ignore[arg-type]
+
+
+async def test_deltas_are_whole_characters_and_never_empty() -> None:
+    generation, _ = texts([[0], [4], [5, 6], [6], [1]], "length")
+    assert generation.finish_reason is None
+    assert [delta async for delta in generation] == ["Yes", "€", " and"]
+    assert generation.finish_reason == "length"
+    assert (generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens) == (7, 3, 6)
+
+
+async def test_a_stop_string_ends_and_frees_the_sequence() -> None:
+    generation, scripted = texts([[0, 1], [3], [2]], None, "\n\n no", "d\n")
+    assert [delta async for delta in generation] == ["Yes an"]
+    assert (generation.finish_reason, generation.stop_string) == ("stop", "d\n")
+    assert generation.completion_tokens == 2
+    assert scripted.cancelled
+
+
+async def test_what_was_held_back_comes_at_the_end() -> None:
+    generation, _ = texts([[0, 3]], "stop", "\n\n\n")
+    assert [delta async for delta in generation] == ["Yes", "\n\n"]
+    assert (generation.finish_reason, generation.stop_string) == ("stop", None)
+
+
+async def test_leaving_early_frees_the_sequence() -> None:
+    generation, scripted = texts([[0], [1]], None)
+    iterator = aiter(generation)
+    assert await anext(iterator) == "Yes"
+    assert not scripted.cancelled
+    await iterator.aclose()  # type: ignore[attr-defined]
+    assert scripted.cancelled
+    assert generation.finish_reason is None
+
+
+async def test_a_cancelled_task_frees_the_sequence() -> None:
+    generation, scripted = texts([[0]], None)
+
+    async def consume() -> None:
+        async for _ in generation:
+            pass
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert scripted.cancelled
+
+
+async def test_an_engine_failure_reaches_the_caller() -> None:
+    generation, _ = texts([[0]], GenerationError("the card fell off the bus"))
+    with pytest.raises(GenerationError, match="card"):
+        [delta async for delta in generation]
+    assert generation.finish_reason is None
+
+
+@pytest.fixture(scope="module")
+def engine(nano_f16: Path) -> Iterator[Engine]:
+    engine = Engine(EngineSettings(nano_f16, ctx_size=2048, parallel=2, threads=1))
+    engine.start()
+    assert engine.wait_ready(60)
+    yield engine
+    engine.close()
+
+
+async def test_the_real_engine(engine: Engine) -> None:
+    prompt = engine.vocab.tokenize("The quick brown fox jumps over the lazy dog. ", special=True)
+    generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), 24)
+    text = "".join([delta async for delta in generation])
+    assert (generation.finish_reason, generation.prompt_tokens) == ("length", len(prompt))
+    assert generation.completion_tokens == 24
+    assert text
+
+    stop = text[len(text) // 2 :][:3]
+    stopped = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), 24, [stop])
+    assert "".join([delta async for delta in stopped]) == text.partition(stop)[0]
+    assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
+    assert stopped.completion_tokens < 24
+    await idle(engine)
+
+
+async def test_the_real_engine_is_freed(engine: Engine) -> None:
+    prompt = engine.vocab.tokenize("One, two, ", special=True)
+    generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), None)
+    async for _ in generation:
+        break
+    generation.cancel()
+    await idle(engine)
+
+
+async def test_refusals_come_before_the_first_text(engine: Engine) -> None:
+    with pytest.raises(PromptTooLong):
+        generate(engine, [1] * (engine.context_size + 1), GREEDY, 1)
+    with pytest.raises(ValueError, match="empty"):
+        generate(engine, [1], GREEDY, 1, [""])
+
+
+async def idle(engine: Engine) -> None:
+    """Returns when no sequence runs; fails when that takes long."""
+    deadline = time.monotonic() + 20
+    while engine.stats().running:
+        assert time.monotonic() < deadline, "the sequence still runs"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,140 @@
+"""Calls written as tags, to JSON arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.chat.tool_calls import CLOSE, OPEN, Broken, Call, ToolSchemas, parse_call
+from tests.chat_templates.test_templates import template
+
+
+def typed(text: str, schema: Any, **root: Any) -> Any:
+    """The value that a parameter of this schema gets from this text."""
+    parameters = {"type": "object", "properties": {"p": schema}, **root}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return json.loads(ToolSchemas(tools).arguments(Call("f", {"p": text})))["p"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+        ({"type": "integer"}, " 5 ", 5),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "integer"}, "null", None),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "integer"}, "9" * 5000, "9" * 5000),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "array"}, '[1, "a"]', [1, "a"]),
+        ({"type": "array"}, "[1,", "[1,"),
+        ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+        ({"type": "object"}, '{"a": {"b": null}}', {"a": {"b": None}}),
+        ({"type": "object"}, "[]", "[]"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "integer"]}, "5 apples", "5 apples"),
+        ({"anyOf": [{"type": "object"}, {"type": "null"}]}, "{}", {}),
+        ({"oneOf": [{"type": "number"}, {"type": "string"}]}, "x", "x"),
+        ({"allOf": [{"type": "integer"}]}, "3", 3),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "true", True),
+        ({}, "5", "5"),
+        (True, "5", "5"),
+        (None, "5", "5"),
+        ({"type": 5, "anyOf": None, "enum": 3}, "5", "5"),
+    ],
+)
+def test_values_get_the_schemas_type(schema: Any, text: str, value: Any) -> None:
+    result = typed(text, schema)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_references() -> None:
+    definitions = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
+    assert typed("5", {"$ref": "#/$defs/n"}, **{"$defs": definitions}) == 5
+    assert typed("5", {"$ref": "#/$defs/loop"}, **{"$defs": definitions}) == "5"
+    assert typed("5", {"$ref": "#/nowhere"}) == "5"
+
+
+@pytest.mark.parametrize(
+    "tools", [[], [{}], [{"function": None}], [{"function": {"name": "f", "parameters": 1}}]]
+)
+def test_a_tool_without_a_schema_takes_text(tools: list[dict[str, Any]]) -> None:
+    assert json.loads(ToolSchemas(tools).arguments(Call("f", {"p": "5"}))) == {"p": "5"}
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ("\n<function=f>\n</function>\n", Call("f", {})),
+        ("<function=f></function>", Call("f", {})),
+        (
+            "\n<function=f>\n<parameter=a>\n1\n\n2\n</parameter>\n<parameter=b>x</parameter>\n</function>\n",
+            Call("f", {"a": "1\n\n2", "b": "x"}),
+        ),
+        (
+            "<function=f><parameter=a>\n</parameter>\n<b></parameter></function>",
+            Call("f", {"a": "</parameter>\n<b>"}),
+        ),
+        (
+            "<function=f><parameter=a>\n<tool_call>\n</tool_call>\n</parameter></function>",
+            Call("f", {"a": "<tool_call>\n</tool_call>"}),
+        ),
+        ("", Broken.MALFORMED),
+        ('{"name": "f"}', Broken.MALFORMED),
+        ("<function=f>", Broken.MALFORMED),
+        ("<function=f></function>x", Broken.MALFORMED),
+        ("<function=>\n</function>", Broken.MALFORMED),
+        ("<function=f>a</function>", Broken.MALFORMED),
+        ("<function=f><parameter=a>1", Broken.OPEN_VALUE),
+        ("<function=f><parameter=a>1</function>", Broken.OPEN_VALUE),
+        ("<function=f><parameter=a>1</parameter>", Broken.OPEN_VALUE),
+    ],
+)
+def test_blocks(body: str, call: Call | Broken) -> None:
+    assert parse_call(body) == call
+
+
+names = st.text(alphabet="ab_é-.", min_size=1, max_size=6)
+values = st.recursive(
+    st.text(alphabet='ab é\n"\\<>/=', max_size=10)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans()
+    | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=5,
+)
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(names, st.dictionaries(names, values, max_size=4))
+def test_what_the_template_writes_is_read_back(name: str, arguments: dict[str, Any]) -> None:
+    """Rendering a call and parsing it gives the arguments, types and all."""
+    properties = {key: {"type": TYPES.get(type(value), "null")} for key, value in arguments.items()}
+    tools = [{"function": {"name": name, "parameters": {"properties": properties}}}]
+    call = {"function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    text = template("qwen3_5").render({"messages": messages}, {})
+    parsed = parse_call(text.partition(OPEN)[2].rpartition(CLOSE)[0])
+    assert isinstance(parsed, Call)
+    assert parsed.name == name
+    assert json.loads(ToolSchemas(tools).arguments(parsed)) == arguments
