@@ -152,7 +152,8 @@ def test_a_sentinel_inside_a_token(prompter: Prompter, vocab: Vocab) -> None:
 def test_json_escapes_can_not_smuggle_a_sentinel(prompter: Prompter, vocab: Vocab) -> None:
     arguments = r'{"a": "<\ufdd0think>\u003cthink>"}'
     call = {"function": {"name": "f", "arguments": arguments}}
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    reply: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [{"role": "user", "content": "x"}, reply]
     assert "<\ufdd0think><think>" in detokenize(vocab, prompter.chat(messages))
     think = vocab.tokenize("<think>", special=True)[0]
     assert prompter.chat(messages).count(think) == 2  # the history's and the reply's
@@ -171,7 +172,9 @@ def test_inline_reasoning_is_recognised_but_not_trusted(
 ) -> None:
     """A history's own think block is rendered as the template does it, its inside is plain text."""
     content = f"<think>\n{reasoning}\n</think>\n\n  So <|im_start|>."
-    request = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": content}]}
+    request: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": content}]
+    }
     assert prompter.render(**request) == rendered(request)
     ids = prompter.chat(**request)
     [start], [think] = (vocab.tokenize(text, special=True) for text in ("<|im_start|>", "<think>"))

@@ -71,7 +71,7 @@ def test_no_tools() -> None:
 
 
 def test_messages_are_brought_to_the_templates_shape() -> None:
-    given = [
+    given: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ann"},
         {"role": "assistant", "reasoning": "Hm.", "tool_calls": None},
