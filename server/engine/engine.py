@@ -188,7 +188,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine did so far and does now; safe from any thread."""
-        running = len(self._scheduler.running)
+        running = 0 if self._error else len(self._scheduler.running)
         return EngineStats(
             running=running,
             waiting=max(0, len(self._open) - running),
@@ -231,7 +231,6 @@ class Engine:
                     self._relieve(error)
                     continue
                 self._postprocess(step, sampled, started)
-                self._post()
         except Exception as error:
             log.exception("the engine failed")
             self._fail(f"the engine failed: {error}")
@@ -245,13 +244,13 @@ class Engine:
 
     def _receive(self) -> bool:
         """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
-        scheduler = self._scheduler
-        while not self._closing and not (scheduler.running or scheduler.waiting):
+        while not self._closing:
+            if self._inbox.empty():
+                self._post()
+                if self._scheduler.running or self._scheduler.waiting:
+                    return True
             self._inbox.get()()
-            self._post()
-        while not self._closing and not self._inbox.empty():
-            self._inbox.get()()
-        return not self._closing
+        return False
 
     def _postprocess(self, step: Step, sampled: list[int | Exception | None], started: float) -> None:
         """Append what was sampled, tell the listeners, and end what is complete."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -59,8 +59,6 @@ _LEVELS = {1: 5, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
 
 _tap: list[str] | None = None
 _log_level = logging.DEBUG
-_setup = threading.Lock()
-_is_set_up = False
 
 
 @C.llama_log_callback  # type: ignore[untyped-decorator]
@@ -78,14 +76,11 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
         log.log(_log_level, line)
 
 
+@cache
 def set_up() -> None:
-    """Start llama.cpp's backends and take over its log. Safe to call again."""
-    global _is_set_up
-    with _setup:
-        if not _is_set_up:
-            C.llama_log_set(_route_log, ctypes.c_void_p(0))
-            C.llama_backend_init()
-            _is_set_up = True
+    """Start llama.cpp's backends and take over its log, once."""
+    C.llama_log_set(_route_log, ctypes.c_void_p(0))
+    C.llama_backend_init()
 
 
 @contextmanager
@@ -190,14 +185,13 @@ class Model:
         params.n_gpu_layers = n_gpu_layers
         params.split_mode = C.LLAMA_SPLIT_MODE_NONE
         params.main_gpu = main_gpu
-        mapped = use_mmap and not rehearse
-        params.load_mode = (mapped and C.LLAMA_LOAD_MODE_MMAP) | (
-            mlock and not rehearse and C.LLAMA_LOAD_MODE_MLOCK
-        )
+        mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
         params.no_alloc = rehearse
         params.load_mtp = False
         with tapped_log() as lines:
             self._handle = C.llama_model_load_from_file(str(path).encode(), params)
+        self.log = lines
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {path}: {_reason(lines)}")
         self._vocab = C.llama_model_get_vocab(self._handle)
@@ -231,7 +225,7 @@ class Model:
             count = C.llama_tokenize(self._vocab, text, len(text), buffer, -count, False, special)
         if count < 0:
             raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
-        return list(buffer[:count])
+        return buffer[:count]  # type: ignore[no-any-return]
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """The bytes a token stands for: for a control token none, or with `special` its own text."""

@@ -188,8 +188,10 @@ def plan_memory(settings: EngineSettings, header: Header) -> MemoryPlan:
     places = _places(settings)
     while True:
         plan = _arrange(settings, shape, places, {})
-        if not any(usage.short for usage in plan.usages):  # else there is no use in rehearsing
-            plan = _arrange(settings, shape, places, _rehearse(settings))
+        affordable = all(usage.states < usage.device.free for usage in plan.usages)
+        # A rehearsal does allocate the states; the compute buffers hardly depend on their number.
+        compute = _rehearse(settings if affordable else replace(settings, parallel=1))
+        plan = _arrange(settings, shape, places, compute)
         smaller = _padded(settings.ctx_size * 3 // 4)
         if not chosen or smaller < SMALLEST_CONTEXT or not any(usage.short for usage in plan.usages):
             break
@@ -234,7 +236,7 @@ def _arrange(
 ) -> MemoryPlan:
     """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU."""
     n_gpu = 0 if len(places) == 1 else settings.n_gpu_layers
-    first = 0 if n_gpu < 0 else max(shape.n_blocks + 1 - n_gpu, 0)
+    first = _first_on_gpu(settings, shape)
     weights, kv, states = [0, 0], [0, 0], [0, 0]
     for layer, size in enumerate(shape.layer_weights):
         on_host = int(n_gpu == 0 or layer < first)
@@ -254,6 +256,11 @@ def _arrange(
             buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
         usages.append(Usage(device, weights[i], kv[i], states[i], buffers))
     return MemoryPlan(settings, shape, tuple(usages))
+
+
+def _first_on_gpu(settings: EngineSettings, shape: Shape) -> int:
+    """The layer from which on everything is on the GPU; the output head counts as one more than there are."""
+    return 0 if settings.n_gpu_layers < 0 else max(shape.n_blocks + 1 - settings.n_gpu_layers, 0)
 
 
 _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
@@ -295,14 +302,13 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
     if usage.compute > 2 * short and settings.ubatch_size > 128:
         helps.append(f"ubatch_size={settings.ubatch_size // 2}")
     if usage.device.is_gpu:
-        layers_on_gpu, freed = len(shape.layer_weights) + 1, usage.compute * 0
-        for size in shape.layer_weights:
+        freed = 0
+        for layer in range(_first_on_gpu(settings, shape), len(shape.layer_weights)):
+            freed += shape.layer_weights[layer] + shape.kv_cell(layer, settings) * settings.ctx_size
+            freed += shape.layer_state[layer] * settings.parallel
             if freed >= short:
+                helps.append(f"n_gpu_layers={shape.n_blocks - layer} (the rest runs on the CPU, much slower)")
                 break
-            freed += size + (usage.kv + usage.states) // len(shape.layer_weights)
-            layers_on_gpu -= 1
-        if freed >= short:
-            helps.append(f"n_gpu_layers={layers_on_gpu} (the rest runs on the CPU, much slower)")
     if not helps:
         helps.append(
             "no single setting; use a smaller quantization of the model, or several of "

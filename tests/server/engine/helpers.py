@@ -1,0 +1,163 @@
+"""What the engine's tests share: small engines, requests served together, the same tokens decoded alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from server.engine import Engine, EngineSettings, FinishReason, SamplingParams, Vocab
+from server.engine.llama import Context, ContextOptions, Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
+"""With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""
+
+
+def settings(model: Path, **changes: Any) -> EngineSettings:
+    """A small engine on one thread: tests share their cores, and threads that spin for each other crawl."""
+    defaults: dict[str, Any] = {"n_gpu_layers": 0, "threads": 1, "ctx_size": 2048, "parallel": 4}
+    return EngineSettings(model=model, **{**defaults, **changes})
+
+
+@contextmanager
+def running(model: Path, **changes: Any) -> Iterator[Engine]:
+    """A warm engine, closed afterwards."""
+    engine = Engine(settings(model, **changes))
+    try:
+        engine.start()
+        assert engine.wait_ready(60)
+        yield engine
+    finally:
+        engine.close()
+
+
+@dataclass
+class Request:
+    """Greedy unless `params` says otherwise, and regardless of the end token, so that the length is known."""
+
+    prompt: list[int]
+    max_tokens: int = 32
+    delay: float = 0.0
+    """Seconds before it is submitted."""
+    cancel_after: int | None = None
+    """Tokens after which its listener leaves."""
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(ignore_eos=True))
+
+
+@dataclass
+class Answer:
+    """Everything that arrived."""
+
+    tokens: list[int]
+    finish_reason: FinishReason | None
+
+
+async def ask(engine: Engine, request: Request) -> Answer:
+    """Submit one request and collect its answer."""
+    await asyncio.sleep(request.delay)
+    generation = engine.submit(request.prompt, request.params, request.max_tokens)
+    tokens: list[int] = []
+    async for new in generation:
+        assert new, "an empty list was delivered"
+        tokens += new
+        if request.cancel_after is not None and len(tokens) >= request.cancel_after:
+            generation.cancel()
+    return Answer(tokens, generation.finish_reason)
+
+
+async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Submit requests at the moments they name, and wait for all."""
+    return list(await asyncio.gather(*(ask(engine, request) for request in requests)))
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    """Ids of ordinary tokens, repeated in part, so that the model has something to go on."""
+    words = [rng.randrange(256, 2000) for _ in range(max(1, length // 3))]
+    return [rng.choice(words) for _ in range(length)]
+
+
+class Alone:
+    """Sequences decoded with the bare context, one after the other: what the engine must reproduce."""
+
+    def __init__(self, path: Path, *, flash_attn: str, cache_type_k: str, cache_type_v: str) -> None:
+        self.model = Model(path, n_gpu_layers=0)
+        self.n_seq = 8
+        options = ContextOptions(
+            n_ctx=8192,
+            n_seq=self.n_seq,
+            n_batch=512,
+            n_ubatch=512,
+            n_outputs=512,
+            threads=1,
+            threads_batch=1,
+            flash_attn=flash_attn,
+            type_k=cache_type_k,
+            type_v=cache_type_v,
+        )
+        self.context = Context(self.model, options)
+        vocab = Vocab(self.model)
+        self.eog, self.n_real = sorted(vocab.eog_ids), vocab.n_real
+
+    def close(self) -> None:
+        """Free both."""
+        self.context.close()
+        self.model.close()
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        """The `n` best tokens after `prompt`, read in one piece and then one by one."""
+        tokens = list(prompt)
+        start = 0
+        while len(tokens) < len(prompt) + n:
+            tokens.append(int(self._rows(tokens, start, len(tokens))[-1].argmax()))
+            start = len(tokens) - 1
+        self.context.clear()
+        return tokens[len(prompt) :]
+
+    def logits(self, tokens: list[int], chunk: int) -> npt.NDArray[np.float32]:
+        """Logits after each of `tokens`, decoded `chunk` at a time: shape [len(tokens), n_real]."""
+        rows = [
+            self._rows(tokens, start, min(start + chunk, len(tokens)))
+            for start in range(0, len(tokens), chunk)
+        ]
+        self.context.clear()
+        return np.concatenate(rows)
+
+    def logits_together(self, sequences: Sequence[list[int]]) -> list[npt.NDArray[np.float32]]:
+        """The same for up to `n_seq` sequences side by side, a token of each at a time."""
+        rows: list[list[npt.NDArray[np.float32]]] = [[] for _ in sequences]
+        for position in range(max(map(len, sequences))):
+            present = [i for i, tokens in enumerate(sequences) if position < len(tokens)]
+            n = len(present)
+            self.context.tokens[:n] = [sequences[i][position] for i in present]
+            self.context.positions[:n] = position
+            self.context.sequences[:n] = present
+            self.context.outputs[:n] = 1
+            self.context.decode(n)
+            for i, row in zip(present, self._masked(n), strict=True):
+                rows[i].append(row)
+        self.context.clear()
+        return [np.stack(collected) for collected in rows]
+
+    def _rows(self, tokens: list[int], start: int, end: int) -> npt.NDArray[np.float32]:
+        n = end - start
+        self.context.tokens[:n] = tokens[start:end]
+        self.context.positions[:n] = range(start, end)
+        self.context.sequences[:n] = 0
+        self.context.outputs[:n] = 1
+        self.context.decode(n)
+        return self._masked(n)
+
+    def _masked(self, n: int) -> npt.NDArray[np.float32]:
+        rows = self.context.logits(n)[:, : self.n_real].copy()
+        rows[:, self.eog] = -np.inf
+        return rows

@@ -1,0 +1,316 @@
+"""The engine as its callers see it: answers, limits, cancellation, failures, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.engine import (
+    Engine,
+    EngineDead,
+    EngineDraining,
+    Generation,
+    GenerationError,
+    InvalidPrompt,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+)
+from server.engine.llama import LlamaError, NoMemorySlot
+from server.engine.sampling import Sampler
+from tests.server.engine.helpers import EXACT, Request, ask, ask_all, random_prompt, running, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ENDLESS = SamplingParams(ignore_eos=True)
+PROMPT = list(range(300, 320))
+
+
+@pytest.fixture
+def engine(nano_f32: Path) -> Iterator[Engine]:
+    with running(nano_f32, **EXACT) as engine:
+        yield engine
+
+
+async def first(generation: Generation) -> list[int]:
+    """The first tokens that arrive."""
+    return await generation.__anext__()
+
+
+async def rest(generation: Generation) -> list[int]:
+    return [token async for tokens in generation for token in tokens]
+
+
+async def idle(engine: Engine) -> None:
+    while engine.stats().running or engine.stats().waiting:
+        await asyncio.sleep(0.005)
+
+
+async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 20)
+    assert generation.finish_reason is None
+    assert len(await rest(generation)) == 20
+    assert generation.finish_reason == "length"
+    assert (generation.prompt_tokens, generation.cached_tokens) == (20, 0)
+
+
+@pytest.mark.parametrize("asked", [None, 10_000])
+async def test_an_answer_may_take_all_the_room_there_is(nano_f32: Path, asked: int | None) -> None:
+    with running(nano_f32, ctx_size=256) as engine:
+        assert engine.context_size == 256
+        generation = engine.submit(PROMPT, ENDLESS, asked)
+        assert len(await rest(generation)) == 256 - len(PROMPT)
+        assert generation.finish_reason == "length"
+
+
+async def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = iter([400, 401, min(engine.vocab.eog_ids)])
+    monkeypatch.setattr(Sampler, "sample", lambda *_: next(script))
+    generation = engine.submit(PROMPT, SamplingParams(), 100)
+    assert await rest(generation) == [400, 401]
+    assert generation.finish_reason == "stop"
+
+
+async def test_timings_add_up(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 20)
+    await rest(generation)
+    t = generation.timings
+    assert 0 < t.submitted <= t.started < t.first_token < t.finished
+    total = t.queue_ms + t.prefill_ms + t.decode_ms
+    assert math.isclose(total, (t.finished - t.submitted) * 1000, rel_tol=1e-6)
+
+
+async def test_stats_count_what_happened(engine: Engine) -> None:
+    await ask_all(engine, [Request(PROMPT, 10), Request(PROMPT[:5], 7)])
+    await ask(engine, Request(PROMPT, 50, cancel_after=1))
+    stats = engine.stats()
+    assert stats.finished == {"length": 2, "cancelled": 1}
+    assert stats.prompt_tokens == 45
+    assert stats.generated_tokens >= 18
+    assert (stats.running, stats.waiting, stats.kv_cells_used, stats.kv_cells) == (0, 0, 0, 2048)
+    assert stats.steps > 10
+
+
+async def test_a_step_wakes_the_loop_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, calls = asyncio.get_running_loop(), 0
+    original = loop.call_soon_threadsafe
+
+    def counted(*arguments: Any, **keywords: Any) -> asyncio.Handle:
+        nonlocal calls
+        calls += 1
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    await ask_all(engine, [Request(PROMPT, 40) for _ in range(4)])
+    assert calls <= engine.stats().steps
+
+
+async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 30)
+    await idle(engine)
+    assert len(await first(generation)) == 30
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+async def test_bad_prompts_are_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidPrompt, match="empty"):
+        engine.submit([], ENDLESS, 1)
+    with pytest.raises(InvalidPrompt, match="token 1 of the prompt is -1"):
+        engine.submit([5, -1], ENDLESS, 1)
+    with pytest.raises(InvalidPrompt, match=f"token 0 of the prompt is {engine.vocab.size}"):
+        engine.submit([engine.vocab.size], ENDLESS, 1)
+    with pytest.raises(InvalidPrompt, match="integers"):
+        engine.submit([0.5], ENDLESS, 1)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        engine.submit(PROMPT, ENDLESS, 0)
+    assert engine.stats().waiting == 0
+
+
+async def test_a_prompt_must_leave_room_for_one_token(engine: Engine) -> None:
+    with pytest.raises(PromptTooLong, match="2048 tokens"):
+        engine.submit([7] * 2048, ENDLESS, 1)
+    assert (await ask(engine, Request([7] * 2047, 10))).finish_reason == "length"
+
+
+async def test_the_queue_is_bounded(nano_f32: Path) -> None:
+    with running(nano_f32, parallel=2, max_queue=3) as engine:
+        generations = [engine.submit(PROMPT, ENDLESS, 50) for _ in range(5)]
+        with pytest.raises(QueueFull):
+            engine.submit(PROMPT, ENDLESS, 50)
+        assert [len(await rest(generation)) for generation in generations] == [50] * 5
+        assert len(await rest(engine.submit(PROMPT, ENDLESS, 5))) == 5
+
+
+# --- cancellation ------------------------------------------------------------------------------------------
+
+
+async def test_cancelling_frees_the_place_within_one_step(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 1000)
+    await first(generation)
+    generation.cancel()
+    steps = engine.stats().steps
+    await idle(engine)
+    assert engine.stats().steps <= steps + 1
+    assert engine.stats().kv_cells_used == 0
+    await rest(generation)
+    assert generation.finish_reason == "cancelled"
+    generation.cancel()
+    assert engine.stats().finished == {"cancelled": 1}
+
+
+async def test_cancelling_one_that_waits_or_prefills(nano_f32: Path) -> None:
+    with running(nano_f32, parallel=1, batch_size=16) as engine:
+        prefilling = engine.submit([7] * 1500, ENDLESS, 10)
+        waiting = engine.submit(PROMPT, ENDLESS, 10)
+        waiting.cancel()
+        assert await rest(waiting) == []
+        prefilling.cancel()
+        assert await rest(prefilling) == []
+        assert (prefilling.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
+        assert len(await rest(engine.submit(PROMPT, ENDLESS, 10))) == 10
+
+
+def test_listeners_on_a_closed_loop_are_cancelled(engine: Engine) -> None:
+    async def leave() -> None:
+        engine.submit(PROMPT, ENDLESS, 1900)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(leave())
+
+    async def come_back() -> list[int]:
+        await idle(engine)
+        return await rest(engine.submit(PROMPT, ENDLESS, 5))
+
+    assert len(asyncio.run(come_back())) == 5
+    assert engine.stats().finished == {"cancelled": 1, "length": 1}
+
+
+# --- failure -----------------------------------------------------------------------------------------------
+
+
+async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await ask(engine, Request(PROMPT, 40))
+    sample, calls = Sampler.sample, 0
+
+    def sabotaged(self: Sampler, *arguments: Any) -> int:
+        nonlocal calls
+        if self is victim:
+            calls += 1
+            if calls == 10:
+                raise FloatingPointError("not a number")
+        return sample(self, *arguments)
+
+    monkeypatch.setattr(Sampler, "sample", sabotaged)
+    broken = engine.submit(PROMPT, ENDLESS, 40)
+    victim = next(iter(engine._open)).sampler
+    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+    with pytest.raises(GenerationError, match="not a number"):
+        await rest(broken)
+    assert await healthy == expected
+    assert engine.ready
+    assert engine.stats().kv_cells_used == 0
+
+
+async def test_when_the_engine_fails_everybody_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine.submit(PROMPT, ENDLESS, 1000)
+    await first(one)
+
+    def fail(_n: int) -> None:
+        raise LlamaError("llama_decode returned -3")
+
+    monkeypatch.setattr(engine._context, "decode", fail)
+    two = engine.submit(PROMPT, ENDLESS, 1000)
+    for generation in (one, two):
+        with pytest.raises(GenerationError, match="returned -3"):
+            await rest(generation)
+    assert not engine.ready
+    with pytest.raises(EngineDead, match="returned -3"):
+        engine.submit(PROMPT, ENDLESS, 1)
+    with pytest.raises(EngineDead):
+        engine.wait_ready()
+    assert engine.stats().finished == {"error": 2}
+
+
+def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(settings(nano_f32))
+
+    def fail(_n: int) -> None:
+        raise LlamaError("out of memory")
+
+    monkeypatch.setattr(engine._context, "decode", fail)
+    engine.start()
+    with pytest.raises(EngineDead, match="out of memory"):
+        engine.wait_ready(30)
+    assert not engine.ready
+    engine.close()
+
+
+async def test_cells_that_llama_cpp_does_not_find_cost_time_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(3)
+    requests = [Request(random_prompt(rng, 30), 60) for _ in range(4)]
+    expected = [await ask(engine, request) for request in requests]
+    decode, calls = engine._context.decode, 0
+
+    def sometimes_full(n: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 20 == 0 and n > 1:
+            raise NoMemorySlot("no room")
+        decode(n)
+
+    monkeypatch.setattr(engine._context, "decode", sometimes_full)
+    assert await ask_all(engine, requests) == expected
+    assert engine.stats().preemptions > 0
+
+
+# --- the way out -------------------------------------------------------------------------------------------
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 100)
+    draining = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0)
+    assert not engine.ready
+    with pytest.raises(EngineDraining):
+        engine.submit(PROMPT, ENDLESS, 1)
+    await asyncio.wait_for(draining, 30)
+    assert len(await rest(generation)) == 100
+
+
+async def test_closing_fails_what_is_in_flight(engine: Engine) -> None:
+    generation = engine.submit(PROMPT, ENDLESS, 1900)
+    await first(generation)
+    engine.close()
+    engine.close()
+    with pytest.raises(GenerationError, match="closed"):
+        await rest(generation)
+    with pytest.raises(EngineDead, match="closed"):
+        engine.submit(PROMPT, ENDLESS, 1)
+
+
+def test_an_engine_that_was_never_started_can_be_closed(nano_f32: Path) -> None:
+    engine = Engine(settings(nano_f32))
+    assert not engine.ready
+    assert not engine.wait_ready(0)
+    engine.close()
+
+
+def test_the_model_describes_itself(engine: Engine) -> None:
+    assert engine.metadata["general.architecture"] == "qwen35"
+    assert engine.description.startswith("qwen35")
+    assert engine.n_params > 1_000_000
+    assert engine.size_bytes > 4 * engine.n_params * 0.9

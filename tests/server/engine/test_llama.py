@@ -1,0 +1,196 @@
+"""The narrow door to llama.cpp: batches, positions, memory, errors, log."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from server.engine import Vocab
+from server.engine.llama import (
+    Context,
+    ContextOptions,
+    LlamaError,
+    Model,
+    NoMemorySlot,
+    devices,
+    row_bytes,
+    tapped_log,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OPTIONS = ContextOptions(
+    n_ctx=256,
+    n_seq=2,
+    n_batch=64,
+    n_ubatch=64,
+    n_outputs=64,
+    threads=1,
+    threads_batch=1,
+    flash_attn="off",
+    type_k="f32",
+    type_v="f32",
+)
+
+
+@pytest.fixture(scope="module")
+def model(nano_f32: Path) -> Iterator[Model]:
+    model = Model(nano_f32, n_gpu_layers=0)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def context(model: Model) -> Iterator[Context]:
+    context = Context(model, OPTIONS)
+    yield context
+    context.close()
+
+
+def decode(context: Context, tokens: list[int], start: int = 0, sequence: int = 0) -> np.ndarray:
+    n = len(tokens)
+    context.tokens[:n] = tokens
+    context.positions[:n] = range(start, start + n)
+    context.sequences[:n] = sequence
+    context.outputs[:n] = 1
+    context.decode(n)
+    return context.logits(n).copy()
+
+
+def test_positions_are_those_of_text(context: Context) -> None:
+    """Multi-section rope takes one position a text token: the same text in pieces gives the same logits."""
+    tokens = list(range(300, 350))
+    whole = decode(context, tokens)
+    context.clear()
+    pieces = [decode(context, tokens[i : i + 9], i) for i in range(0, 50, 9)]
+    np.testing.assert_allclose(np.concatenate(pieces), whole, atol=1e-4)
+    context.clear()
+    elsewhere = decode(context, tokens, start=100)
+    assert np.abs(elsewhere[0] - whole[0]).max() < 1e-4  # attends only to itself
+
+
+def test_a_removed_sequence_leaves_no_trace(context: Context) -> None:
+    expected = decode(context, [300, 301, 302])
+    context.remove(0)
+    decode(context, list(range(400, 440)))
+    context.remove(0)
+    np.testing.assert_allclose(decode(context, [300, 301, 302]), expected, atol=1e-5)
+
+
+def test_sequences_do_not_see_each_other(context: Context) -> None:
+    expected = decode(context, [300, 301, 302])
+    decode(context, list(range(400, 440)), sequence=1)
+    context.remove(0)
+    np.testing.assert_allclose(decode(context, [300, 301, 302]), expected, atol=1e-4)
+
+
+def test_a_full_cache_is_an_error_of_its_own_and_changes_nothing(context: Context) -> None:
+    for start in range(0, 256, 64):
+        decode(context, [300] * 64, start)
+    with pytest.raises(NoMemorySlot):
+        decode(context, [300], 0, sequence=1)
+    context.remove(0)
+    decode(context, [300], 0, sequence=1)
+
+
+def test_a_batch_that_does_not_continue_its_sequence_is_refused(context: Context) -> None:
+    decode(context, [300, 301], 0)
+    with pytest.raises(LlamaError, match="returned -1"):
+        decode(context, [302], start=0)
+
+
+@pytest.mark.parametrize("n", [0, 65])
+def test_a_batch_has_a_size(context: Context, n: int) -> None:
+    with pytest.raises(LlamaError, match="1 to 64"):
+        context.decode(n)
+
+
+def test_a_batch_has_no_more_outputs_than_promised(model: Model) -> None:
+    from dataclasses import replace
+
+    context = Context(model, replace(OPTIONS, n_outputs=2))
+    with pytest.raises(LlamaError, match="3 outputs"):
+        decode(context, [300, 301, 302])
+    context.close()
+
+
+def test_the_prediction_head_is_not_loaded(nano_f32: Path) -> None:
+    with tapped_log():
+        model = Model(nano_f32, n_gpu_layers=0, use_mmap=False)
+    loaded = next(line for line in model.log if "model buffer size" in line)
+    size = float(loaded.split("=")[1].split()[0]) * 1024**2
+    assert size < model.size_bytes - 2 * 1024**2
+    model.close()
+
+
+def test_rows_of_quantized_types_have_their_block_sizes() -> None:
+    assert [row_bytes(t, 256) for t in (0, 1, 8, 12, 14)] == [1024, 512, 272, 144, 210]
+    assert row_bytes(999, 256) == 0
+
+
+def test_the_host_is_a_device() -> None:
+    host = devices()[-1]
+    assert not host.is_gpu
+    assert host.total >= host.free > 0
+
+
+def test_the_log_goes_to_python(nano_f32: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="llama.cpp"):
+        Model(nano_f32, n_gpu_layers=0).close()
+    assert any("general.architecture" in message for message in caplog.messages)
+    assert {record.levelno for record in caplog.records} <= {5, logging.DEBUG}, "loading should not shout"
+
+
+# --- vocabulary --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vocab(model: Model) -> Vocab:
+    return Vocab(model)
+
+
+TEXTS = ["Hello world", "Grüße, 你好! 👋🏽", " leading", "line\n\nbreak\t\t", "a\x00b", "12345 + 67 = ?", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_tokenization(vocab: Vocab, text: str) -> None:
+    ids = vocab.tokenize(text, special=False)
+    assert b"".join(vocab.token_bytes(i) for i in ids).decode() == text
+
+
+def test_control_tokens_are_found_only_when_asked_for(vocab: Vocab) -> None:
+    text = "<|im_end|>"
+    (token,) = vocab.tokenize(text, special=True)
+    assert vocab.is_eog(token)
+    assert vocab.token_bytes(token) == b""
+    plain = vocab.tokenize(text, special=False)
+    assert token not in plain
+    assert b"".join(vocab.token_bytes(i) for i in plain).decode() == text
+
+
+def test_added_tokens_name_all_that_llama_cpp_looks_for(vocab: Vocab) -> None:
+    assert {"<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>"} <= set(vocab.added_tokens)
+    for text in vocab.added_tokens:
+        assert len(vocab.tokenize(text, special=True)) == 1
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(vocab: Vocab) -> None:
+    assert vocab.tokenize("a\ud800b", special=False) == vocab.tokenize("a?b", special=False)
+
+
+def test_ids_outside_the_vocabulary_are_refused(vocab: Vocab) -> None:
+    for token in (-1, vocab.size):
+        with pytest.raises(ValueError, match=str(token)):
+            vocab.token_bytes(token)
+
+
+def test_padding_starts_after_the_last_real_token(vocab: Vocab) -> None:
+    assert 0 < vocab.n_real < vocab.size
+    assert max(vocab.eog_ids) < vocab.n_real
+    assert vocab.eos_id in vocab.eog_ids
+    assert vocab.bos_id is None

@@ -1,0 +1,197 @@
+"""The memory plan against what llama.cpp allocates, and what it says when memory is too small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
+from server.engine.gguf import Header, Value, read_header
+from server.engine.llama import Context, Device, LlamaError, Model
+from server.engine.memory import MemoryPlan, context_options, plan_memory, shape_of
+from tests.server.engine.helpers import settings
+
+MIB, GIB = 1024**2, 1024**3
+
+
+def decided(model: Path, **changes: Any) -> EngineSettings:
+    return settings(model, **{"threads_batch": 1, "prefill_budget": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
+    ],
+)
+def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[str, Any]) -> None:
+    wanted = decided(nano_q4_k_m, **changes)
+    plan = plan_memory(wanted, read_header(nano_q4_k_m))
+    (usage,) = plan.usages
+    model = Model(nano_q4_k_m, n_gpu_layers=0, use_mmap=False)
+    context = Context(model, context_options(plan.settings))
+    text = "\n".join([*model.log, *context.log])
+    context.close()
+    model.close()
+
+    def allocated(kind: str) -> float:
+        return sum(float(size) for size in re.findall(rf"{kind} buffer size = *([0-9.]+) MiB", text))
+
+    assert usage.weights / MIB == pytest.approx(allocated("model"), abs=0.05)
+    assert usage.kv / MIB == pytest.approx(allocated("KV"), abs=0.01)
+    assert usage.states / MIB == pytest.approx(allocated("RS"), abs=0.01)
+    assert usage.compute / MIB == pytest.approx(allocated("compute") + allocated("output"), abs=0.02)
+
+
+# --- a card that this machine does not have ----------------------------------------------------------------
+
+FOUR_B: dict[str, Value] = {
+    "general.architecture": "qwen35",
+    "qwen35.block_count": 33,
+    "qwen35.nextn_predict_layers": 1,
+    "qwen35.context_length": 262_144,
+    "qwen35.embedding_length": 2560,
+    "qwen35.attention.head_count": 16,
+    "qwen35.attention.head_count_kv": 4,
+    "qwen35.attention.key_length": 256,
+    "qwen35.attention.value_length": 256,
+    "qwen35.full_attention_interval": 4,
+    "qwen35.ssm.conv_kernel": 4,
+    "qwen35.ssm.state_size": 128,
+    "qwen35.ssm.group_count": 16,
+    "qwen35.ssm.inner_size": 4096,
+}
+"""Qwen3.5-4B's shape."""
+
+
+def four_b() -> Header:
+    layers = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
+    return Header(FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that there is a GPU with so many bytes free, and 32 GiB of host memory."""
+
+    def pretend(free: int) -> None:
+        found = [
+            Device("CUDA0", "NVIDIA A10G", is_gpu=True, free=free, total=24 * GIB),
+            Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB),
+        ]
+        monkeypatch.setattr(memory, "devices", lambda: found)
+        monkeypatch.setattr(memory, "available_memory", lambda: None)
+        monkeypatch.setattr(memory, "_rehearse", lambda _: {"CUDA0": 300 * MIB, "CUDA_Host": 20 * MIB})
+
+    return pretend
+
+
+def four_b_plan(**changes: Any) -> MemoryPlan:
+    # What fits is decided without the file; `_rehearse` is replaced.
+    return plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, **changes), four_b())
+
+
+def test_the_shape_of_the_4b() -> None:
+    shape = shape_of(four_b())
+    assert sum(shape.layer_state) == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
+    cell = sum(shape.kv_cell(i, EngineSettings(Path("4b.gguf"))) for i in range(32))
+    assert cell == 32 * 1024
+    assert shape.skipped_weights == 70 * MIB
+    assert [keys > 0 for keys, _ in shape.kv_elements] == [False, False, False, True] * 8
+
+
+def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: Any) -> None:
+    card(23 * GIB)
+    plan = four_b_plan()
+    gpu, host = plan.usages
+    assert plan.settings.ctx_size == 8 * 16_384
+    assert gpu.weights == (32 * 70 + 500) * MIB + 10240  # the tied head is a copy on the card
+    assert host.weights == 500 * MIB
+    assert (gpu.kv, host.kv) == (4 * GIB, 0)
+    assert gpu.states == 8 * sum(plan.shape.layer_state)
+    assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
+    assert "NVIDIA A10G" in str(plan)
+
+
+def test_a_context_that_is_left_open_shrinks_to_what_fits(card: Any) -> None:
+    card(6 * GIB)
+    plan = four_b_plan()
+    assert 2048 <= plan.settings.ctx_size < 8 * 16_384
+    assert not any(usage.short for usage in plan.usages)
+
+
+def test_layers_that_stay_on_the_host_keep_their_cache_there(card: Any) -> None:
+    card(23 * GIB)
+    gpu, host = four_b_plan(n_gpu_layers=10, ctx_size=1024).usages
+    # 33 blocks and the head make 34; the last 10 are the head, the MTP block (not loaded) and 8 layers
+    assert gpu.weights == (8 * 70 + 500) * MIB + 10240
+    assert host.weights == (24 * 70 + 500) * MIB
+    assert gpu.kv * 3 == host.kv
+    assert four_b_plan(n_gpu_layers=0, ctx_size=1024).usages[0].weights == (32 * 70 + 500) * MIB + 10240
+
+
+def test_the_shortfall_and_what_would_help_are_named(card: Any) -> None:
+    card(6 * GIB)
+    with pytest.raises(DoesNotFit) as caught:
+        four_b_plan(ctx_size=131_072)
+    message = str(caught.value)
+    assert re.search(r"CUDA0: 7\.\d GiB are needed and 6\.0 GiB are free; \d\.\d GiB are missing", message)
+    cells = re.search(r"ctx_size=(\d+)", message)
+    assert cells
+    four_b_plan(ctx_size=int(cells[1]))
+    with pytest.raises(DoesNotFit):
+        four_b_plan(ctx_size=int(cells[1]) + 4096)
+    assert "cache_type_k=q8_0" in message
+    four_b_plan(ctx_size=131_072, cache_type_k="q8_0", cache_type_v="q8_0")
+    layers = re.search(r"n_gpu_layers=(\d+)", message)
+    assert layers
+    four_b_plan(ctx_size=131_072, n_gpu_layers=int(layers[1]))
+
+
+def test_when_only_the_number_of_sequences_is_too_large_that_is_said(card: Any) -> None:
+    card(7 * GIB)
+    with pytest.raises(DoesNotFit, match=r"parallel=\d") as caught:
+        four_b_plan(ctx_size=16_384, parallel=100)
+    suggested = re.search(r"parallel=(\d+)", str(caught.value))
+    assert suggested
+    four_b_plan(ctx_size=16_384, parallel=int(suggested[1]))
+
+
+def test_weights_that_are_too_large_call_for_a_smaller_quantization(card: Any) -> None:
+    card(1 * GIB)
+    with pytest.raises(DoesNotFit, match="CUDA0"):
+        four_b_plan()
+
+
+def test_a_gpu_that_is_not_there_is_refused(card: Any) -> None:
+    card(23 * GIB)
+    with pytest.raises(ModelLoadError, match="main_gpu is 3"):
+        four_b_plan(main_gpu=3)
+
+
+def test_the_engine_refuses_before_it_loads(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 400 * MIB)
+    with pytest.raises(DoesNotFit, match=r"CPU: .* are missing") as caught:
+        Engine(settings(nano_f16, ctx_size=262_144))
+    assert "ctx_size=" in str(caught.value)
+
+
+def test_a_context_that_llama_cpp_refuses_is_reported(
+    nano_f16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise LlamaError("failed to allocate compute pp buffers")
+
+    monkeypatch.setattr("server.engine.engine.Context", refuse)
+    with pytest.raises(DoesNotFit, match=r"(?s)failed to allocate.*lower ctx_size \(2048\).*The plan was"):
+        Engine(settings(nano_f16))
+
+
+def test_missing_metadata_is_named() -> None:
+    incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
+    with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
+        shape_of(Header(incomplete, {}))

@@ -1,0 +1,37 @@
+"""Settings refuse nonsense by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine import EngineSettings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_gpu_layers", -2),
+        ("ctx_size", -1),
+        ("parallel", 0),
+        ("parallel", 257),
+        ("max_queue", -1),
+        ("batch_size", 4),
+        ("ubatch_size", 0),
+        ("threads", -1),
+        ("flash_attn", "maybe"),
+        ("cache_type_k", "q3_k"),
+        ("cache_type_v", "int8"),
+    ],
+)
+def test_nonsense_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        EngineSettings(model=Path("a.gguf"), **{field: value})
+
+
+def test_a_packed_value_cache_needs_flash_attention() -> None:
+    with pytest.raises(ValueError, match="flash"):
+        EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="off")
+    EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="auto")
