@@ -1,0 +1,71 @@
+"""`python -m server` as a child process on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120
+
+
+class ServerProcess:
+    """A server that was started; its log is read as it comes."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "server", "--port", "0", "--threads", "1", *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.log = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+
+    @property
+    def url(self) -> str:
+        """Where it listens, from its log."""
+        found = self.wait_for(lambda: re.search(r"running on (http://\S+)", self.log))
+        return str(found[1])
+
+    def wait_for(self, condition: Any, timeout: float = START_S) -> Any:
+        """The first true value of `condition`; fails when the server ends or time is up."""
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+        return value
+
+    def wait_ready(self) -> str:
+        """Its address, once /ping answers 200."""
+        self.wait_for(lambda: httpx.get(f"{self.url}/ping").status_code == 200)
+        return self.url
+
+    def client(self) -> httpx.Client:
+        """A client for it, once it is ready."""
+        return httpx.Client(base_url=self.wait_ready(), timeout=120)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Its exit code."""
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()

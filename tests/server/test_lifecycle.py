@@ -1,0 +1,114 @@
+"""Start and end of the server process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.serving import ServerProcess
+
+ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
+
+
+def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--ctx-size", "4096")
+    try:
+        with server.client() as http:
+            body = {**ENDLESS, "max_tokens": 200, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_for(lambda: http.get("/ping").status_code == 503)
+                assert http.get("/ping").json() == {"status": "draining"}
+                refused = http.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "draining"
+                rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.wait() == 0
+    finally:
+        server.kill()
+
+
+def test_what_outlasts_the_drain_timeout_is_told(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--drain-timeout", "0.5")
+    try:
+        with (
+            server.client() as http,
+            http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                for _ in lines:
+                    pass
+        assert server.wait() == 0
+    finally:
+        server.kill()
+
+
+def test_the_second_signal_ends_it_at_once(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--drain-timeout", "600")
+    try:
+        with server.client() as http:
+
+            def endless() -> None:
+                with pytest.raises(httpx.HTTPError):
+                    http.post("/v1/completions", json=ENDLESS)
+
+            thread = threading.Thread(target=endless)
+            thread.start()
+            server.wait_for(lambda: "qwen_running_sequences 1.0" in http.get("/metrics").text)
+            server.process.send_signal(signal.SIGINT)
+            server.wait_for(lambda: "draining" in server.log)
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGINT)
+            assert server.wait(10) == 128 + signal.SIGINT
+            thread.join()
+    finally:
+        server.kill()
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(b"GGUF\3\0\0\0 but not really")
+    server = ServerProcess("--model", model)
+    try:
+        assert server.wait() == 1
+        assert "broken.gguf is not a whole GGUF file" in server.log
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+def test_a_port_that_is_taken(nano_f16: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = ServerProcess("--model", nano_f16, "--port", str(taken.getsockname()[1]))
+        try:
+            assert server.wait() != 0
+            assert "address already in use" in server.log
+            assert "Traceback" not in server.log
+        finally:
+            server.kill()
+
+
+def test_settings_and_memory_are_printed(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--parallel", "2", "--ctx-size", "1024")
+    try:
+        server.wait_ready()
+        assert "parallel = 2" in server.log
+        assert "KV cache" in server.log
+        assert "MiB" in server.log
+    finally:
+        server.kill()

@@ -1,0 +1,252 @@
+"""The whole server as its users meet it: a process, the nano model, HTTP.
+
+F32 weights and cache without flash attention: there the same request gives the same tokens in any company, so
+that answers can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.serving import ServerProcess
+
+FILLER = "The quick brown fox jumps over the lazy dog. "
+EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+SUMS = {"What is 2+2?": "4", "What is 17+25?": "42", "What is 9 plus 5?": "14", "65 + 30 = ?": "95"}
+
+
+@pytest.fixture(scope="module")
+def server(nano_f32: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(
+        "--model", nano_f32, "--alias", "nano", "--parallel", "4", "--ctx-size", "16384", *EXACT
+    )
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(http: httpx.Client, prompt: Any, **fields: Any) -> Any:
+    answer = http.post("/invocations", json={"prompt": prompt, "temperature": 0, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(http: httpx.Client, path: str, **body: Any) -> list[Any]:
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def count(http: httpx.Client, text: str) -> int:
+    return len(http.post("/tokenize", json={"content": text}).json()["tokens"])
+
+
+def test_filler_is_continued(http: httpx.Client) -> None:
+    answer = complete(http, FILLER * 12, max_tokens=32)
+    assert answer["choices"][0]["text"].strip() in FILLER * 10
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 32
+    assert answer["usage"]["prompt_tokens"] == count(http, FILLER * 12)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize(("question", "sum_"), SUMS.items())
+def test_sums(http: httpx.Client, path: str, question: str, sum_: str) -> None:
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+    answer = http.post(path, json=body).json()
+    [choice] = answer["choices"]
+    assert sum_ in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+    assert "reasoning_content" not in choice["message"]
+    assert answer["usage"]["completion_tokens"] == count(http, choice["message"]["content"])
+
+
+def test_thinking_streams_reasoning_first(http: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "What is 17+25?"}],
+        "max_tokens": 256,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    deltas = [event["choices"][0]["delta"] for event in streamed(http, "/v1/chat/completions", **body)]
+    assert deltas[0]["role"] == "assistant"
+    first_content = next(i for i, delta in enumerate(deltas) if delta.get("content"))
+    assert first_content > 0
+    assert all("reasoning_content" in delta for delta in deltas[:first_content])
+    assert not any("reasoning_content" in delta for delta in deltas[first_content:])
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    assert "42" in content
+    assert not any(tag in reasoning + content for tag in ("<think>", "</think>", "<|im_end|>"))
+    message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": content, "reasoning_content": reasoning}
+
+
+def test_many_at_once_answer_as_alone(http: httpx.Client) -> None:
+    words = ("red", "house", "seven", "cloud", "ink", "bread")
+    prompts = [(f"{a} {b} {a} {b} " * 6).strip() for a in words for b in words[:2] if a != b]
+    alone = [complete(http, prompt, max_tokens=24) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: complete(http, prompt, max_tokens=24), prompts))
+    for one, other in zip(alone, together, strict=True):
+        assert one["choices"] == other["choices"]
+        assert one["usage"] == other["usage"]
+
+
+@pytest.mark.parametrize("prompt", ["日本語と中文 " * 8, "🌍🤔 é ß " * 8, "naïve café, " * 8])
+def test_utf8_streams_whole(http: httpx.Client, prompt: str) -> None:
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    pieces = [event["choices"][0]["text"] for event in streamed(http, "/v1/completions", **body)]
+    assert "".join(pieces) == complete(http, **body)["choices"][0]["text"]
+
+
+def test_stop_strings(http: httpx.Client) -> None:
+    prompt = FILLER * 12
+    full = complete(http, prompt, max_tokens=40)["choices"][0]["text"]
+    stop = full[len(full) // 2 : len(full) // 2 + 9]
+    expected = full[: full.index(stop)]
+    answer = complete(http, prompt, max_tokens=40, stop=[stop, "never said"])
+    assert answer["choices"][0] == {
+        "index": 0,
+        "text": expected,
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert answer["usage"]["completion_tokens"] == count(http, expected)
+    shown = ""
+    for event in streamed(http, "/v1/completions", prompt=prompt, max_tokens=40, temperature=0, stop=stop):
+        shown += event["choices"][0]["text"]
+        assert expected.startswith(shown)
+    assert shown == expected
+
+
+def test_seeds(http: httpx.Client) -> None:
+    def draw(seed: int) -> str:
+        return str(
+            complete(http, "Once", max_tokens=16, temperature=2, top_p=1, top_k=0, seed=seed)["choices"]
+        )
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_prompt_forms_agree(http: httpx.Client) -> None:
+    text = FILLER * 4
+    ids = http.post("/tokenize", json={"content": text}).json()["tokens"]
+    answers = complete(http, [text, ids], max_tokens=8)["choices"]
+    assert answers[0]["text"] == answers[1]["text"]
+    echoed = complete(http, ids, max_tokens=8, echo=True)["choices"][0]["text"]
+    assert echoed == text + answers[0]["text"]
+
+
+def test_a_client_that_leaves_frees_its_sequence(http: httpx.Client) -> None:
+    body = {"prompt": FILLER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert "qwen_running_sequences 1.0" in http.get("/metrics").text
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={**body, "stream": False}, timeout=1)
+    for _ in range(200):
+        if "qwen_running_sequences 0.0" in http.get("/metrics").text:
+            break
+    else:
+        pytest.fail("sequences go on without their clients")
+
+
+def test_a_prompt_longer_than_the_context(http: httpx.Client) -> None:
+    answer = http.post("/invocations", json={"prompt": FILLER * 4000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert complete(http, FILLER, max_tokens=1)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [3_000_000], [2**80]])
+def test_ids_outside_of_the_vocabulary(http: httpx.Client, prompt: list[int]) -> None:
+    answer = http.post("/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_the_model_card(http: httpx.Client) -> None:
+    [card] = http.get("/v1/models").json()["data"]
+    assert card["id"] == "nano"
+    assert card["max_model_len"] == 16384
+    assert card["meta"]["architecture"] == "qwen35"
+    assert card["meta"]["n_params"] > 1_000_000
+    assert card["meta"]["n_vocab"] > 3000
+
+
+def test_openai_client_chat(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["nano"]
+    question: Any = [{"role": "user", "content": "What is 2+2?"}]
+    answer = client.chat.completions.create(model="any", messages=question, max_tokens=64, temperature=0)
+    assert "4" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    chunks = list(
+        client.chat.completions.create(
+            model="any",
+            messages=question,
+            max_tokens=64,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == answer.usage
+
+
+def test_openai_client_thinking(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "What is 17+25?"}],
+        max_tokens=256,
+        temperature=0,
+        reasoning_effort="low",
+    )
+    message: Any = answer.choices[0].message
+    assert message.reasoning_content
+    assert "42" in message.content
+
+
+def test_openai_client_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="any", prompt=[FILLER, FILLER], n=2, max_tokens=4, temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) == 1
+    stream = client.completions.create(model="any", prompt=FILLER, max_tokens=4, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+
+
+def test_openai_client_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="any", prompt="x", max_tokens=0)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="any", input="x")
