@@ -39,6 +39,9 @@ async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]
 async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
     """The body as an object, and its size in bytes. Raises ApiError 400, 413 and 415."""
     check_content_type(request.headers.get("content-type"))
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
     body = await read(request, max_bytes)
     try:
         decoded = await off_loop(len(body), lambda: from_json(body, allow_inf_nan=False))

@@ -68,7 +68,8 @@ class Metrics:
         self._prompt_tokens.inc(generation.prompt_tokens)
         self._cached_tokens.inc(generation.cached_tokens)
         self._completion_tokens.inc(generation.completion_tokens)
-        self._finished.labels(generation.finish_reason or "cancelled").inc()
+        reason = generation.finish_reason
+        self._finished.labels(reason if reason in ("stop", "length") else "unfinished").inc()
         timings = generation.generation.timings
         if timings.started:
             self._queue.observe(timings.queue_ms / 1000)

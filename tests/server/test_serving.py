@@ -117,7 +117,9 @@ def test_many_at_once_answer_as_alone(http: httpx.Client) -> None:
         assert one["usage"] == other["usage"]
 
 
-@pytest.mark.parametrize("prompt", ["日本語と中文 " * 8, "🌍🤔 é ß " * 8, "naïve café, " * 8])
+@pytest.mark.parametrize(
+    "prompt", ["日本語と中文 " * 8, "🌍🤔 é ß " * 8, "naïve café, " * 8], ids=["CJK", "emoji", "accents"]
+)
 def test_utf8_streams_whole(http: httpx.Client, prompt: str) -> None:
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     pieces = [event["choices"][0]["text"] for event in streamed(http, "/v1/completions", **body)]

@@ -259,6 +259,11 @@ def test_content_types_that_are_json(start: Start, content_type: str | None) -> 
     assert response.status_code == 200
 
 
+def test_a_compressed_body(server: Server) -> None:
+    response = server.http.post(COMPLETIONS, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
 def test_a_body_that_is_too_large(server: Server) -> None:
     body = json.dumps({"prompt": "x" * 2**20})
     headers = {"content-type": "application/json"}
