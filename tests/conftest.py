@@ -24,7 +24,19 @@ def nano_gguf(quant: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             done = subprocess.run(
-                [sys.executable, "-m", "convert", "--src", NANO, "--quant", quant, "--out", folder],
+                [
+                    sys.executable,
+                    "-m",
+                    "convert",
+                    "--src",
+                    NANO,
+                    "--quant",
+                    quant,
+                    "--out",
+                    folder,
+                    "--threads",
+                    "1",
+                ],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
