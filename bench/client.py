@@ -6,7 +6,7 @@ connection and stops when the last byte of the answer has arrived: preparing the
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
@@ -177,7 +177,7 @@ class Client:
             raise ServerError(f"POST {path}: the stream ended without [DONE]", 200)
         return Completion("".join(text), "".join(reasoning), finish_reason, usage, started, last, arrivals)
 
-    async def events(self, path: str, body: Any) -> AsyncIterator[tuple[float, str]]:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[tuple[float, str], None]:
         """The stream's events as they arrive: (seconds since the request was sent, what follows ``data:``).
 
         Closing the iterator closes the connection (`contextlib.aclosing`). A status other than 200 or

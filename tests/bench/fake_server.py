@@ -18,6 +18,8 @@ from tests.bench.fake_validation import BadRequest, validate
 
 Body = dict[str, Any]
 CONTEXT = 16384
+PREFILL = 5e-6  # seconds a prompt token
+LONGEST = 1024  # tokens of an answer without max_tokens: they are made before they are sent
 MODEL = "fake"
 
 
@@ -156,9 +158,10 @@ class FakeServer:
             raise BadRequest("want application/json", None, 415)
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not JSON: {error}", None) from error
         if isinstance(body, dict):
+            body = {name: value for name, value in body.items() if value is not None}
             self.requests.append((request.path, body))
             body = self.script.on_request(request.path, body)
         validate(request.path, body, len(self.vocabulary))
@@ -171,7 +174,7 @@ class FakeServer:
         }
         self.running += 1
         try:
-            await asyncio.sleep(self.script.first_token_delay)
+            await asyncio.sleep(self.script.first_token_delay + PREFILL * len(choices[0].prompt))
             if body.get("stream"):
                 return await self._stream(request, body, choices, head)
             await asyncio.sleep(self.script.token_delay * (len(choices[0].pieces) - 1))
@@ -218,7 +221,7 @@ class FakeServer:
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if "messages" in body:
-            ids: list[int] = []
+            ids = self.vocabulary.encode(json.dumps(body["tools"])) if body.get("tools") else []
             for message in body["messages"]:
                 ids += self.vocabulary.encode(f"<|im_start|>{message['role']}\n")
                 ids += self.vocabulary.encode(text_of(message.get("content")), special=False)
@@ -235,7 +238,7 @@ class FakeServer:
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or CONTEXT
         if len(prompt) >= CONTEXT:
             raise BadRequest(f"{len(prompt)} prompt tokens do not fit the context of {CONTEXT}", "prompt")
-        limit = min(limit, CONTEXT - len(prompt), 4096)
+        limit = min(limit, CONTEXT - len(prompt), LONGEST)
         made = Generation(prompt, cached=max((_common(prompt, seen) for seen in self._seen), default=0))
         tokens: list[tuple[str, str]] = []
         if "messages" in body:
@@ -292,13 +295,14 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 def _usage(choices: list[Generation]) -> Body:
-    prompt = sum(len(choice.prompt) for choice in {id(choice.prompt): choice for choice in choices}.values())
+    prompts = list({id(choice.prompt): choice for choice in choices}.values())
+    prompt = sum(len(choice.prompt) for choice in prompts)
     made = sum(len(choice.pieces) for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in choices)},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in prompts)},
     }
 
 

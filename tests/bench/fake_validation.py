@@ -51,6 +51,8 @@ def validate(path: str, body: Any, vocabulary_size: int) -> None:
     for name in BOOLEANS:
         if not isinstance(body.get(name, False), bool):
             raise BadRequest(f"{name}: want a boolean", name)
+    if not isinstance(body.get("stream_options", {}), dict):
+        raise BadRequest("stream_options: want an object", "stream_options")
     stop = body.get("stop", [])
     if not isinstance(stop, str) and not _all(stop, str):
         raise BadRequest("stop: want a string or a list of strings", "stop")
@@ -63,12 +65,15 @@ def _messages(messages: Any) -> None:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise BadRequest(f"messages[{i}].role: want one of {sorted(ROLES)}", f"messages[{i}].role")
         content = message.get("content")
-        if not isinstance(content, str) and not _all(content, dict):
+        if content is None and message.get("tool_calls"):
+            continue
+        parts = content if _all(content, dict) and content else [{}]
+        if not isinstance(content, str) and not all(part.get("type") == "text" for part in parts):
             raise BadRequest(f"messages[{i}].content: want a string or parts", f"messages[{i}].content")
 
 
 def _prompt(prompt: Any, vocabulary_size: int) -> None:
-    if isinstance(prompt, str) or _all(prompt, str):
+    if isinstance(prompt, str) or (prompt and _all(prompt, str)):
         return
     rows = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
     if not all(_all(row, int) and row and all(0 <= i < vocabulary_size for i in row) for row in rows):

@@ -1,0 +1,31 @@
+"""The server's contract as checks, one module a theme; importing the package registers all, in order."""
+
+from bench.checks import (  # noqa: I001 - the order in which they run
+    health,
+    shapes,
+    prompts,
+    chat,
+    thinking,
+    streaming,
+    parameters,
+    concurrency,
+    errors,
+)
+from bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "FailedError",
+    "SkippedError",
+    "Target",
+    "chat",
+    "concurrency",
+    "errors",
+    "health",
+    "parameters",
+    "prompts",
+    "shapes",
+    "streaming",
+    "thinking",
+]

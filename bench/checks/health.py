@@ -1,0 +1,60 @@
+"""Readiness, the model card, metrics, unknown routes."""
+
+import re
+
+from bench.checks.base import INVOCATIONS, Target, check, expect, expect_equal
+from bench.client import clip
+
+SAMPLE = re.compile(
+    r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? +([-+]?[0-9.]+([eE][-+]?[0-9]+)?|[-+]?Inf|NaN)( +[0-9]+)?"
+)
+
+
+@check("GET /ping answers 200 once the model is loaded")
+async def ping(target: Target) -> None:
+    reply = await target.client.request("GET", "/ping")
+    expect_equal(reply.status, 200, "status")
+
+
+@check("GET /health is an alias of /ping")
+async def health(target: Target) -> None:
+    reply = await target.client.request("GET", "/health")
+    expect_equal(reply.status, 200, "status")
+
+
+@check("GET /v1/models lists the model as an OpenAI model card")
+async def models(target: Target) -> None:
+    reply = await target.client.request("GET", "/v1/models")
+    expect_equal(reply.status, 200, "status")
+    answer = reply.json()
+    expect_equal(answer.get("object"), "list", "object")
+    cards = answer.get("data")
+    expect(isinstance(cards, list) and cards, "data: want a list with the model's card")
+    expect_equal(cards[0].get("object"), "model", "data[0].object")
+    expect(isinstance(cards[0].get("id"), str) and cards[0]["id"], "data[0].id: want a name")
+    expect(isinstance(cards[0].get("created"), int), "data[0].created: want a Unix time")
+    expect(isinstance(cards[0].get("owned_by"), str), "data[0].owned_by: want a string")
+
+
+@check("GET /metrics answers Prometheus text")
+async def metrics(target: Target) -> None:
+    reply = await target.client.request("GET", "/metrics")
+    expect_equal(reply.status, 200, "status")
+    kind = reply.headers.get("Content-Type", "")
+    expect(kind.startswith("text/plain"), f"Content-Type: want text/plain, got {kind!r}")
+    lines = [line for line in reply.text.splitlines() if line and not line.startswith("#")]
+    expect(lines, "no samples")
+    for line in lines:
+        expect(SAMPLE.fullmatch(line), f"not a Prometheus sample: {clip(line)}")
+
+
+@check("an unknown path answers 404")
+async def unknown_path(target: Target) -> None:
+    reply = await target.client.request("GET", "/no-such-path")
+    expect_equal(reply.status, 404, "status")
+
+
+@check("GET on a POST endpoint answers 405 or 404")
+async def wrong_method(target: Target) -> None:
+    reply = await target.client.request("GET", INVOCATIONS)
+    expect(reply.status in (404, 405), f"status: want 405, got {reply.status}")
