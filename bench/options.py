@@ -3,8 +3,9 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.errors import BenchError
 
@@ -71,18 +72,15 @@ def positives(text: str) -> list[int]:
 
 def run(
     parser: argparse.ArgumentParser,
-    verb: Callable[[argparse.Namespace], Awaitable[int]],
+    verb: Callable[[argparse.Namespace], Coroutine[Any, Any, int] | int],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse, run the verb, and return its exit status: 1 after a BenchError, 130 after Ctrl-C."""
     args = parser.parse_args(argv)
     args.command = [parser.prog, *(sys.argv[1:] if argv is None else argv)]
-
-    async def main() -> int:
-        return await verb(args)
-
     try:
-        return asyncio.run(main())
+        status = verb(args)
+        return asyncio.run(status) if asyncio.iscoroutine(status) else status
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

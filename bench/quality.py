@@ -23,11 +23,11 @@ from bench.gates.gate import NANO_FOLDER, NANO_NAMES, OFFICIAL
 from bench.options import base_parser, natural, positive, run
 
 
-async def quality(args: argparse.Namespace) -> int:
+def quality(args: argparse.Namespace) -> int:
     """The verb. Exit status 0 when every gate was measured, whatever the verdicts."""
     from bench.gates.measure import measure  # lm-eval takes seconds to import: not for --help
 
-    return await measure(args)
+    return measure(args)
 
 
 def share_or_count(text: str) -> float:

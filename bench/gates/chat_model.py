@@ -48,7 +48,6 @@ class ChatModel(LM):  # type: ignore[misc]
 
     ``thinking`` None sends no switch. ``concurrency`` requests are under way at any time. A transient failure
     (no connection, 429, 5xx, a torn stream) is tried ``retries`` more times; anything else raises at once.
-    lm-eval calls from its own thread where ``loop`` is given: the requests then run on that loop.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class ChatModel(LM):  # type: ignore[misc]
         timeout: float = 3600.0,
         api_key: str | None = None,
         label: str = "answers",
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__()
         self.url = url
@@ -75,7 +73,6 @@ class ChatModel(LM):  # type: ignore[misc]
         self.timeout = timeout
         self.api_key = api_key
         self.label = label
-        self.loop = loop
         self.answers: dict[tuple[str, int], Answer] = {}
 
     @property
@@ -95,11 +92,7 @@ class ChatModel(LM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Ask all requests and return the texts to score, in order. Raises BenchError when one fails."""
-        asking = self._ask_all(requests)
-        if self.loop is None:
-            answers = asyncio.run(asking)
-        else:
-            answers = asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        answers = asyncio.run(self._ask_all(requests))
         for request, answer in zip(requests, answers, strict=True):
             self.answers[request.task_name, request.doc_id] = answer
         return [answer.text for answer in answers]

@@ -5,6 +5,7 @@ import asyncio
 import logging
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from bench.client import Client
 from bench.environment import header
@@ -19,14 +20,11 @@ from bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
 from bench.options import picture_path
 
 
-async def measure(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> int:
     """What ``bench.quality`` does with its options. Exit status 0 whatever the verdicts."""
     began = perf_counter()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    async with Client(args.url, timeout=args.timeout, api_key=args.api_key) as client:
-        model = args.model or await client.model() or "default"
-        await probe(client, model)
-        head = await header(args, client, model)
+    head = asyncio.run(probe(args))
     gates, reference = choose_gates(args.tasks, args.nano)
     # every dataset first: one that cannot be loaded should not end a run of hours
     loaded = [(gate, load(gate, args)) for gate in gates]
@@ -45,10 +43,7 @@ async def measure(args: argparse.Namespace) -> int:
     done: list[GateRun] = []
     for gate, tasks in loaded:
         recorded = None if reference is None else reference.outcomes.get(gate.name)
-        # lm-eval is not asynchronous: it waits in a thread while its requests run on this loop
-        done.append(
-            await asyncio.to_thread(ask, args, gate, tasks, model, recorded, asyncio.get_running_loop())
-        )
+        done.append(ask(args, gate, tasks, head["model"], recorded))
         result = result.model_copy(
             update={"gates": [run.score for run in done], "seconds": perf_counter() - began}
         )
@@ -62,17 +57,15 @@ async def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-async def probe(client: Client, model: str) -> None:
-    """One short chat. Raises BenchError if there is no server, or none that answers."""
-    await client.complete(
-        PATH,
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 1,
-            "temperature": 0,
-        },
-    )
+async def probe(args: argparse.Namespace) -> dict[str, Any]:
+    """One short chat, and the result file's head. Raises BenchError if nothing answers, or not rightly."""
+    async with Client(args.url, timeout=args.timeout, api_key=args.api_key) as client:
+        model = args.model or await client.model() or "default"
+        question = [{"role": "user", "content": "Hello"}]
+        await client.complete(
+            PATH, {"model": model, "messages": question, "max_tokens": 1, "temperature": 0.0}
+        )
+        return await header(args, client, model)
 
 
 def choose_gates(names: str, folder: Path) -> tuple[list[Gate], nano.Reference | None]:
@@ -106,9 +99,8 @@ def ask(
     tasks: Tasks,
     model: str,
     recorded: nano.Recorded | None,
-    loop: asyncio.AbstractEventLoop,
 ) -> GateRun:
-    """Put one gate through the server; runs in a thread, its requests on ``loop``."""
+    """Put one gate through the server."""
     chat = ChatModel(
         args.url,
         model=model,
@@ -119,7 +111,6 @@ def ask(
         timeout=args.timeout,
         api_key=args.api_key,
         label=gate.name,
-        loop=loop,
     )
     chosen = {
         name: sample(task, args.limit, seed=args.seed, first=args.first) for name, task in tasks.items()

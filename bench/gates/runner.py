@@ -17,8 +17,8 @@ from bench.gates.gate import Gate, verdict
 from bench.gates.result import GateScore, Sample
 from bench.gates.tasks import Tasks
 
-# a bar of lm-eval's own for every task, over the writing of its prompts
-lm_eval_task.tqdm = partial(tqdm, disable=True)
+# lm-eval's own bar, over the writing of a task's prompts: for a terminal only, and gone when it is done
+lm_eval_task.tqdm = partial(tqdm, desc="prompts", leave=False, disable=None)
 
 
 @dataclass(frozen=True, slots=True)
