@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""What no reply may send to a terminal: escape sequences move the cursor and worse."""
+
 PING_S = 0.5
 CONNECT_S = 5
 
@@ -156,7 +159,7 @@ def show(conversation: Conversation, question: str, *, colour: bool) -> None:
                     print("\n\n" * bool(shown) + change, end="")
                     shown = kind
                     text = text.lstrip("\n")
-                print(text, end="", flush=True)
+                print(text.translate(CONTROLS), end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except ServerError as error:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 """Legal in JSON, but line ends to clients that split a stream with `str.splitlines`."""
 
 
 def encode(event: Mapping[str, Any]) -> str:
     """One line of JSON, in UTF-8 rather than escapes."""
-    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    text = ENCODER.encode(event)
     return text if text.isascii() else text.translate(LINE_BREAKS)
 
 

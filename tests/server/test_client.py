@@ -69,6 +69,10 @@ def test_a_refusal_is_shown_and_survived(start: Start) -> None:
     assert output.strip() == "fine"
 
 
+def test_a_reply_cannot_drive_the_terminal(start: Start) -> None:
+    assert ask(start("a\x1b[2Jb\x07\tc\x9bd\n"), "x\n", "--no-think").startswith("a[2Jb\tcd\n")
+
+
 def test_no_server() -> None:
     output, errors = client("--url", "http://127.0.0.1:9", "--wait", "0").communicate("x\n", timeout=60)
     assert not output

@@ -77,7 +77,7 @@ class Submission:
     prompt: list[int]
     text: str
     params: SamplingParams
-    max_tokens: int | None
+    limit: int
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
@@ -123,7 +123,9 @@ class FakeEngine:
             raise PromptTooLong(len(prompt), self.context_size)
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
-        entry = Submission(list(prompt), self.text(prompt), params, max_tokens)
+        room = self.context_size - len(prompt)
+        limit = room if max_tokens is None else min(max_tokens, room)
+        entry = Submission(list(prompt), self.text(prompt), params, limit)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply
@@ -131,13 +133,12 @@ class FakeEngine:
         self.submissions.append(entry)
         timings = Timings(submitted=perf_counter(), started=perf_counter())
         generation = Generation(len(prompt), timings, lambda: setattr(entry, "cancelled", True))
-        limit = min(max_tokens or self.context_size, self.context_size - len(prompt))
-        task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens, limit))
+        task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return generation
 
-    async def _run(self, entry: Submission, generation: Generation, tokens: list[Any], limit: int) -> None:
+    async def _run(self, entry: Submission, generation: Generation, tokens: list[Any]) -> None:
         done: FinishReason | Exception = "stop"
         for token in tokens:
             await asyncio.sleep(self.delay)
@@ -150,7 +151,7 @@ class FakeEngine:
             generation.timings.first_token = generation.timings.first_token or perf_counter()
             entry.sent += 1
             generation.receive(token, None)
-            if entry.sent == limit:
+            if entry.sent == entry.limit:
                 done = "length"
                 break
         generation.timings.finished = perf_counter()
