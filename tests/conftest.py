@@ -76,3 +76,9 @@ def nano_f16() -> Path:
 def nano_q4_k_m() -> Path:
     """models/nano as a Q4_K_M GGUF, quantized with its importance matrix."""
     return nano_gguf("Q4_K_M")
+
+
+@pytest.fixture(scope="session")
+def nano_q2_k() -> Path:
+    """models/nano as a Q2_K GGUF, quantized with its importance matrix."""
+    return nano_gguf("Q2_K")
