@@ -70,7 +70,7 @@ class Progress:
         rate = self._done / (now - self._start)
         remaining = (self._total - self._done) / rate if rate > 0 else float("inf")
         self._line(
-            f"{self._what}: {quantity(self._done, self._unit)} of {quantity(self._total, self._unit)}, "
+            f"{self._what}: {of(self._done, self._total, self._unit)}, "
             f"{quantity(rate, self._unit)}/s, {duration(remaining)} left{self._suffix()}"
         )
 
@@ -92,6 +92,12 @@ def quantity(count: float, unit: str) -> str:
     if unit == BYTES:
         return size(count)
     return f"{count:,.0f} {unit}" if count >= 10 else f"{count:.3g} {unit}"
+
+
+def of(done: int, total: int, unit: str) -> str:
+    """How far: 1 MB of 4 MB, 12 of 118 chunks."""
+    start = size(done) if unit == BYTES else f"{done:,}"
+    return f"{start} of {quantity(total, unit)}"
 
 
 def size(n_bytes: float) -> str:

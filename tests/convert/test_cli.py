@@ -1,0 +1,87 @@
+"""The command line: what it accepts, and how it says no."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from convert import cli
+from convert.errors import ConvertError
+from tests.checkpoints import edit_json
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text('type = "Q8_0"\nabout = "eight bits"\n')
+    return path
+
+
+def run(*arguments: str | Path) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_float_types_and_recipes_are_told_apart() -> None:
+    float_types, recipes = cli.select_quants(["Q4_K_M", "BF16", "Q2_K", "Q4_K_M"], None)
+    assert float_types == ("BF16",)
+    assert list(recipes) == ["Q4_K_M", "Q2_K"]
+
+
+def test_the_default_quant() -> None:
+    assert list(cli.select_quants(None, None)[1]) == [cli.DEFAULT_QUANT]
+
+
+def test_a_recipe_file_is_named_after_the_quant_or_after_itself(recipe: Path) -> None:
+    assert list(cli.select_quants(["Q4_K_M"], recipe)[1]) == ["Q4_K_M"]
+    assert list(cli.select_quants(None, recipe)[1]) == ["mine"]
+
+
+def test_a_recipe_file_and_several_quants_contradict(recipe: Path) -> None:
+    with pytest.raises(ConvertError, match="give it with one --quant, or with none"):
+        cli.select_quants(["Q4_K_M", "Q2_K"], recipe)
+
+
+def test_an_unknown_quant_lists_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--src", "nowhere", "--quant", "Q4_K_M,Q9_X") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --quant Q9_X: unknown; known are F16, BF16, F32, Q8_0,")
+    assert "Q2_K" in error
+
+
+@pytest.mark.parametrize("arguments", [["--quant", ","], ["--threads", "0"], ["--outtype", "Q8_0"]])
+def test_malformed_flags_are_usage_errors(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(*arguments)
+    assert stop.value.code == 2
+
+
+def test_a_source_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--src", "nowhere", "--quant", "F16") == 1
+    assert "--src nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_another_architecture(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(checkpoint / "config.json", architectures=["LlamaForCausalLM"])
+    assert run("--src", checkpoint, "--quant", "F16", "--out", checkpoint / "out") == 1
+    assert "architectures is LlamaForCausalLM" in capsys.readouterr().err
+    assert not (checkpoint / "out").exists()
+
+
+def test_too_little_disk_is_seen_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    out = tmp_path / "out"
+    assert run("--src", checkpoint, "--quant", "F16,Q8_0", "--out", out) == 1
+    error = capsys.readouterr().err
+    assert f"error: --out {out}: about" in error
+    assert "1 MB are free" in error
+    assert not list(out.glob("*.gguf*"))
+
+
+def test_a_missing_calibration_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--src", checkpoint, "--quant", "Q2_K", "--calibration", checkpoint / "none.txt") == 1
+    assert "none.txt: no such file" in capsys.readouterr().err

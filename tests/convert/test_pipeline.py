@@ -1,0 +1,177 @@
+"""Stages: shared, resumed, made again when stale, and none the worse for being killed at any moment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from convert.chunks import decode_chunks, decode_drafts
+from convert.cli import main
+from convert.llama import Context, Model, Runtime
+from convert.stages import PART
+from tests.checkpoints import VOCAB, edit_json, write_checkpoint
+
+QUICK = ("--no-imatrix", "--no-kld")
+# Every chunk takes its time, so that a signal finds the writing at work.
+SLOWLY = """
+import sys, time
+import convert.gguf_file as gguf_file
+gguf_file.CHUNK_ELEMENTS = 2000
+run = gguf_file._run
+def run_slowly(job, config, fd):
+    time.sleep(0.02)
+    return run(job, config, fd)
+gguf_file._run = run_slowly
+from convert.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def run(checkpoint: Path, out: Path, *arguments: str | Path) -> None:
+    flags = ["--src", checkpoint, "--out", out, "--threads", 1, *arguments]
+    assert main([str(flag) for flag in flags]) == 0
+
+
+def write_recipe(path: Path, *, prune: str = "[]") -> Path:
+    path.write_text(f'type = "Q8_0"\nabout = "a test"\n[layers]\nprune = {prune}\n')
+    return path
+
+
+def times(out: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("*") if path.name[0] != "."}
+
+
+def test_float_types_alone(checkpoint: Path, out: Path) -> None:
+    run(checkpoint, out, "--quant", "F16,F32")
+    assert set(times(out)) == {
+        "Random-1B-F16.gguf",
+        "Random-1B-F16.json",
+        "Random-1B-F32.gguf",
+        "Random-1B-F32.json",
+        "Random-1B.stages.json",
+    }
+
+
+def test_a_second_run_makes_nothing(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(checkpoint, out, "--quant", "Q8_0", *QUICK)
+    before = times(out)
+    run(checkpoint, out, "--quant", "Q8_0", *QUICK)
+    assert times(out) == before
+    assert "Random-1B-Q8_0.gguf: already there" in capsys.readouterr().err
+
+
+def test_quants_share_the_base_and_the_importance_matrix(checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the other day they gathered there " * 40)
+    flags = ("--calibration", text, "--no-kld")
+    run(checkpoint, out, "--quant", "Q3_K_M", *flags)
+    before = times(out)
+    run(checkpoint, out, "--quant", "Q3_K_M,Q2_K", *flags)
+    after = times(out)
+    assert after.keys() - before.keys() == {"Random-1B-Q2_K.gguf", "Random-1B-Q2_K.json"}
+    assert {name for name in before if before[name] != after[name]} == {"Random-1B.stages.json"}
+    text.write_text("another text altogether " * 60)
+    run(checkpoint, out, "--quant", "Q2_K", *flags)
+    changed = {name for name in after if after[name] != times(out)[name]}
+    assert changed == {
+        "Random-1B.imatrix.gguf",
+        "Random-1B-Q2_K.gguf",
+        "Random-1B-Q2_K.json",
+        "Random-1B.stages.json",
+    }
+
+
+def test_a_changed_checkpoint_makes_everything_again(checkpoint: Path, out: Path) -> None:
+    run(checkpoint, out, "--quant", "Q8_0", *QUICK)
+    before = times(out)
+    edit_json(checkpoint / "generation_config.json", top_k=7)
+    run(checkpoint, out, "--quant", "Q8_0", *QUICK)
+    assert all(before[name] != time_ for name, time_ in times(out).items())
+    fields = GGUFReader(out / "Random-1B-Q8_0.gguf").fields
+    assert fields["general.sampling.top_k"].contents() == 7
+
+
+def test_force_makes_everything_again(checkpoint: Path, out: Path) -> None:
+    run(checkpoint, out, "--quant", "F16")
+    before = times(out)
+    run(checkpoint, out, "--quant", "F16", "--force")
+    assert all(before[name] != time_ for name, time_ in times(out).items())
+
+
+def test_a_pruned_model_runs_with_its_draft_head(checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "short.toml", prune="[0, 1, 2, 3]")
+    run(checkpoint, out, "--recipe", recipe, *QUICK)
+    assert (out / "Random-1B-drop0-3-F16.gguf").is_file()
+    tokens = np.arange(8, dtype=np.int32)[None]
+    with Model(out / "Random-1B-short.gguf", Runtime(threads=1)) as model:
+        assert (model.n_layer, model.n_nextn) == (4, 1)
+        with Context(model, n_ctx=64, n_batch=64, precise=True) as trunk:
+            trunk.keep_hidden()
+            decode_chunks(trunk, tokens, output=True)
+            logits, hidden = trunk.logits().copy(), trunk.hidden().copy()
+        with Context(model, n_ctx=64, n_batch=64, kind="mtp", precise=True) as mtp:
+            decode_drafts(mtp, tokens, hidden, output=True)
+            drafts = mtp.logits().copy()
+    assert logits.shape == (8, VOCAB)
+    assert drafts.shape == (7, VOCAB)
+    assert np.isfinite(logits).all()
+    assert np.isfinite(drafts).all()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_an_interrupted_run_is_finished_by_the_next(
+    checkpoint: Path, out: Path, tmp_path: Path, sent: signal.Signals, after_s: float
+) -> None:
+    run(checkpoint, tmp_path / "whole", "--quant", "F16")
+    target = out / "Random-1B-F16.gguf"
+    part = target.with_name(target.name + PART)
+    command = [sys.executable, "-c", SLOWLY, "--src", str(checkpoint), "--out", str(out), "--quant", "F16"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 60
+    while not part.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(after_s)
+    process.send_signal(sent)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sent], error
+    assert not target.exists()
+    assert part.exists() == (sent == signal.SIGKILL)
+    run(checkpoint, out, "--quant", "F16")
+    assert target.read_bytes() == (tmp_path / "whole" / target.name).read_bytes()
+    assert not part.exists()
+
+
+def test_a_killed_run_keeps_the_stages_it_finished(checkpoint: Path, out: Path) -> None:
+    run(checkpoint, out, "--quant", "F16")
+    base = out / "Random-1B-F16.gguf"
+    (out / "Random-1B-Q8_0.gguf.part").write_bytes(b"half")
+    before = base.stat().st_mtime_ns
+    run(checkpoint, out, "--quant", "Q8_0", *QUICK)
+    assert base.stat().st_mtime_ns == before
+    assert not list(out.glob(f"*{PART}"))
+
+
+def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "Random-1B-Other", seed=3)
+    foreign = out / f"Random-1Bx-F16.gguf{PART}"
+    out.mkdir()
+    foreign.write_bytes(b"not ours")
+    run(checkpoint, out, "--quant", "F16")
+    before = times(out)
+    run(other, out, "--quant", "F16")
+    after = times(out)
+    assert all(after[name] == before[name] for name in before)
+    assert foreign.exists()
