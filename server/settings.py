@@ -88,7 +88,7 @@ class Settings(BaseSettings):
         "most prompt tokens in a step that also decodes; 0 is 512 on a GPU, 128 without",
     )
     threads: int = _setting(
-        EngineSettings.threads, "engine", "CPU threads for one token; 0 is the physical cores"
+        EngineSettings.threads, "engine", "CPU threads for one token; 0: one less than the physical cores"
     )
     threads_batch: int = _setting(
         EngineSettings.threads_batch, "engine", "CPU threads for more; 0 is as `threads`"

@@ -308,7 +308,9 @@ class Engine:
         """Send the step's results off; whoever listened on a loop that is closed is cancelled."""
         for mailbox in list(self._mailboxes.values()):
             if not mailbox.post():
-                for sequence in [s for s, (_, box) in self._open.items() if box is mailbox]:
+                with self._lock:
+                    orphans = [sequence for sequence, (_, box) in self._open.items() if box is mailbox]
+                for sequence in orphans:
                     self._finish(sequence, "cancelled")
 
     def _fail(self, message: str) -> None:
@@ -330,11 +332,13 @@ def _decide(settings: EngineSettings) -> EngineSettings:
     on_gpu = supports_gpu() and settings.n_gpu_layers != 0
     if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
         log.warning(
-            "%s is present, but llama-cpp-python was built without CUDA: everything will run on the CPU, "
-            "many times slower. Rebuild it with CUDA, or set n_gpu_layers to 0 if the CPU is meant.",
+            "%s is present, but this build of llama-cpp-python can not use it (built without CUDA, or for "
+            "a newer driver): everything will run on the CPU, many times slower. Run `make setup CUDA=1`, "
+            "or set n_gpu_layers to 0 if the CPU is meant.",
             cards[0],
         )
-    threads = settings.threads or physical_cores()
+    # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
+    threads = settings.threads or max(1, physical_cores() - 1)
     return replace(
         settings,
         threads=threads,

@@ -184,7 +184,7 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.split_mode = C.LLAMA_SPLIT_MODE_NONE
-        params.main_gpu = main_gpu
+        params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
         params.no_alloc = rehearse

@@ -52,7 +52,7 @@ class EngineSettings:
     0: 512 on a GPU, 128 without one."""
 
     threads: int = 0
-    """CPU threads for steps of one token. 0: the physical cores this process may use."""
+    """CPU threads for steps of one token. 0: one less than the physical cores this process may use."""
     threads_batch: int = 0
     """CPU threads for larger steps. 0: as `threads`."""
 

@@ -89,8 +89,10 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 class Alone:
     """Sequences decoded with the bare context, one after the other: what the engine must reproduce."""
 
-    def __init__(self, path: Path, *, flash_attn: str, cache_type_k: str, cache_type_v: str) -> None:
-        self.model = Model(path, n_gpu_layers=0)
+    def __init__(
+        self, path: Path, *, flash_attn: str, cache_type_k: str, cache_type_v: str, n_gpu_layers: int = 0
+    ) -> None:
+        self.model = Model(path, n_gpu_layers=n_gpu_layers)
         self.n_seq = 8
         options = ContextOptions(
             n_ctx=8192,

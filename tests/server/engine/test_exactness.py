@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from server.engine import SamplingParams
+from server.engine.llama import supports_gpu
 from tests.server.engine.helpers import EXACT, Alone, Request, ask, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
@@ -91,19 +92,29 @@ async def test_a_seeded_draw_survives_company_and_preemption(
     assert together == one_by_one
 
 
-@pytest.mark.parametrize(
-    ("quant", "cache"),
-    [("f16", "f16"), ("q4_k_m", "f16"), ("q4_k_m", "q8_0")],
-)
+@pytest.mark.parametrize(("quant", "cache"), [("f16", "f16"), ("q4_k_m", "f16"), ("q4_k_m", "q8_0")])
 async def test_other_types_differ_by_no_more_than_the_noise_of_shapes(
     quant: str, cache: str, prompts: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
-    path: Path = request.getfixturevalue(f"nano_{quant}")
-    types: dict[str, Any] = {"flash_attn": "auto", "cache_type_k": cache, "cache_type_v": cache}
+    types = {"flash_attn": "auto", "cache_type_k": cache, "cache_type_v": cache}
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts[::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not supports_gpu(), reason="no GPU, or llama-cpp-python built without CUDA")
+@pytest.mark.parametrize("quant", ["f16", "q4_k_m"])
+async def test_a_gpu_too_differs_by_no_more_than_the_noise_of_shapes(
+    quant: str, prompts: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16", "n_gpu_layers": -1}
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts)
+
+
+async def differ_by_no_more_than_noise(path: Path, types: dict[str, Any], prompts: list[list[int]]) -> None:
+    """Serve the prompts together; then replay the answers alone, where each token must have been the best."""
     rng = random.Random(2)
-    prompts = prompts[::2]
     requests = [Request(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
-    with running(path, **types, parallel=8, ctx_size=2048, prefill_budget=50) as engine:
+    with running(path, **types, parallel=8, ctx_size=4096, prefill_budget=50) as engine:
         answers = await ask_all(engine, requests)
 
     reference = Alone(path, **types)

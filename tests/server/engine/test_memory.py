@@ -10,10 +10,14 @@ import pytest
 
 from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
 from server.engine.gguf import Header, Value, read_header
-from server.engine.llama import Context, Device, LlamaError, Model
+from server.engine.llama import Context, Device, LlamaError, Model, supports_gpu
 from server.engine.memory import MemoryPlan, context_options, plan_memory, shape_of
 from tests.server.engine.helpers import settings
 
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not supports_gpu(), reason="no GPU, or llama-cpp-python built without CUDA"),
+]
 MIB, GIB = 1024**2, 1024**3
 
 
@@ -27,25 +31,30 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {},
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
+        pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
+        pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
     ],
 )
 def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[str, Any]) -> None:
     wanted = decided(nano_q4_k_m, **changes)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    (usage,) = plan.usages
-    model = Model(nano_q4_k_m, n_gpu_layers=0, use_mmap=False)
+    model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False)
     context = Context(model, context_options(plan.settings))
     text = "\n".join([*model.log, *context.log])
     context.close()
     model.close()
+    assert len(plan.usages) == (2 if wanted.n_gpu_layers else 1)
 
-    def allocated(kind: str) -> float:
-        return sum(float(size) for size in re.findall(rf"{kind} buffer size = *([0-9.]+) MiB", text))
+    for usage in plan.usages:
+        place = usage.device.name if usage.device.is_gpu else r"(?:CPU|\S+_Host)\S*"
 
-    assert usage.weights / MIB == pytest.approx(allocated("model"), abs=0.05)
-    assert usage.kv / MIB == pytest.approx(allocated("KV"), abs=0.01)
-    assert usage.states / MIB == pytest.approx(allocated("RS"), abs=0.01)
-    assert usage.compute / MIB == pytest.approx(allocated("compute") + allocated("output"), abs=0.02)
+        def allocated(kind: str, place: str = place) -> float:
+            return sum(float(x) for x in re.findall(rf" {place} +{kind} buffer size = *([0-9.]+) MiB", text))
+
+        assert usage.weights / MIB == pytest.approx(allocated("model"), abs=0.05)
+        assert usage.kv / MIB == pytest.approx(allocated("KV"), abs=0.01)
+        assert usage.states / MIB == pytest.approx(allocated("RS"), abs=0.01)
+        assert usage.compute / MIB == pytest.approx(allocated("compute") + allocated("output"), abs=0.02)
 
 
 # --- a card that this machine does not have ----------------------------------------------------------------

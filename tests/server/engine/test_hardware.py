@@ -1,0 +1,79 @@
+"""What is found out about the machine, and the warning when its GPU would lie idle."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from server.engine import engine as engine_module
+from server.engine import hardware
+from server.engine.engine import _decide
+from tests.server.engine.helpers import settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_cores_and_memory_are_within_reason() -> None:
+    assert 1 <= hardware.physical_cores() <= (os.cpu_count() or 1)
+    available = hardware.available_memory()
+    assert available is None or available > 2**20
+
+
+def test_hyperthreads_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"cpu{cpu}/topology": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
+    _pretend(monkeypatch, files, cpus=8)
+    assert hardware.physical_cores() == 4
+
+
+def test_a_cpu_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, {"cpu.max": "250000 100000"}, cpus=8)
+    assert hardware.physical_cores() == 2
+    _pretend(monkeypatch, {"cpu.max": "max 100000"}, cpus=8)
+    assert hardware.physical_cores() == 8
+
+
+def test_a_memory_limit_counts_less_what_can_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "meminfo": "MemTotal: 9000000 kB\nMemAvailable:    8000000 kB",
+        "memory.max": "1000000",
+        "memory.current": "700000",
+        "memory.stat": "anon 5\ninactive_file 200000",
+    }
+    _pretend(monkeypatch, files, cpus=1)
+    assert hardware.available_memory() == 500_000
+    _pretend(monkeypatch, {**files, "memory.max": "max"}, cpus=1)
+    assert hardware.available_memory() == 8_000_000 * 1024
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cpus: int) -> None:
+    def read(path: Path) -> str:
+        return next((text for end, text in files.items() if end in str(path)), "")
+
+    monkeypatch.setattr(hardware, "_read", read)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)), raising=False)
+
+
+def test_an_idle_gpu_is_shouted_about(
+    nano_f16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "supports_gpu", lambda: False)
+    monkeypatch.setattr(engine_module, "nvidia_cards", lambda: ["NVIDIA A10G"])
+    _decide(settings(nano_f16, n_gpu_layers=0))
+    assert not caplog.records, "whoever asks for the CPU knows"
+    _decide(settings(nano_f16, n_gpu_layers=-1))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "NVIDIA A10G is present" in record.getMessage()
+
+
+def test_a_core_is_left_to_everything_else(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "physical_cores", lambda: 8)
+    decided = _decide(settings(nano_f16, threads=0))
+    assert (decided.threads, decided.threads_batch) == (7, 7)
+    monkeypatch.setattr(engine_module, "physical_cores", lambda: 1)
+    assert _decide(settings(nano_f16, threads=0)).threads == 1
+    assert _decide(settings(nano_f16, threads=3)).threads_batch == 3
