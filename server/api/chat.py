@@ -39,18 +39,19 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
             template_kwargs=request.chat_template_kwargs,
         ),
     )
-    run = Run(service, request, [prompt], "chatcmpl")
-    replies = [
-        Reply(
-            generation,
-            ReplyParser(
-                thinking=thinking,
-                inline_reasoning=service.settings.inline_reasoning,
-                tools=request.offered_tools,
-            ),
-            one_call=request.parallel_tool_calls is False,
+    parsers = [
+        ReplyParser(
+            thinking=thinking,
+            inline_reasoning=service.settings.inline_reasoning,
+            tools=request.offered_tools,
         )
-        for generation in run.generations
+        for _ in range(request.choices)
+    ]
+    run = Run(service, request, [prompt], "chatcmpl")
+    one_call = request.parallel_tool_calls is False
+    replies = [
+        Reply(generation, parser, one_call=one_call)
+        for generation, parser in zip(run.generations, parsers, strict=True)
     ]
     if request.stream:
         return EventStream(stream(run, replies, request.include_usage), run.close)

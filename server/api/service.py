@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -52,25 +51,22 @@ class Service:
         self._load = load
         self._backend: Backend | None = None
         self._drain_deadline: float | None = None
+        self._closed = False
 
     def start(self) -> None:
-        """Begins to load; called on the event loop."""
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run_load, args=(loop,), name="load", daemon=True).start()
+        """Begins to load."""
+        threading.Thread(target=self._run_load, name="load", daemon=True).start()
 
-    def _run_load(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_load(self) -> None:
         try:
-            backend = self._load()
+            self._backend = self._load()
         except Exception as error:
             logger.error(
                 "the model could not be loaded: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG)
             )
             self.failure = error
-            return
-        if loop.is_closed():
-            backend.engine.close()
-            return
-        self._backend = backend
+        if self._closed:
+            self.close()
 
     @property
     def status(self) -> Status:
@@ -111,7 +107,8 @@ class Service:
         return deadline is not None and (self.in_flight == 0 or time.monotonic() >= deadline)
 
     def close(self) -> None:
-        """Stops the engine; blocks until its thread has ended."""
+        """Stops the engine, also one that is still being loaded; blocks until its thread has ended."""
+        self._closed = True
         if self._backend is not None:
             self._backend.engine.close()
 

@@ -78,6 +78,16 @@ def test_the_second_signal_ends_it_at_once(nano_f16: Path) -> None:
         server.kill()
 
 
+def test_sigterm_while_the_model_loads(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16)
+    try:
+        assert server.url
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+
+
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(b"GGUF\3\0\0\0 but not really")
