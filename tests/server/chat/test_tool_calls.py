@@ -48,6 +48,7 @@ def typed(text: str, schema: Any, **root: Any) -> Any:
         ({"type": ["string", "null"]}, "None", None),
         ({"type": ["string", "integer"]}, "5", 5),
         ({"type": ["string", "integer"]}, "5 apples", "5 apples"),
+        ({"type": ["string", "integer"]}, '"5"', '"5"'),
         ({"anyOf": [{"type": "object"}, {"type": "null"}]}, "{}", {}),
         ({"oneOf": [{"type": "number"}, {"type": "string"}]}, "x", "x"),
         ({"allOf": [{"type": "integer"}]}, "3", 3),
