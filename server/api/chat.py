@@ -29,7 +29,7 @@ CHUNK = "chat.completion.chunk"
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
     backend = service.backend
-    thinking = request.thinks(service.settings.thinking)
+    thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
     prompt = await off_loop(
         size,
         lambda: backend.prompter.chat(

@@ -27,6 +27,8 @@ class Prompter:
         self._vocab = vocab
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
+        self.can_think = self._leaves_thinking_open()
+        """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
 
     def chat(
         self,
@@ -88,6 +90,15 @@ class Prompter:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._added.cut(self._template.render(variables, marked_extra), sentinel)
+
+    def _leaves_thinking_open(self) -> bool:
+        if "<think>" not in self._template.source:
+            return False
+        try:
+            text = self.render([{"role": "user", "content": "Hi"}], enable_thinking=True)
+        except PromptError:
+            return True  # a template that wants more than this; it does know think blocks
+        return not text.rstrip().endswith("</think>")
 
     def _separate_reasoning(self, message: dict[str, Any], sentinel: str) -> None:
         """Take an assistant's inline think block apart: once marked, the template can not find it."""

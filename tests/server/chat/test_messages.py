@@ -8,6 +8,7 @@ import pytest
 
 from server.chat import Prompter, PromptError
 from server.chat.messages import check_messages, check_tools, separate_reasoning
+from tests.server.chat.conftest import TEMPLATE
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -156,6 +157,19 @@ def test_beginning_of_sequence_comes_once() -> None:
     assert Prompter(StubVocab(), "a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
     assert Prompter(StubVocab(), "\x01a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
     assert Prompter(StubVocab(), "").raw("a") == [1, ord("a")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "can_think"),
+    [
+        (TEMPLATE.read_text(), True),
+        (TEMPLATE.with_name("qwen_no_think.jinja").read_text(), False),
+        ("{{ messages[0].content }}", False),
+        ("{{ raise_exception('<think> needs more') }}", True),
+    ],
+)
+def test_whether_a_template_can_think(source: str, can_think: bool) -> None:
+    assert Prompter(StubVocab(), source).can_think == can_think  # type: ignore[arg-type]
 
 
 def test_raw_text_parses_special_tokens_and_adds_none(prompter: Prompter) -> None:
