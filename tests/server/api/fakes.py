@@ -110,7 +110,9 @@ class FakeEngine:
 
     def text(self, prompt: Sequence[int]) -> str:
         """A prompt with its special tokens spelled out."""
-        return b"".join(bytes([i]) if i < 256 else ADDED[i - 256].encode() for i in prompt).decode()
+        return b"".join(bytes([i]) if i < 256 else ADDED[i - 256].encode() for i in prompt).decode(
+            "utf-8", "replace"
+        )
 
     @property
     def running(self) -> list[Submission]:

@@ -1,0 +1,101 @@
+"""Made-up bodies: every answer is a success or a 4xx with an error object, and the server stays up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.api.schemas import ChatRequest, CompletionRequest
+from server.api.schemas.unsupported import NEUTRAL
+from tests.server.api.conftest import Server, Start
+from tests.server.api.test_bad_input import error_of
+
+text = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
+    ["<think>", "<|im_end|>", "</tool_call>"]
+)
+scalar = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
+anything = st.recursive(
+    scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3)
+)
+
+FIELDS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL]
+fields = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
+
+part = st.fixed_dictionaries({"type": st.just("text"), "text": text}) | anything
+call = st.fixed_dictionaries(
+    {
+        "id": text,
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": text, "arguments": anything}),
+    }
+)
+message = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]),
+        "content": text | st.lists(part),
+    },
+    optional={
+        "tool_calls": st.lists(call | anything, max_size=2),
+        "reasoning_content": anything,
+        "name": anything,
+    },
+)
+tool = st.fixed_dictionaries(
+    {"type": st.just("function"), "function": st.fixed_dictionaries({"name": text, "parameters": anything})}
+)
+chat = st.fixed_dictionaries(
+    {"messages": st.lists(message | anything, max_size=4)},
+    optional={
+        "tools": st.lists(tool | anything, max_size=2),
+        "chat_template_kwargs": st.dictionaries(text, anything, max_size=2),
+        "stream": st.booleans(),
+    },
+)
+prompt = text | st.lists(text, max_size=3) | st.lists(st.integers(-2, 300), max_size=5) | anything
+
+
+@pytest.fixture(scope="module")
+def server(start_shared: Start) -> Server:
+    return start_shared("A reply.<tool_call>\n<function=f>\n</function>\n</tool_call>", capacity=10_000)
+
+
+def check(server: Server, path: str, body: Any) -> None:
+    response = server.http.post(
+        path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, (body, response.text)
+        error_of(response, response.status_code)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n"), (body, response.text)
+
+
+many = settings(max_examples=150, deadline=None)
+
+
+@many
+@given(body=anything, path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/invocations"]))
+def test_any_json(server: Server, path: str, body: Any) -> None:
+    check(server, path, body)
+
+
+@many
+@given(extra=fields, prompt=prompt, path=st.sampled_from(["/v1/completions", "/invocations"]))
+def test_completions(server: Server, path: str, prompt: Any, extra: dict[str, Any]) -> None:
+    check(server, path, {"prompt": prompt, **extra})
+
+
+@many
+@given(extra=fields, body=chat, path=st.sampled_from(["/v1/chat/completions", "/invocations"]))
+def test_chats(server: Server, path: str, body: dict[str, Any], extra: dict[str, Any]) -> None:
+    check(server, path, {**body, **extra})
+
+
+@many
+@given(body=chat)
+def test_chats_alone(server: Server, body: dict[str, Any]) -> None:
+    check(server, "/v1/chat/completions", body)
