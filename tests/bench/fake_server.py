@@ -18,8 +18,13 @@ from tests.bench.fake_validation import BadRequest, validate
 
 Body = dict[str, Any]
 CONTEXT = 16384
+TEXT_FIELDS = {  # of /tokenize's request and of /detokenize's answer
+    "llama-server": ("content", "content"),
+    "vLLM": ("prompt", "prompt"),
+    "llama_cpp.server": ("input", "text"),
+}
 PREFILL = 5e-6  # seconds a prompt token
-LONGEST = 1024  # tokens of an answer without max_tokens: they are made before they are sent
+LONGEST = 256  # tokens of an answer without max_tokens: they are made before they are sent
 MODEL = "fake"
 
 
@@ -53,7 +58,7 @@ class Script:
     fail: Callable[[str], int | None] = lambda _: None
     first_token_delay: float = 0.0
     token_delay: float = 0.0
-    tokenizer: bool = True
+    tokenizer: str | None = "llama-server"
     end_streams: bool = True
 
 
@@ -75,7 +80,7 @@ class FakeServer:
         self.script = script or Script()
         self.vocabulary = FakeVocabulary()
         self.requests: list[tuple[str, Body]] = []
-        self.running = 0
+        self.running = self.peak = 0
         self.url = ""
         self._seen: list[list[int]] = []
         self._loop = asyncio.new_event_loop()
@@ -105,9 +110,10 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         for path in ("/invocations", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
-        if self.script.tokenizer:
-            app.router.add_post("/tokenize", self._tokenize)
-            app.router.add_post("/detokenize", self._detokenize)
+        if self.script.tokenizer is not None:
+            prefix = "/extras" if self.script.tokenizer == "llama_cpp.server" else ""
+            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
+            app.router.add_post(f"{prefix}/detokenize", self._detokenize)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -146,12 +152,14 @@ class FakeServer:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if "content" not in body:
-            raise BadRequest("content is missing", "content")
-        return web.json_response({"tokens": self.vocabulary.encode(body["content"])})
+        name = TEXT_FIELDS[self.script.tokenizer or ""][0]
+        if name not in body:
+            raise BadRequest(f"{name} is missing", name)
+        return web.json_response({"tokens": self.vocabulary.encode(body[name])})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"content": self.vocabulary.decode((await request.json())["tokens"])})
+        name = TEXT_FIELDS[self.script.tokenizer or ""][1]
+        return web.json_response({name: self.vocabulary.decode((await request.json())["tokens"])})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
@@ -173,6 +181,7 @@ class FakeServer:
             "model": body.get("model", MODEL),
         }
         self.running += 1
+        self.peak = max(self.peak, self.running)
         try:
             await asyncio.sleep(self.script.first_token_delay + PREFILL * len(choices[0].prompt))
             if body.get("stream"):

@@ -1,0 +1,128 @@
+"""Prompts have the exact length that was asked for, and no two are alike."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.client import Client
+from bench.errors import BenchError
+from bench.prompts import CountedPrompts, RandomPrompts, TextPrompts, find_prompts
+from bench.vocabulary import (
+    GgufVocabulary,
+    HuggingFaceVocabulary,
+    ServerVocabulary,
+    Vocabulary,
+    find_vocabulary,
+)
+from tests.bench.fake_model import FakeVocabulary
+from tests.bench.fake_server import FakeServer, Script
+
+NANO = Path(__file__).parents[2] / "models" / "nano"
+LENGTHS = (1, 7, 64, 500)
+
+
+class Merging(Vocabulary):
+    """Decoding and encoding again changes the length: neighbours 'a' and 'b' become one token."""
+
+    source = "merging"
+    size = 200
+
+    def __init__(self) -> None:
+        self._inner = FakeVocabulary()
+
+    async def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text)
+
+    async def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+        texts = (self._inner.decode([token]) for token in ids)
+        # Every third word loses its space and so joins its neighbour.
+        return "".join(
+            text.strip() if token % 3 == 0 else text for token, text in zip(ids, texts, strict=True)
+        )
+
+
+@pytest.mark.parametrize("words", [True, False])
+async def test_random_prompts_hold_their_length(words: bool) -> None:
+    with FakeServer() as server:
+        async with Client(server.url) as client:
+            vocabulary = await find_vocabulary(None, client, None)
+            assert vocabulary is not None
+            prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=words)
+            made = [await prompts.make(length) for length in LENGTHS for _ in range(5)]
+            counts = [await vocabulary.count(text) for text in made]
+    assert counts == [length for length in LENGTHS for _ in range(5)]
+    assert len(set(made[5:])) == len(made) - 5
+    assert not any("<" in text for text in made)
+
+
+async def test_random_prompts_are_fixed_until_the_length_holds() -> None:
+    vocabulary = Merging()
+    prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=False)
+    assert await vocabulary.count(await prompts.make(300)) == 300
+
+
+async def test_a_seed_makes_the_same_prompts() -> None:
+    made = []
+    for _ in range(2):
+        prompts = await RandomPrompts.build(Merging(), random.Random(5), words=True)
+        made.append([await prompts.make(50) for _ in range(3)])
+    assert made[0] == made[1]
+
+
+async def test_slices_of_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f" word{'abcdefghij'[n % 10]}" for n in range(1000)))
+    prompts = await TextPrompts.build(Merging(), file)
+    first, second = await prompts.make(300), await prompts.make(300)
+    assert await Merging().count(first) == await Merging().count(second) == 300
+    with pytest.raises(BenchError, match="used up"):
+        for _ in range(5):
+            await prompts.make(300)
+
+
+async def test_words_that_the_usage_counts() -> None:
+    with FakeServer(Script(tokenizer=None)) as server:
+        async with Client(server.url) as client:
+            assert await find_vocabulary(None, client, None) is None
+            prompts = await find_prompts(client, None, None, random.Random(1), words=True)
+            assert isinstance(prompts, CountedPrompts)
+            text = await prompts.make(77)
+            done = await client.complete("/v1/completions", {"prompt": text, "max_tokens": 1})
+            assert done.usage is not None
+            assert done.usage.prompt_tokens == 77
+            with pytest.raises(BenchError, match="--text needs a tokenizer"):
+                await find_prompts(client, None, None, random.Random(1), words=True, text=Path("x"))
+
+
+@pytest.mark.parametrize("dialect", ["llama-server", "vLLM", "llama_cpp.server"])
+async def test_the_servers_own_tokenizer(dialect: str) -> None:
+    with FakeServer(Script(tokenizer=dialect)) as server:
+        async with Client(server.url) as client:
+            vocabulary = await ServerVocabulary.find(client, "fake")
+            assert vocabulary is not None
+            assert dialect in vocabulary.source
+            assert vocabulary.size == server.vocabulary.size
+            ids = await vocabulary.encode("water wood 12")
+            assert await vocabulary.decode(ids) == "water wood 12"
+
+
+async def test_a_tokenizer_json_and_a_gguf_count_alike(nano_f16: Path) -> None:
+    from_gguf = GgufVocabulary(nano_f16)
+    from_json = HuggingFaceVocabulary(str(NANO))
+    for text in (
+        "The quick brown fox jumps over the lazy dog. " * 3,
+        "What is 17+25?\n<think>",
+        "Zürich 東京",
+    ):
+        assert await from_gguf.encode(text) == await from_json.encode(text)
+        assert await from_gguf.decode(await from_gguf.encode(text)) == text
+        assert await from_json.decode(await from_json.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["/no/such/file.gguf", "/no/such/tokenizer.json"])
+async def test_no_such_tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    async with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(BenchError, match="--tokenizer"):
+            await find_vocabulary(name, client, None)
