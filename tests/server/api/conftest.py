@@ -97,7 +97,8 @@ def starter(folder: Path) -> Iterator[Start]:
 
             def make() -> Backend:
                 real = cast(Engine, engine)
-                prompter = Prompter(real.vocab, TEMPLATE.read_text(encoding="utf-8"))
+                template = settings.chat_template or TEMPLATE
+                prompter = Prompter(real.vocab, template.read_text(encoding="utf-8"))
                 backend = Backend(real, prompter, sampling_defaults(engine.metadata, greedy=settings.greedy))
                 return load(backend) if load else backend
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.conftest import Start
+from tests.server.api.conftest import TEMPLATE, Start
 from tests.server.api.test_completions import events
 
 PATH = "/v1/chat/completions"
@@ -80,6 +80,12 @@ def test_reasoning_inline(start: Start) -> None:
     server = start("One and one...\n</think>\n\nTwo.", inline_reasoning=True)
     message = server.chat(thinking=True).json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "<think>\nOne and one...\n</think>\n\nTwo."}
+
+
+def test_a_template_that_never_thinks(start: Start) -> None:
+    server = start("Two.", chat_template=TEMPLATE.with_name("qwen_no_think.jinja"))
+    message = server.chat(thinking=True).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Two."}
 
 
 def test_a_stream_thinks_first(start: Start) -> None:
