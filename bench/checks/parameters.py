@@ -99,7 +99,7 @@ async def max_completion_tokens(target: Target) -> None:
 @check("a max_tokens beyond the context is clamped, not refused; an absent one is all of the context")
 async def max_tokens_unbounded(target: Target) -> None:
     text = await target.text(max_tokens=40)
-    late = text[-9:]  # ends the text soon, but not before a default of 16 tokens would
+    late = text[20:]  # complete soon, but not before a default of 16 tokens would end the text
     wanted = text[: text.index(late)]
     for fields in ({"max_tokens": 10**9}, {}):
         body = {"prompt": PROMPT, "temperature": 0.0, "ignore_eos": True, "stop": [late], **fields}

@@ -1,0 +1,315 @@
+"""A server that keeps the contract passes; each broken rule fails the checks that are made for it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import conformance
+from bench.checks import CHECKS, Target
+from bench.client import Client
+from bench.conformance import ConformanceResult, run_check
+from bench.options import run
+from bench.vocabulary import find_vocabulary
+from tests.bench.fake_server import CONTEXT, Body, FakeReply, FakeServer, Script
+
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+async def outcomes(server: FakeServer, names: list[str]) -> dict[str, str]:
+    """Run the named checks: name to "pass", "skip", or "FAIL: why"."""
+    found = {}
+    async with Client(server.url, timeout=60) as client:
+        target = Target(client, await find_vocabulary(None, client, None), CONTEXT, 256, 9 * 2**20)
+        for name in names:
+            outcome = await run_check(BY_NAME[name], target, 60)
+            found[name] = (
+                f"{outcome.status}: {outcome.detail}" if outcome.status == "FAIL" else outcome.status
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def good_server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) -> None:
+    found = await outcomes(good_server, list(BY_NAME))
+    assert {name: status for name, status in found.items() if status != "pass"} == {}
+
+
+def test_names_are_unique_and_every_rule_is_in_words() -> None:
+    assert len(BY_NAME) == len(CHECKS) > 100
+    assert all(check.what for check in CHECKS)
+
+
+def without(*fields: str) -> Callable[[str, Body], Body]:
+    """Requests lose these fields: the server ignores them."""
+    return lambda _, body: {name: value for name, value in body.items() if name not in fields}
+
+
+def mended(field: str, bad: Any, good: Any) -> Callable[[str, Body], Body]:
+    """Bad values of a field are quietly mended: the server is lenient."""
+    return lambda _, body: {**body, field: good} if field in body and body[field] == bad else body
+
+
+def answer_with(**changes: Any) -> Callable[[str, Body], Body]:
+    return lambda _, answer: {**answer, **changes}
+
+
+def usage_with(**changes: Any) -> Callable[[str, Body], Body]:
+    return lambda _, answer: {**answer, "usage": {**answer["usage"], **changes}}
+
+
+def choice_with(**changes: Any) -> Callable[[str, Body], Body]:
+    return lambda _, answer: {**answer, "choices": [{**choice, **changes} for choice in answer["choices"]]}
+
+
+def inline_thinking(_: str, answer: Body) -> Body:
+    """Reasoning in the content, as a server without a parser gives it."""
+    for choice in answer["choices"]:
+        message = choice.get("message", {})
+        thought = message.pop("reasoning_content", None)
+        if thought:
+            message["content"] = f"<think>{thought}</think>{message['content']}"
+    return answer
+
+
+def everything_at_once() -> Callable[[str, Body], Body | None]:
+    """Text pieces are held back: only the first one comes, with nothing behind it."""
+    seen: dict[str, int] = {}
+
+    def drop(_: str, event: Body) -> Body | None:
+        for choice in event["choices"]:
+            if choice.get("text"):
+                seen[event["id"]] = seen.get(event["id"], 0) + 1
+                return event if seen[event["id"]] == 1 else None
+        return event
+
+    return drop
+
+
+def event_usage(_: str, event: Body) -> Body:
+    return {**event, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+
+
+def answer_first(_: str, event: Body) -> Body:
+    """Content and reasoning swap places in a stream."""
+    for choice in event["choices"]:
+        delta = choice.get("delta", {})
+        if "reasoning_content" in delta:
+            delta["content"] = delta.pop("reasoning_content")
+        elif delta.get("content"):
+            delta["reasoning_content"] = delta.pop("content")
+    return event
+
+
+DEFECTS: list[tuple[str, Script, list[str]]] = [
+    (
+        "not ready",
+        Script(fail=lambda path: 503 if path in ("/ping", "/health") else None),
+        ["health.ping", "health.health"],
+    ),
+    ("no model card", Script(fail=lambda path: 404 if path == "/v1/models" else None), ["health.models"]),
+    ("no metrics", Script(fail=lambda path: 404 if path == "/metrics" else None), ["health.metrics"]),
+    (
+        "wrong object",
+        Script(on_answer=answer_with(object="completion")),
+        ["shapes.completions", "shapes.chat"],
+    ),
+    ("no id", Script(on_answer=answer_with(id="")), ["shapes.completions", "shapes.invocations_prompt"]),
+    ("no choices", Script(on_answer=answer_with(choices=[])), ["shapes.completions"]),
+    (
+        "created long ago",
+        Script(on_answer=answer_with(created=1)),
+        ["shapes.chat", "shapes.invocations_messages"],
+    ),
+    (
+        "total does not add up",
+        Script(on_answer=usage_with(total_tokens=1)),
+        ["shapes.completions", "shapes.chat"],
+    ),
+    ("no cached tokens", Script(on_answer=usage_with(prompt_tokens_details=None)), ["shapes.completions"]),
+    (
+        "claims too many tokens",
+        Script(on_answer=usage_with(completion_tokens=99)),
+        ["shapes.completion_count", "shapes.finish_length", "thinking.counted"],
+    ),
+    (
+        "claims too few prompt tokens",
+        Script(on_answer=usage_with(prompt_tokens=1)),
+        ["shapes.prompt_count", "shapes.raw", "prompts.token_ids", "chat.no_injection"],
+    ),
+    (
+        "own model name",
+        Script(on_answer=answer_with(model="mine")),
+        ["shapes.model_echo", "concurrency.answers"],
+    ),
+    (
+        "always stop",
+        Script(on_answer=choice_with(finish_reason="stop")),
+        ["shapes.finish_length", "thinking.truncated"],
+    ),
+    (
+        "always length",
+        Script(on_answer=choice_with(finish_reason="length")),
+        ["shapes.finish_stop", "parameters.stop"],
+    ),
+    (
+        "unknown reason",
+        Script(on_answer=choice_with(finish_reason="eos")),
+        ["shapes.completions", "shapes.chat"],
+    ),
+    (
+        "ignores temperature",
+        Script(on_request=lambda _, body: {**body, "temperature": 1.5}),
+        ["parameters.greedy", "streaming.joins"],
+    ),
+    ("ignores top_k", Script(on_request=without("top_k")), ["parameters.narrow"]),
+    ("ignores top_p", Script(on_request=without("top_p")), ["parameters.narrow"]),
+    ("ignores min_p", Script(on_request=without("min_p")), ["parameters.narrow"]),
+    ("ignores seed", Script(on_request=without("seed")), ["parameters.seed"]),
+    (
+        "one seed for all",
+        Script(on_request=lambda _, body: {**body, "seed": 1}),
+        ["parameters.seed", "parameters.no_seed"],
+    ),
+    (
+        "ignores penalties",
+        Script(on_request=without("frequency_penalty", "presence_penalty")),
+        ["parameters.additive_penalties"],
+    ),
+    (
+        "ignores repeat_penalty",
+        Script(on_request=without("repeat_penalty")),
+        ["parameters.repetition_penalty"],
+    ),
+    (
+        "ignores both spellings",
+        Script(on_request=without("repeat_penalty", "repetition_penalty")),
+        ["parameters.repetition_penalty"],
+    ),
+    (
+        "ignores stop",
+        Script(on_request=without("stop")),
+        ["parameters.stop", "streaming.stop", "parameters.max_tokens_unbounded"],
+    ),
+    (
+        "ignores ignore_eos",
+        Script(on_request=without("ignore_eos")),
+        ["parameters.ignore_eos", "shapes.finish_length"],
+    ),
+    (
+        "ignores max_completion_tokens",
+        Script(on_request=without("max_completion_tokens")),
+        ["parameters.max_completion_tokens"],
+    ),
+    (
+        "max_tokens is 16 by default",
+        Script(on_request=lambda _, body: {"max_tokens": 16, **body}),
+        ["parameters.max_tokens_unbounded"],
+    ),
+    ("ignores n", Script(on_request=without("n")), ["prompts.n", "chat.n", "streaming.choices"]),
+    (
+        "ignores echo",
+        Script(on_request=without("echo")),
+        ["prompts.echo", "prompts.unicode", "streaming.characters"],
+    ),
+    ("ignores tools", Script(on_request=without("tools")), ["chat.prompt_grows"]),
+    (
+        "thinks always",
+        Script(
+            on_request=lambda _, body: {
+                **body,
+                "thinking": True,
+                "chat_template_kwargs": None,
+                "reasoning_effort": None,
+            }
+        ),
+        ["thinking.off"],
+    ),
+    (
+        "never thinks",
+        Script(on_request=without("thinking", "chat_template_kwargs", "reasoning_effort")),
+        ["thinking.on", "thinking.on_invocations", "thinking.streamed_order", "thinking.truncated"],
+    ),
+    ("one spelling only", Script(on_request=without("reasoning_effort")), ["thinking.on"]),
+    ("tags in the content", Script(on_answer=inline_thinking), ["thinking.on", "thinking.on_invocations"]),
+    ("answers before it reasons", Script(on_event=answer_first), ["thinking.streamed_order"]),
+    ("empty answers", Script(reply=lambda _: FakeReply("")), ["thinking.off"]),
+    ("no [DONE]", Script(end_streams=False), ["streaming.form", "streaming.joins"]),
+    ("many ids", Script(on_event=lambda _, event: {**event, "id": str(id(event))}), ["streaming.form"]),
+    ("usage in every chunk", Script(on_event=event_usage), ["streaming.no_usage", "streaming.usage"]),
+    ("no usage chunk", Script(on_request=without("stream_options")), ["streaming.usage"]),
+    ("text is lost", Script(on_event=everything_at_once()), ["streaming.joins", "streaming.incremental"]),
+    ("lenient about zero", Script(on_request=mended("max_tokens", 0, 1)), ["errors.max_tokens_zero"]),
+    (
+        "lenient about numbers",
+        Script(on_request=mended("prompt", 5, "5")),
+        ["errors.prompt_number", "streaming.bad_request"],
+    ),
+    (
+        "lenient about messages",
+        Script(on_request=mended("messages", [], [{"role": "user", "content": ""}])),
+        ["errors.messages_empty", "streaming.bad_request"],
+    ),
+    (
+        "5xx",
+        Script(fail=lambda path: 500 if path.startswith("/v1/c") else None),
+        ["errors.prompt_number", "errors.json_broken", "errors.still_well", "shapes.chat"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "names"), [row[1:] for row in DEFECTS], ids=[row[0] for row in DEFECTS])
+async def test_a_broken_rule_fails_its_checks(script: Script, names: list[str]) -> None:
+    with FakeServer(script) as server:
+        found = await outcomes(server, names)
+    assert {name: status[:4] for name, status in found.items()} == dict.fromkeys(names, "FAIL"), found
+    assert not any("malformed answer" in status for status in found.values()), found
+
+
+async def test_without_a_tokenizer_some_checks_are_skipped() -> None:
+    with FakeServer(Script(tokenizer=None)) as server:
+        found = await outcomes(
+            server, ["shapes.prompt_count", "prompts.token_ids_equal_string", "shapes.chat"]
+        )
+    assert list(found.values()) == ["skip", "skip", "pass"]
+
+
+def command(*arguments: str) -> int:
+    return run(conformance.parser(), conformance.conformance, arguments)
+
+
+def test_the_command(good_server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "conformance.json"
+    options = ["--url", good_server.url, "--only", "health.*", "--skip", "health.metrics", "--out", str(out)]
+    assert command(*options) == 0
+    shown = capsys.readouterr().out
+    assert "1/5 pass  health.ping" in shown
+    assert "health.metrics" not in shown
+    assert {o.status for o in ConformanceResult.load(out).outcomes} == {"pass"}
+    assert out.with_suffix(".png").exists()
+
+
+def test_a_failure_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(Script(on_answer=answer_with(id=""))) as server:
+        assert command("--url", server.url, "--only", "shapes.chat") == 1
+    shown = capsys.readouterr().out
+    assert "FAIL  shapes.chat" in shown
+    assert "id: got ''" in shown
+
+
+def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--skip", "no.such") == 1
+    assert "no check is named 'no.such'" in capsys.readouterr().err
+    assert command("--url", "http://127.0.0.1:9") == 1
+    assert "cannot connect" in capsys.readouterr().err
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--list", "--only", "errors.*") == 0
+    assert "errors.max_tokens_zero" in capsys.readouterr().out
