@@ -30,6 +30,13 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     return await to_thread.run_sync(work) if size > LARGE_BYTES else work()
 
 
+def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI for a body that is read by hand."""
+    shapes = [schema.model_json_schema() for schema in schemas]
+    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
     """The body, and its size in bytes; refused unread while the service has no model to answer with."""
     _ = service.backend

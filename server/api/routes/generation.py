@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fastapi import APIRouter, Request, Response
 
-from server.api.body import body_of, validate
+from server.api.body import body_of, documented, validate
 from server.api.chat import chat
 from server.api.completion import complete
 from server.api.errors import bad_request
 from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.service import service_of
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
 router = APIRouter()
-
-
-def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI for a body that is read by hand."""
-    shapes = [schema.model_json_schema() for schema in schemas]
-    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 @router.post("/v1/completions", openapi_extra=documented(CompletionRequest))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from server.api.body import body_of, off_loop, validate
+from server.api.body import body_of, documented, off_loop, validate
 from server.api.errors import bad_request
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.service import service_of
@@ -14,7 +14,7 @@ from server.api.service import service_of
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=documented(TokenizeRequest))
 async def tokenize(http: Request) -> dict[str, Any]:
     """The ids of `content`."""
     service = service_of(http)
@@ -27,7 +27,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
     return {"tokens": ids}
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> dict[str, Any]:
     """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
     service = service_of(http)
