@@ -21,7 +21,6 @@ before marking (`messages.separate_reasoning`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -46,13 +45,14 @@ class AddedTokens:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple({text for text in texts if len(text) > 1 and not text.isspace()})
-        first = "".join(sorted({re.escape(text[0]) for text in self.texts}))
-        self._first = re.compile(f"[{first}]" if first else "(?!)")
+        self._first = {text[0] for text in self.texts}
 
     def mark(self, value: Any, sentinel: str) -> Any:
         """A copy of a JSON value with the sentinel behind every character that could begin a token."""
         if isinstance(value, str):
-            return self._first.sub(rf"\g<0>{sentinel}", value)
+            for character in self._first:
+                value = value.replace(character, character + sentinel)
+            return value
         if isinstance(value, Mapping):
             return {self.mark(key, sentinel): self.mark(item, sentinel) for key, item in value.items()}
         if isinstance(value, Sequence):

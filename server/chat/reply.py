@@ -181,12 +181,9 @@ class ReplyParser:
 
 
 def _partial(text: str, tags: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a tag."""
-    longest = max(map(len, tags)) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(tag.startswith(text[-size:]) for tag in tags):
-            return size
-    return 0
+    """Length of the end of `text` that is the beginning of a tag, whose only `<` is its first character."""
+    start = text.rfind("<", -max(map(len, tags)))
+    return len(text) - start if start >= 0 and any(tag.startswith(text[start:]) for tag in tags) else 0
 
 
 def _merge(parts: Iterator[Part]) -> list[Part]:

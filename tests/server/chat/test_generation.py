@@ -109,6 +109,12 @@ async def test_an_engine_failure_reaches_the_caller() -> None:
     assert generation.finish_reason is None
 
 
+async def test_cancel_frees_the_sequence() -> None:
+    generation, scripted = texts([[0]], None)
+    generation.cancel()
+    assert scripted.cancelled
+
+
 @pytest.fixture(scope="module")
 def engine(nano_f16: Path) -> Iterator[Engine]:
     engine = Engine(EngineSettings(nano_f16, ctx_size=2048, parallel=2, threads=1))
@@ -134,12 +140,11 @@ async def test_the_real_engine(engine: Engine) -> None:
     await idle(engine)
 
 
-async def test_the_real_engine_is_freed(engine: Engine) -> None:
+async def test_leaving_the_loop_frees_the_real_engine(engine: Engine) -> None:
     prompt = engine.vocab.tokenize("One, two, ", special=True)
     generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), None)
     async for _ in generation:
         break
-    generation.cancel()
     await idle(engine)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from server.chat import Prompter
+from server.chat import Prompter, PromptError
 from server.chat.provenance import AddedTokens, choose_sentinel
 from server.chat.template import ChatTemplate
 from server.engine import Vocab
@@ -189,6 +189,9 @@ def test_a_wrapped_user_message_is_a_question(prompter: Prompter) -> None:
 
 def test_a_sentinel_is_found_unless_all_are_taken() -> None:
     assert choose_sentinel({"a": ["\ufdd0", {"\ufdd1": 1}]}) == "\ufdd2"
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    with pytest.raises(PromptError, match="every private-use character"):
+        choose_sentinel(everything)
 
 
 def test_tokens_of_one_character_are_left_alone() -> None:
