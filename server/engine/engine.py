@@ -20,13 +20,15 @@ from .errors import (
     EngineDraining,
     GenerationError,
     InvalidPrompt,
+    LlamaError,
+    NoMemorySlot,
     PromptTooLong,
     QueueFull,
 )
 from .generation import Generation, Mailbox
 from .gguf import read_header
 from .hardware import nvidia_cards, physical_cores
-from .llama import Context, LlamaError, Model, NoMemorySlot, supports_gpu
+from .llama import Context, Model, supports_gpu
 from .memory import context_options, plan_memory
 from .runner import Runner
 from .sampling import Sampler

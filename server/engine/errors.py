@@ -45,3 +45,11 @@ class EngineDead(EngineError):
 
 class GenerationError(EngineError):
     """This generation ended before it was complete, through no doing of its caller."""
+
+
+class LlamaError(EngineError):
+    """A call into llama.cpp failed; the message carries what llama.cpp logged about it."""
+
+
+class NoMemorySlot(LlamaError):
+    """The batch found no room in the cache. Nothing was computed, the cache is as it was."""

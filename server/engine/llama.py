@@ -10,13 +10,13 @@ import ctypes
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
-from .errors import ModelLoadError
+from .errors import LlamaError, ModelLoadError, NoMemorySlot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,14 +40,6 @@ CACHE_TYPES = {
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
-
-
-class LlamaError(RuntimeError):
-    """A call into llama.cpp failed; the message carries what llama.cpp logged about it."""
-
-
-class NoMemorySlot(LlamaError):
-    """The batch found no room in the cache. Nothing was computed, the cache is as it was."""
 
 
 # --- log ---------------------------------------------------------------------------------------------------
@@ -126,8 +118,7 @@ _dev_get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
 _dev_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
 _dev_description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
 _dev_type = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-_size_p = ctypes.POINTER(ctypes.c_size_t)
-_dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, _size_p, _size_p)
+_dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
 _row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
 _type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
 
@@ -143,8 +134,8 @@ def devices() -> list[Device]:
             continue
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         _dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
-        name, description = _dev_name(handle).decode(), _dev_description(handle).decode()
-        found.append(Device(name, description, kind in (1, 2), free.value, total.value))
+        names = _dev_name(handle).decode(), _dev_description(handle).decode()
+        found.append(Device(*names, kind in (1, 2), free.value, total.value))
     return sorted(found, key=lambda device: not device.is_gpu)
 
 
@@ -217,12 +208,8 @@ class Model:
 
     def tokenize(self, text: bytes, *, special: bool) -> list[int]:
         """Ids of valid UTF-8 `text`; with `special`, the texts of control tokens become those tokens."""
-        capacity = len(text) + 8
-        buffer = (C.llama_token * capacity)()
-        count = C.llama_tokenize(self._vocab, text, len(text), buffer, capacity, False, special)
-        if count < 0:
-            buffer = (C.llama_token * -count)()
-            count = C.llama_tokenize(self._vocab, text, len(text), buffer, -count, False, special)
+        buffer = (C.llama_token * (len(text) + 1))()  # a token stands for at least one byte
+        count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), False, special)
         if count < 0:
             raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
         return buffer[:count]  # type: ignore[no-any-return]
@@ -392,18 +379,16 @@ class SamplerChain:
         params = C.llama_sampler_chain_default_params()
         params.no_perf = True
         self._handle = C.llama_sampler_chain_init(params)
+        add = partial(C.llama_sampler_chain_add, self._handle)
         if top_k > 0:
-            self._add(C.llama_sampler_init_top_k(top_k))
+            add(C.llama_sampler_init_top_k(top_k))
         if temperature != 1.0:
-            self._add(C.llama_sampler_init_temp(temperature))
+            add(C.llama_sampler_init_temp(temperature))
         if top_p < 1.0:
-            self._add(C.llama_sampler_init_top_p(top_p, 1))
+            add(C.llama_sampler_init_top_p(top_p, 1))
         if min_p > 0.0:
-            self._add(C.llama_sampler_init_min_p(min_p, 1))
-        self._add(C.llama_sampler_init_dist(seed))
-
-    def _add(self, sampler: Any) -> None:
-        C.llama_sampler_chain_add(self._handle, sampler)
+            add(C.llama_sampler_init_min_p(min_p, 1))
+        add(C.llama_sampler_init_dist(seed))
 
     def sample(self, context: Context, index: int) -> int:
         """Draw from the logits of the batch's token `index`, which must be one of its outputs."""

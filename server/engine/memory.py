@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .errors import DoesNotFit, ModelLoadError
+from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import CACHE_TYPES, Context, ContextOptions, Device, LlamaError, Model, devices, row_bytes
+from .llama import CACHE_TYPES, Context, ContextOptions, Device, Model, devices, row_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

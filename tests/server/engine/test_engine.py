@@ -20,7 +20,7 @@ from server.engine import (
     QueueFull,
     SamplingParams,
 )
-from server.engine.llama import LlamaError, NoMemorySlot
+from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, random_prompt, running, settings
 

@@ -18,7 +18,6 @@ from server.engine.llama import supports_gpu
 from tests.server.engine.helpers import EXACT, Alone, Request, ask, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 N = 256
@@ -34,10 +33,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(nano_f32: Path, prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
     reference = Alone(nano_f32, **EXACT)
-    yield [reference.greedy(prompt, N) for prompt in prompts]
+    answers = [reference.greedy(prompt, N) for prompt in prompts]
     reference.close()
+    assert sum(len(set(answer)) for answer in answers) > 100, "answers so plain would prove nothing"
+    return answers
 
 
 MIXES: dict[str, dict[str, Any]] = {
@@ -134,7 +135,7 @@ async def differ_by_no_more_than_noise(path: Path, types: dict[str, Any], prompt
             moved = np.diff(np.take_along_axis(shape[i], best, axis=1), axis=1) - gap
             noise = max(noise, float(np.abs(moved).max()))
         deviation.append(float(row[np.isfinite(row)].std()))
-    assert noise < 0.2 * np.mean(deviation), "so much noise would excuse any answer"
+    assert noise < 0.3 * np.mean(deviation), "so much noise would excuse any answer"
 
     diverged = 0
     for prompt, answer, row in zip(prompts, answers, rows, strict=True):

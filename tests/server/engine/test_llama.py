@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 from server.engine import Vocab
-from server.engine.llama import (
-    Context,
-    ContextOptions,
-    LlamaError,
-    Model,
-    NoMemorySlot,
-    devices,
-    row_bytes,
-    tapped_log,
-)
+from server.engine.errors import LlamaError, NoMemorySlot
+from server.engine.llama import Context, ContextOptions, Model, devices, row_bytes, tapped_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
+from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
-from server.engine.llama import Context, Device, LlamaError, Model, supports_gpu
+from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.memory import MemoryPlan, context_options, plan_memory, shape_of
 from tests.server.engine.helpers import settings
 
