@@ -32,7 +32,7 @@ class Progress:
             if note:
                 self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
-        elif monotonic() - self._printed > SECONDS_BETWEEN_LINES:
+        elif monotonic() - self._printed > SECONDS_BETWEEN_LINES and self.done < self.total:
             self._line(note)
 
     def __enter__(self) -> Self:
