@@ -1,8 +1,8 @@
 """How late the benchmark's own client is: what it adds to every time that it reports.
 
-A trivial server in a process of its own streams pieces at a fixed rate and writes into each when it was sent.
-Both processes read one monotonic clock, so a piece's delay is the network stack's and the client's alone. What is
-not far below a benchmark's figures distorts them.
+A trivial server in a process of its own streams pieces at a fixed rate and writes into each when it was
+sent. Both processes read one monotonic clock, so a piece's delay is the network stack's and the client's alone.
+What is not far below a benchmark's figures distorts them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PATH = "/v1/completions"
 
 
 class Level(Record):
-    """One concurrency. ``delay``: seconds from sending to stamping; ``busy``: share of a core the client used.
+    """One level. ``delay``: seconds from sending to stamping; ``busy``: the client's share of a core.
 
     ``whole_request``: as many unstreamed requests sent at the same moment, answered at once.
     """

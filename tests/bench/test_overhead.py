@@ -14,6 +14,7 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(overhead.parser(), overhead.overhead, arguments) == 0
     one, eight = overhead.OverheadResult.load(out).levels
     assert (one.pieces, eight.pieces) == (10, 80)
-    assert 0 < one.delay.p50 < one.whole_request.p99 + 1
-    assert 50 < one.pieces_per_second < 101
+    for level in (one, eight):
+        assert 0 < level.delay.p10 <= level.delay.p99, "no piece is stamped before it was sent"
+        assert level.pieces_per_second <= 101 * level.concurrency, "no stream is faster than its server"
     assert "delay p50 ms" in capsys.readouterr().out
