@@ -6,14 +6,13 @@ it (`template`) and tokenises it. The way out: `generate` submits the prompt and
 """
 
 from .errors import PromptError
-from .generation import FinishReason, TextGeneration, generate
+from .generation import TextGeneration, generate
 from .prompt import Prompter
 from .reply import Content, Part, Reasoning, ReplyParser, ToolCall
 from .stream import TextStream
 
 __all__ = [
     "Content",
-    "FinishReason",
     "Part",
     "PromptError",
     "Prompter",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from .stream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from server.engine import Engine, Generation, SamplingParams
-
-FinishReason = Literal["stop", "length", "cancelled"]
+    from server.engine import Engine, FinishReason, Generation, SamplingParams
 
 
 class TextGeneration:
