@@ -38,7 +38,6 @@ CACHE_TYPES = {
 """ggml's numbers (`enum ggml_type`) for the types a KV cache may have."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
 
 

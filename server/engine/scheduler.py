@@ -9,7 +9,10 @@ beside those running and a little room remains for everyone to grow; it does not
 it may never give. When cells run out all the same, the youngest running sequence is preempted: its cells
 are freed, it waits at the head of the queue, and reads its tokens again, the generated ones included, when
 there is room. Its sampler stays as it was, so nothing is lost but time. The oldest sequence is never
-preempted, and one sequence always fits into the cache alone, so every request ends, in order of arrival.
+preempted, and one sequence always fits into the cache alone, so every request gets its turn and ends.
+
+The budget matters twice on a hybrid model: its recurrent layers take all sequences of a pass with the same
+number of tokens, so a step of decodes and a chunk reads the weights once for each distinct length.
 
 No llama.cpp here: the scheduler counts cells, the runner fills them.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +17,16 @@ class Vocab:
         self.eos_id = model.eos
         self.bos_id = model.bos
         """What the GGUF wants every text to begin with; None for Qwen."""
+        ids = range(self.size)
+        self.eog_ids = frozenset(token for token in ids if model.is_eog(token))
+        """Every id that ends a generation."""
+        added = [model.piece(token, special=True) for token in ids if model.is_added(token)]
+        self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added)
+        """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
+        self.n_real = self.size
+        """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
+        while self.n_real > 0 and model.is_unused(self.n_real - 1):
+            self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
@@ -32,33 +41,11 @@ class Vocab:
         """What the token adds to a text: often part of a character only, nothing for a control token."""
         piece = self._pieces.get(token)
         if piece is None:
-            self._check(token)
+            if not 0 <= token < self.size:
+                raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
             piece = self._pieces[token] = self._model.piece(token, special=False)
         return piece
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return token in self.eog_ids
-
-    @cached_property
-    def eog_ids(self) -> frozenset[int]:
-        """Every id that ends a generation."""
-        return frozenset(token for token in range(self.size) if self._model.is_eog(token))
-
-    @cached_property
-    def added_tokens(self) -> tuple[str, ...]:
-        """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
-        added = (token for token in range(self.size) if self._model.is_added(token))
-        return tuple(self._model.piece(token, special=True).decode("utf-8", "replace") for token in added)
-
-    @cached_property
-    def n_real(self) -> int:
-        """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
-        end = self.size
-        while end > 0 and self._model.is_unused(end - 1):
-            end -= 1
-        return end
-
-    def _check(self, token: int) -> None:
-        if not 0 <= token < self.size:
-            raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
