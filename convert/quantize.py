@@ -1,7 +1,7 @@
 """Quantization by llama.cpp, in a process of its own.
 
-`llama_model_quantize` runs for minutes and cannot be interrupted from Python; a child process can, and a crash
-in it is an error message here.
+`llama_model_quantize` runs for minutes and cannot be interrupted from Python; a child process can, and a
+crash in it is an error message here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""The model's own text: prompts, template, batched sampling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from convert.calibration import text as writing
+from convert.calibration import write_text
+from convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
+from convert.calibration.sampler import Request, complete
+from convert.errors import ConvertError
+from convert.llama import Model, Runtime
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+
+
+def test_about_a_hundred_prompts_of_every_kind() -> None:
+    prompts = load_prompts("calibration")
+    assert 90 <= len(prompts) <= 130
+    kinds = Counter((prompt.subject, prompt.thinking) for prompt in prompts)
+    subjects = ("English", "Chinese", "code", "mathematics", "instructions")
+    assert set(kinds) == {(subject, thinking) for subject in subjects for thinking in (True, False)}
+    assert min(kinds.values()) >= 5
+
+
+def test_calibration_and_evaluation_share_no_prompt() -> None:
+    texts = [prompt.text for prompt in load_prompts("calibration") + load_prompts("evaluation")]
+    assert len(texts) == len(set(texts))
+
+
+def test_the_template_is_told_whether_to_think() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ '<think>' if enable_thinking else '<no>' }}{% endif %}"
+    )
+    assert template.render(Prompt("x", True, "Hi")) == "[user]Hi[assistant]<think>"
+    assert template.render(Prompt("x", False, "Hi")) == "[user]Hi[assistant]<no>"
+
+
+def test_templates_that_do_not_work() -> None:
+    with pytest.raises(ConvertError, match="does not compile"):
+        ChatTemplate("{% for %}")
+    with pytest.raises(ConvertError, match="rejects a user message: no users here"):
+        ChatTemplate("{{ raise_exception('no users here') }}").render(Prompt("x", False, "Hi"))
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MIN_TOKENS", 600)
+    monkeypatch.setattr(writing, "MAX_NEW", 12)
+    monkeypatch.setattr(writing, "MAX_NEW_THINKING", 16)
+    monkeypatch.setattr(writing, "load_prompts", lambda purpose: load_prompts(purpose)[::9])
+
+
+@pytest.mark.usefixtures("short")
+def test_the_text_is_long_enough_templated_and_reproducible(nano_f16: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "1.txt", tmp_path / "2.txt"
+    for out in (first, second):
+        write_text(nano_f16, out, purpose="evaluation", runtime=RUNTIME)
+    text = first.read_text(encoding="utf-8")
+    assert text == second.read_text(encoding="utf-8")
+    for prompt in load_prompts("evaluation")[::9]:
+        assert f"<|im_start|>user\n{prompt.text}<|im_end|>\n<|im_start|>assistant\n<think>\n" in text
+    with Model(nano_f16, RUNTIME) as model:
+        assert len(model.tokenize(text)) >= 600
+
+
+@pytest.mark.usefixtures("short")
+def test_the_two_purposes_get_different_text(nano_f16: Path, tmp_path: Path) -> None:
+    for purpose in ("calibration", "evaluation"):
+        write_text(nano_f16, tmp_path / purpose, purpose=purpose, runtime=RUNTIME)
+    assert (tmp_path / "calibration").read_text() != (tmp_path / "evaluation").read_text()
+
+
+def test_more_requests_than_run_at_once_are_all_finished(
+    nano_f16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convert.calibration.sampler.PARALLEL", 3)
+    with Model(nano_f16, RUNTIME) as model:
+        prompts = [model.tokenize(f"Count from {n}:") for n in range(8)]
+        requests = [Request(prompt, 5 + i, (1, i)) for i, prompt in enumerate(prompts)]
+        finished: list[int] = []
+        complete(model, requests, lambda: finished.append(1))
+        assert len(finished) == len(requests)
+        for request in requests:
+            ended = model.is_eog(request.generated[-1])
+            assert len(request.generated) == request.max_new or ended
+            assert not any(model.is_eog(token) for token in request.generated[:-1])
+            assert not set(request.generated) & set(model.unused_tokens().tolist())
+
+
+def test_seeds_decide(nano_f16: Path) -> None:
+    with Model(nano_f16, RUNTIME) as model:
+        prompt = model.tokenize("Once upon a time")
+        requests = [Request(prompt, 24, (seed,)) for seed in (1, 1, 2)]
+        complete(model, requests, lambda: None)
+    assert requests[0].generated == requests[1].generated
+    assert requests[0].generated != requests[2].generated
+
+
+def test_a_model_without_a_chat_template(
+    nano_f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "metadata", lambda self, key: None)
+    with pytest.raises(ConvertError, match=r"no tokenizer\.chat_template.*--calibration FILE and --no-kld"):
+        write_text(nano_f16, tmp_path / "t.txt", purpose="calibration", runtime=RUNTIME)
+    assert not (tmp_path / "t.txt").exists()

@@ -1,0 +1,107 @@
+"""Reports: sizes, bits and digests of a GGUF, printed and as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from gguf import GGUFReader, GGUFWriter
+
+from convert.kld import Divergence
+from convert.llama import LLAMA_VERSION, Runtime
+from convert.recipes import load_recipe
+from convert.report import Report, print_report, tensor_groups, write_report
+
+import numpy as np  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Two trunk blocks with an F16 matrix each, an MTP block with one, and a norm in F32."""
+    path = tmp_path / "small.gguf"
+    writer = GGUFWriter(path, arch="qwen35")
+    for block in range(3):
+        writer.add_tensor(f"blk.{block}.ffn_up.weight", np.zeros((4, 8), np.float16))
+    writer.add_tensor("blk.2.nextn.enorm.weight", np.zeros(8, np.float32))
+    writer.add_tensor("output_norm.weight", np.zeros(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_groups_are_roles_and_types(small: Path) -> None:
+    groups = [(g.name, g.type, g.tensors, g.elements, g.n_bytes) for g in tensor_groups(small)]
+    assert groups == [
+        ("blk.*.ffn_up.weight", "F16", 2, 64, 128),
+        ("blk.mtp.ffn_up.weight", "F16", 1, 32, 64),
+        ("blk.mtp.nextn.enorm.weight", "F32", 1, 8, 32),
+        ("output_norm.weight", "F32", 1, 8, 32),
+    ]
+
+
+def test_arithmetic_and_digest(small: Path, tmp_path: Path) -> None:
+    write_report(
+        small,
+        tmp_path / "r.json",
+        reference=None,
+        recipe=load_recipe("Q4_K_M"),
+        text=None,
+        runtime=RUNTIME,
+        provenance={"source": "here"},
+    )
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["file"] == "small.gguf"
+    assert data["n_bytes"] == small.stat().st_size
+    assert data["elements"] == 112
+    assert data["tensor_bytes"] == 256
+    assert data["bits_per_weight"] == round(8 * 256 / 112, 4)
+    assert data["sha256"] == hashlib.sha256(small.read_bytes()).hexdigest()
+    assert data["recipe"]["type"] == "Q4_K_M"
+    assert data["provenance"] == {"source": "here"}
+    assert data["llama_cpp_python"] == LLAMA_VERSION
+    assert data["divergence"] is None
+    assert [g["bits_per_weight"] for g in data["groups"]] == [16, 16, 32, 32]
+
+
+def test_json_round_trip_and_print(capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path) -> None:
+    groups = tensor_groups(small)
+    divergence = Divergence(
+        tokens=33_280, mean=0.0123456, median=0.01, p99=0.1, maximum=1.5, same_top=0.98765
+    )
+    report = Report("a.gguf", 1_234_567, "ab" * 32, 112, 256, groups, None, "a-F16.gguf", divergence, {}, "0")
+    assert Report.from_json(report.to_json()) == report
+    (tmp_path / "r.json").write_text(report.to_json())
+    print_report(tmp_path / "r.json")
+    out = capsys.readouterr().out
+    for expected in (
+        "a.gguf",
+        "1,234,567 bytes",
+        "18.286 bits",
+        "ab" * 32,
+        "0.012346 nats",
+        "33,280",
+        "98.77%",
+    ):
+        assert expected in out
+    for group in groups:
+        assert group.name in out
+
+
+def test_a_real_quantized_file(nano_q4_k_m: Path) -> None:
+    report = Report.from_json(nano_q4_k_m.with_suffix(".json").read_text())
+    assert report.divergence is not None
+    assert report.divergence.tokens >= 32_768
+    assert 0 < report.divergence.mean < 0.1
+    tensors = GGUFReader(nano_q4_k_m).tensors
+    assert sum(group.tensors for group in report.groups) == len(tensors)
+    assert report.elements == sum(int(tensor.n_elements) for tensor in tensors)
+    assert 4.5 < report.bits_per_weight < 6

@@ -1,0 +1,67 @@
+"""Our quantized files against llama-quantize's, byte for byte, and what the importance matrix is good for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from gguf import GGUFReader
+
+from convert.kld import measure_divergence
+from convert.llama import Runtime
+from convert.quantize import quantize
+from convert.recipes import Recipe, load_recipe
+from tests.reference.llama_cpp_sources import build_tools
+from tests.reference.test_imatrix import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.reference
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+
+
+@pytest.fixture(scope="module")
+def quantizer() -> Path:
+    return build_tools(["llama-quantize"]) / "llama-quantize"
+
+
+@pytest.fixture(scope="module")
+def converted(nano_q4_k_m: Path) -> Path:
+    """The folder of a conversion: nano-F16.gguf, nano.imatrix.gguf, nano.evaluation.txt."""
+    return nano_q4_k_m.parent
+
+
+@pytest.mark.parametrize("level", ["Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS", "Q6_K", "Q5_K_S"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain type", "recipe"])
+def test_the_file_is_llama_quantizes(
+    level: str, plain: bool, converted: Path, quantizer: Path, tmp_path: Path
+) -> None:
+    """With the same imatrix, type and overrides: metadata, tensor types and data, to the last byte."""
+    recipe = load_recipe(level)
+    if plain:
+        recipe = Recipe.model_validate({"type": level, "about": "as llama.cpp has it"})
+    source, imatrix = converted / "nano-F16.gguf", converted / "nano.imatrix.gguf"
+    quantize(source, tmp_path / "ours.gguf", recipe=recipe, imatrix=imatrix, runtime=RUNTIME)
+    flags = [part for o in recipe.override for part in ("--tensor-type", f"{o.pattern}={o.type}")]
+    command = [quantizer, *flags, "--imatrix", imatrix.name, source, tmp_path / "theirs.gguf", level, 1]
+    run(command, converted)
+    ours, theirs = GGUFReader(tmp_path / "ours.gguf"), GGUFReader(tmp_path / "theirs.gguf")
+    assert [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
+    for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+        assert a.tensor_type == b.tensor_type, a.name
+        assert a.data.tobytes() == b.data.tobytes(), a.name
+    assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("level", ["Q3_K_M", "Q2_K"])
+def test_the_importance_matrix_lowers_the_divergence(level: str, converted: Path, tmp_path: Path) -> None:
+    source, means = converted / "nano-F16.gguf", {}
+    for imatrix in (None, converted / "nano.imatrix.gguf"):
+        out = tmp_path / "q.gguf"
+        quantize(source, out, recipe=load_recipe(level), imatrix=imatrix, runtime=RUNTIME)
+        text = converted / "nano.evaluation.txt"
+        means[imatrix] = measure_divergence(source, out, text=text, runtime=RUNTIME).mean
+    without, with_ = means.values()
+    assert with_ < without
