@@ -8,8 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gguf import GGUFReader
-
+from convert.gguf_header import read_tensors
 from convert.kld import Divergence, measure_divergence
 from convert.llama import LLAMA_VERSION
 from convert.progress import BYTES, Progress, size
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from convert.gguf_header import TensorInfo
     from convert.llama import Runtime
     from convert.recipes import Recipe
 
@@ -84,17 +84,17 @@ def tensor_groups(gguf: Path) -> tuple[Group, ...]:
     Raises:
         ConvertError: not a GGUF file.
     """
-    reader = GGUFReader(gguf)
-    mtp_blocks = {t.name.split(".")[1] for t in reader.tensors if ".nextn." in t.name}
-    found: dict[tuple[str, str], list[Any]] = {}
-    for tensor in reader.tensors:
+    tensors = read_tensors(gguf)
+    mtp_blocks = {t.name.split(".")[1] for t in tensors if ".nextn." in t.name}
+    found: dict[tuple[str, str], list[TensorInfo]] = {}
+    for tensor in tensors:
         block = re.match(r"blk\.(\d+)\.", tensor.name)
         name = tensor.name
         if block:
             name = f"blk.{'mtp' if block[1] in mtp_blocks else '*'}.{name[block.end() :]}"
-        found.setdefault((name, tensor.tensor_type.name), []).append(tensor)
+        found.setdefault((name, tensor.type.name), []).append(tensor)
     groups = (
-        Group(name, kind, len(ts), sum(int(t.n_elements) for t in ts), sum(int(t.n_bytes) for t in ts))
+        Group(name, kind, len(ts), sum(t.n_elements for t in ts), sum(t.n_bytes for t in ts))
         for (name, kind), ts in found.items()
     )
     return tuple(sorted(groups, key=lambda group: (-group.n_bytes, group.name, group.type)))

@@ -191,7 +191,7 @@ def plan_tensors(checkpoint: Checkpoint, outtype: FloatType, kept_layers: Sequen
     has_mtp = any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
     planned: dict[str, PlannedTensor] = {}
     known: set[str] = set()
-    for source, target, rule in _expected(config, prefix, kept_layers, has_mtp):
+    for source, target, rule in expected_tensors(config, prefix, kept_layers, has_mtp):
         stored = checkpoint.tensors.get(source)
         if stored is None:
             raise CheckpointError(f"{checkpoint.folder}: tensor {source} is missing")
@@ -224,7 +224,7 @@ def _text_prefix(names: Mapping[str, StoredTensor]) -> str:
     raise CheckpointError(f"the checkpoint has no tensor {expected}")
 
 
-def _expected(
+def expected_tensors(
     config: ModelConfig, prefix: str, kept_layers: Sequence[int], has_mtp: bool
 ) -> Iterator[tuple[str, str, Rule]]:
     """Yields (checkpoint name, GGUF name, rule) for every tensor that the configuration calls for."""

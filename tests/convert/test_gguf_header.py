@@ -1,0 +1,47 @@
+"""The quick reader of a GGUF's tensor table, against gguf's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+
+from convert.checkpoint import Checkpoint
+from convert.errors import ConvertError
+from convert.gguf_file import write_gguf
+from convert.gguf_header import read_tensors
+from convert.source import Source
+from convert.tensors import plan_tensors
+
+
+@pytest.fixture
+def file(checkpoint: Path, tmp_path: Path) -> Path:
+    path, kept = tmp_path / "x.gguf", tuple(range(8))
+    opened = Checkpoint.open(checkpoint)
+    write_gguf(path, opened, Source(checkpoint), plan_tensors(opened, "BF16", kept), kept, "BF16")
+    return path
+
+
+def test_the_same_table_as_gguf_reads(file: Path) -> None:
+    expected = [
+        (t.name, tuple(t.shape.tolist()), t.tensor_type, t.n_elements, t.n_bytes)
+        for t in GGUFReader(file).tensors
+    ]
+    assert [(t.name, t.shape, t.type, t.n_elements, t.n_bytes) for t in read_tensors(file)] == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"GGML" + data[4:], "starts with b'GGML'"),
+        (lambda data: data[:4] + b"\x09" + data[5:], "version 9; known are 2 and 3"),
+        (lambda data: data[:3000], "not a whole GGUF file"),
+        (lambda data: b"", "not a whole GGUF file"),
+    ],
+)
+def test_damaged_files_are_named(file: Path, damage: object, message: str) -> None:
+    assert callable(damage)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConvertError, match=message):
+        read_tensors(file)
