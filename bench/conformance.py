@@ -20,8 +20,9 @@ from bench.checks import CHECKS, Check, FailedError, SkippedError, Target
 from bench.client import Client
 from bench.environment import header
 from bench.errors import BenchError, UnreachableError
-from bench.options import base_parser, picture_path, positive, run
+from bench.options import base_parser, positive, run
 from bench.plot import PALETTE, figure
+from bench.publish import publish
 from bench.results import Record, ResultFile
 from bench.table import Table
 from bench.vocabulary import find_vocabulary
@@ -117,20 +118,9 @@ async def conformance(args: argparse.Namespace) -> int:
             if outcome.status == "FAIL" and not await _is_up(client):
                 raise UnreachableError(f"{args.url} is gone after {check.name}")
     result = ConformanceResult(**head, seconds=perf_counter() - began, outcomes=outcomes)
-    return report(result, args)
-
-
-def report(result: ConformanceResult, args: argparse.Namespace) -> int:
-    """Save first, then show."""
-    if args.out is not None:
-        result.save(args.out)
-    print(f"\n{summary(result)}")
-    picture = picture_path(args)
-    if picture is not None:
-        draw(result, picture)
-    for path in filter(None, (args.out, picture)):
-        print(f"wrote {path}")
-    return 1 if any(outcome.status == "FAIL" for outcome in result.outcomes) else 0
+    print()
+    publish(result, args, lambda result: [summary(result)], draw)
+    return 1 if any(outcome.status == "FAIL" for outcome in outcomes) else 0
 
 
 def summary(result: ConformanceResult) -> Table:

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.client import Client, Completion
+from bench.client import Client
 from bench.environment import header
 from bench.errors import ServerError
-from bench.latency_report import draw, latency_table, stream_table
+from bench.latency_report import draw, tables
 from bench.latency_result import (
     CATEGORIES,
     FILLER,
@@ -32,9 +33,12 @@ from bench.latency_result import (
     read_baseline,
     summarize,
 )
-from bench.options import add_prompt_options, base_parser, natural, picture_path, positive, run
+from bench.measures import claims
+from bench.options import add_prompt_options, base_parser, natural, positive
+from bench.options import run as run_verb
 from bench.progress import Progress
 from bench.prompts import find_prompts
+from bench.publish import publish
 from bench.vocabulary import Vocabulary, find_vocabulary
 
 
@@ -74,6 +78,12 @@ async def measure(
             if plan.model is not None:
                 body["model"] = plan.model
             send = client.stream if streamed else client.complete
+            about: dict[str, Any] = {
+                "protocol": protocol,
+                "category": category.name,
+                "streamed": streamed,
+                "warmup": warmup,
+            }
             started = perf_counter()
             try:
                 answer = await send(plan.stream_endpoint if streamed else plan.endpoint, body)
@@ -82,9 +92,11 @@ async def measure(
                     raise ServerError(
                         f"{category.name}, {protocol}, warm-up: {error}", error.status
                     ) from error
-                done.append((_failed(protocol, category, streamed, perf_counter() - started, error), ""))
+                done.append((Run(**about, seconds=perf_counter() - started, error=str(error)), ""))
             else:
-                done.append((_run(protocol, category, streamed, warmup, answer), answer.text))
+                arrivals = [round(arrival, 6) for arrival in answer.arrivals]
+                run = Run(**about, **claims(answer), seconds=answer.seconds, arrivals=arrivals)
+                done.append((run, answer.text))
             bar.advance(note=f"{done[-1][0].seconds * 1000:,.0f} ms")
     return done
 
@@ -112,7 +124,7 @@ async def latency(args: argparse.Namespace) -> int:
             endpoint=args.endpoint,
             stream_endpoint=args.stream_endpoint,
             ignore_eos=not args.stop_at_eos,
-            model=model,
+            model=args.model,  # the official body names none: only at the user's wish
         )
         head = await header(args, client, model)
         vocabulary = await find_vocabulary(args.tokenizer, client, model)
@@ -153,23 +165,8 @@ async def latency(args: argparse.Namespace) -> int:
         speedup=mean_speedup(summaries),
         runs=runs,
     )
-    return report(result, args)
-
-
-def report(result: LatencyResult, args: argparse.Namespace) -> int:
-    """Save first, then show."""
-    if args.out is not None:
-        result.save(args.out)
-    print(latency_table(result))
-    streamed = stream_table(result)
-    if streamed is not None:
-        print(f"\n{streamed}")
-    picture = picture_path(args)
-    if picture is not None:
-        draw(result, picture)
-    for path in filter(None, (args.out, picture)):
-        print(f"wrote {path}")
-    failed = [run for run in result.runs if run.error is not None]
+    publish(result, args, tables, draw)
+    failed = [run for run in runs if run.error is not None]
     if failed:
         print(f"error: {len(failed)} requests failed; the first: {failed[0].error}", file=sys.stderr)
     return 1 if failed else 0
@@ -207,40 +204,5 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _run(protocol: Protocol, category: Category, streamed: bool, warmup: bool, answer: Completion) -> Run:
-    usage = answer.usage
-    return Run(
-        protocol=protocol,
-        category=category.name,
-        streamed=streamed,
-        warmup=warmup,
-        seconds=answer.seconds,
-        prompt_tokens=usage.prompt_tokens if usage else None,
-        completion_tokens=usage.completion_tokens if usage else None,
-        cached_tokens=usage.cached_tokens if usage else None,
-        recounted_tokens=None,
-        finish_reason=answer.finish_reason,
-        arrivals=[round(arrival, 6) for arrival in answer.arrivals],
-    )
-
-
-def _failed(
-    protocol: Protocol, category: Category, streamed: bool, seconds: float, error: ServerError
-) -> Run:
-    return Run(
-        protocol=protocol,
-        category=category.name,
-        streamed=streamed,
-        warmup=False,
-        seconds=seconds,
-        prompt_tokens=None,
-        completion_tokens=None,
-        cached_tokens=None,
-        recounted_tokens=None,
-        finish_reason=None,
-        error=str(error),
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(run(parser(), latency))
+    sys.exit(run_verb(parser(), latency))

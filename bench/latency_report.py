@@ -11,6 +11,12 @@ from bench.table import Cell, Table
 COLOURS: dict[Protocol, str] = {"official": PALETTE[0], "distinct": PALETTE[1]}
 
 
+def tables(result: LatencyResult) -> list[Table]:
+    """Both tables; the second only when something was streamed."""
+    streamed = stream_table(result)
+    return [latency_table(result)] if streamed is None else [latency_table(result), streamed]
+
+
 def latency_table(result: LatencyResult) -> Table:
     """Both protocols side by side; a protocol that was not run stands as dashes."""
     lines = by_key(result.summaries)

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from bench.errors import BenchError
-from bench.measures import Spread, cached_share, is_miscounted, median_known
+from bench.measures import Spread, Tokens, cached_share, is_miscounted, median_known
 from bench.results import Record, ResultFile
 
 FILLER = "The quick brown fox jumps over the lazy dog. "
@@ -39,22 +39,14 @@ CATEGORIES = {
 }
 
 
-class Run(Record):
-    """One request. Token counts are the server's claims; ``recounted_tokens`` is the tokenizer's own count.
-
-    ``arrivals``: seconds from sending to each streamed piece of text; empty when not ``streamed``.
-    """
+class Run(Tokens):
+    """One request. ``arrivals``: seconds from sending to each piece of text; empty when not ``streamed``."""
 
     protocol: Protocol
     category: str
     streamed: bool
     warmup: bool
     seconds: float
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
-    recounted_tokens: int | None
-    finish_reason: str | None
     arrivals: list[float] = Field(default_factory=list)
     error: str | None = None
 

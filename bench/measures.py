@@ -1,11 +1,13 @@
 """The figures that several benchmarks draw from their runs."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from statistics import median
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from bench.client import Completion
 from bench.results import Record
 
 # Re-tokenizing a text may legitimately give a few tokens more or fewer than were generated.
@@ -28,6 +30,23 @@ class Spread(Record):
             return None
         p10, p50, p90, p99 = (float(value) for value in np.percentile(known, (10, 50, 90, 99)))
         return cls(p10=p10, p50=p50, p90=p90, p99=p99)
+
+
+class Tokens(Record):
+    """One request's tokens as the server claims them, and as the tokenizer counts its text again."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    recounted_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+def claims(answer: Completion) -> dict[str, Any]:
+    """The fields of `Tokens` that the server itself fills."""
+    usage = answer.usage
+    counts = {} if usage is None else asdict(usage)
+    return {**counts, "finish_reason": answer.finish_reason}
 
 
 def median_known(values: Iterable[float | None]) -> float | None:

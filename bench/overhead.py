@@ -1,7 +1,7 @@
 """How late the benchmark's own client is: what it adds to every time that it reports.
 
 A trivial server in a process of its own streams pieces at a fixed rate and writes into each when it was
-sent. Both processes read one monotonic clock, so a piece's delay is the network stack's and the client's alone.
+sent. Both processes read one monotonic clock, so a piece's delay is the network stack's and the client's.
 What is not far below a benchmark's figures distorts them.
 """
 
@@ -23,9 +23,10 @@ from aiohttp import web
 from bench import environment
 from bench.client import Client
 from bench.measures import Spread
-from bench.options import HelpFormatter, picture_path, positive, positives, run
+from bench.options import HelpFormatter, positive, positives, run
 from bench.plot import PALETTE, figure
 from bench.progress import Progress
+from bench.publish import publish
 from bench.results import Record, ResultFile
 from bench.table import Cell, Table
 
@@ -139,14 +140,7 @@ async def overhead(args: argparse.Namespace) -> int:
         settings={"pieces per second and stream": args.rate, "pieces": args.tokens},
         levels=levels,
     )
-    if args.out is not None:
-        result.save(args.out)
-    print(table(result))
-    picture = picture_path(args)
-    if picture is not None:
-        draw(result, picture)
-    for path in filter(None, (args.out, picture)):
-        print(f"wrote {path}")
+    publish(result, args, lambda result: [table(result)], draw)
     return 0
 
 

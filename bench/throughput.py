@@ -21,10 +21,12 @@ if not __package__:  # run as a file
 from bench.client import Client, Completion
 from bench.environment import header
 from bench.errors import BenchError, ServerError
-from bench.options import add_prompt_options, base_parser, natural, picture_path, positive, positives, run
+from bench.measures import claims
+from bench.options import add_prompt_options, base_parser, natural, positive, positives, run
 from bench.progress import Progress
 from bench.prompts import Prompts, find_prompts
-from bench.throughput_report import draw, level_table, turn_table
+from bench.publish import publish
+from bench.throughput_report import draw, tables
 from bench.throughput_result import (
     WEIGHTS,
     Level,
@@ -78,7 +80,11 @@ async def run_jobs(sender: Sender, jobs: Iterator[Job], level: int, bar: Progres
                 try:
                     answer = await sender.send(body)
                 except BenchError as error:
-                    sent.append((_failed(level, turn, at - began, perf_counter() - at, error), ""))
+                    spent = perf_counter() - at
+                    lost = Request(
+                        level=level, turn=turn, started=at - began, seconds=spent, error=str(error)
+                    )
+                    sent.append((lost, ""))
                     bar.advance(len(job.turns) - turn)
                     break
                 job.hear(answer.text)
@@ -213,22 +219,12 @@ async def throughput(args: argparse.Namespace) -> int:
         spot_checks=checks,
         requests=requests,
     )
-    return report(result, args)
+    publish(result, args, tables, draw)
+    return verdict(result)
 
 
-def report(result: ThroughputResult, args: argparse.Namespace) -> int:
-    """Save first, then show."""
-    if args.out is not None:
-        result.save(args.out)
-    print(level_table(result))
-    turns = turn_table(result)
-    if turns is not None:
-        print(f"\n{turns}")
-    picture = picture_path(args)
-    if picture is not None:
-        draw(result, picture)
-    for path in filter(None, (args.out, picture)):
-        print(f"wrote {path}")
+def verdict(result: ThroughputResult) -> int:
+    """The exit status; what was wrong goes to stderr."""
     errors = [request.error for request in result.requests if request.error is not None]
     wrong = [check for check in result.spot_checks if not check.passed]
     if errors:
@@ -264,9 +260,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _request(level: int, turn: int, answer: Completion, began: float) -> Request:
-    usage = answer.usage
     gaps = [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
     return Request(
+        **claims(answer),
         level=level,
         turn=turn,
         started=answer.started - began,
@@ -274,29 +270,6 @@ def _request(level: int, turn: int, answer: Completion, began: float) -> Request
         first_token_seconds=answer.first_token_seconds,
         seconds_per_token=answer.seconds_per_token,
         longest_gap=max(gaps, default=None),
-        prompt_tokens=usage.prompt_tokens if usage else None,
-        completion_tokens=usage.completion_tokens if usage else None,
-        cached_tokens=usage.cached_tokens if usage else None,
-        recounted_tokens=None,
-        finish_reason=answer.finish_reason,
-    )
-
-
-def _failed(level: int, turn: int, started: float, seconds: float, error: BenchError) -> Request:
-    return Request(
-        level=level,
-        turn=turn,
-        started=started,
-        seconds=seconds,
-        first_token_seconds=None,
-        seconds_per_token=None,
-        longest_gap=None,
-        prompt_tokens=None,
-        completion_tokens=None,
-        cached_tokens=None,
-        recounted_tokens=None,
-        finish_reason=None,
-        error=str(error),
     )
 
 

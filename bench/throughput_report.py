@@ -8,6 +8,12 @@ from bench.table import Cell, Table, show
 from bench.throughput_result import ThroughputResult
 
 
+def tables(result: ThroughputResult) -> list[Table]:
+    """Both tables; the second only for conversations."""
+    turns = turn_table(result)
+    return [level_table(result)] if turns is None else [level_table(result), turns]
+
+
 def level_table(result: ThroughputResult) -> Table:
     """One line a concurrency level."""
     rows: list[list[Cell]] = [

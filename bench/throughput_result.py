@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from bench.measures import Spread, cached_share, is_miscounted
+from bench.measures import Spread, Tokens, cached_share, is_miscounted
 from bench.results import Record, ResultFile
 
 # The hackathon's concurrency levels and their weights in the score.
@@ -12,24 +12,19 @@ PROTOCOL_TOKENS = 1024
 PROTOCOL_REQUESTS = 64
 
 
-class Request(Record):
+class Request(Tokens):
     """One request. ``started``: seconds since its level began; ``turn``: 0-based turn of its conversation.
 
-    Token counts are the server's claims, ``recounted_tokens`` is the tokenizer's own count of the text.
+    ``longest_gap``: the longest wait between two pieces of its text, in seconds.
     """
 
     level: int
     turn: int
     started: float
     seconds: float
-    first_token_seconds: float | None
-    seconds_per_token: float | None
-    longest_gap: float | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
-    recounted_tokens: int | None
-    finish_reason: str | None
+    first_token_seconds: float | None = None
+    seconds_per_token: float | None = None
+    longest_gap: float | None = None
     error: str | None = None
 
     @property

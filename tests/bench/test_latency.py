@@ -68,9 +68,9 @@ def test_both_protocols_side_by_side(server: FakeServer, tmp_path: Path) -> None
 
 def test_the_official_body_is_as_published(server: FakeServer, tmp_path: Path) -> None:
     with server:
-        measure(server, tmp_path, "--protocol", "official", "--model", "m")
+        measure(server, tmp_path, "--protocol", "official")
         sent = [body for path, body in server.requests if path == "/invocations"]
-    assert sent == [{"prompt": FILLER * 6, "max_tokens": 128, "temperature": 0.0, "model": "m"}] * 4
+    assert sent == [{"prompt": FILLER * 6, "max_tokens": 128, "temperature": 0.0}] * 4
 
 
 def test_distinct_prompts_are_distinct_and_exact(server: FakeServer, tmp_path: Path) -> None:
