@@ -23,7 +23,7 @@ CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 PING_S = 0.5
 CONNECT_S = 5
 
-HELP = (
+HELP = "/think, /no-think, /new (start again), Ctrl-C (stop the reply), Ctrl-D (leave)"
     "/think, /no-think: with and without thinking; /new: start again; Ctrl-C: stop the reply; Ctrl-D: leave"
 )
 
