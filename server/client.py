@@ -24,8 +24,6 @@ PING_S = 0.5
 CONNECT_S = 5
 
 HELP = "/think, /no-think, /new (start again), Ctrl-C (stop the reply), Ctrl-D (leave)"
-    "/think, /no-think: with and without thinking; /new: start again; Ctrl-C: stop the reply; Ctrl-D: leave"
-)
 
 
 class ServerError(Exception):
