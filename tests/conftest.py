@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
 CACHE = ROOT / ".work" / "test-models"
+QUICK = ["--calibration", ROOT / "convert" / "calibration" / "prompts.toml", "--no-kld", "--threads", "1"]
+"""The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
 
 
 def nano_gguf(quant: str) -> Path:
@@ -23,20 +25,9 @@ def nano_gguf(quant: str) -> Path:
     with (folder / f"{quant}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            command = [sys.executable, "-m", "convert", "--src", NANO, "--quant", quant, "--out", folder]
             done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "convert",
-                    "--src",
-                    NANO,
-                    "--quant",
-                    quant,
-                    "--out",
-                    folder,
-                    "--threads",
-                    "1",
-                ],
+                [*command, *QUICK],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
