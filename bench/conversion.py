@@ -214,7 +214,7 @@ def table(result: ConversionResult) -> Table:
     return Table(
         header=["program", "seconds", "CPU seconds", "peak RSS, GB", "of it anonymous", "GB/s read"],
         rows=rows,
-        title=f"{result.checkpoint_bytes / GB:.2f} GB of BF16 to F16, medians of {len(result.runs) // 2} runs",
+        title=f"{result.checkpoint_bytes / GB:.2f} GB, BF16 to F16, medians of {len(result.runs) // 2}",
         notes=[f"{result.tensors_equal} tensors equal bit by bit, {len(result.tensors_differing)} differ"],
     )
 

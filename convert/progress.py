@@ -106,7 +106,7 @@ def size(n_bytes: float) -> str:
         if n_bytes < 1000:
             return f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
-    return f"{n_bytes:.3g} TB"
+    return f"{n_bytes:,.3g} TB" if n_bytes < 1000 else f"{n_bytes:,.0f} TB"
 
 
 def duration(seconds: float) -> str:

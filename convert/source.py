@@ -10,8 +10,6 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -53,9 +51,9 @@ def resolve(src: str, revision: str | None = None) -> Source:
         return _recognise(folder)
     if not HUB_ID.fullmatch(src):
         raise ConvertError(f"--src {src}: no such folder, and not a hub id such as Qwen/Qwen3.5-4B")
+    if not constants.HF_HUB_OFFLINE:
+        _check_room(src, revision)
     try:
-        if not constants.HF_HUB_OFFLINE:
-            _check_room(src, revision)
         downloaded = Path(snapshot_download(src, revision=revision, allow_patterns=list(PATTERNS)))
     except GatedRepoError:
         raise ConvertError(
@@ -67,7 +65,7 @@ def resolve(src: str, revision: str | None = None) -> Source:
         ) from None
     except RevisionNotFoundError:
         raise ConvertError(f"--revision {revision}: {src} has no such revision") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of whichever HTTP library the installed hub client is built on
         raise ConvertError(
             f"--src {src}: no such folder, and it could not be fetched from the hub: {_first_line(error)}"
         ) from None
@@ -84,7 +82,10 @@ def _recognise(folder: Path) -> Source:
 
 
 def _check_room(repo_id: str, revision: str | None) -> None:
-    info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+    except Exception:  # out of reach or refused: the download says so, unless the cache has it all
+        return
     missing = sum(
         file.size or 0
         for file in info.siblings or []

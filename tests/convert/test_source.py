@@ -58,6 +58,17 @@ def test_a_hub_id_out_of_reach() -> None:
         resolve("Someone/Else")
 
 
+def test_whatever_the_hub_client_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the wire\nis cut")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("convert.source.HfApi.model_info", fail)
+    monkeypatch.setattr("convert.source.snapshot_download", fail)
+    with pytest.raises(ConvertError, match=r"could not be fetched from the hub: the wire$"):
+        resolve("Someone/Tiny-1B")
+
+
 def test_neither_folder_nor_hub_id() -> None:
     with pytest.raises(ConvertError, match=r"no such folder, and not a hub id such as Qwen/Qwen3\.5-4B"):
         resolve("no-such-thing")
