@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
 CACHE = ROOT / ".work" / "test-models"
-QUICK = ["--calibration", ROOT / "convert" / "calibration" / "prompts.toml", "--no-kld", "--threads", "1"]
+QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
 
 
@@ -25,9 +25,9 @@ def nano_gguf(quant: str) -> Path:
     with (folder / f"{quant}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            command = [sys.executable, "-m", "convert", "--src", NANO, "--quant", quant, "--out", folder]
+            wanted = ["--src", str(NANO), "--quant", quant, "--out", str(folder)]
             done = subprocess.run(
-                [*command, *QUICK],
+                [sys.executable, "-m", "convert", *wanted, *QUICK],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
