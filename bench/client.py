@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -88,7 +88,10 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_mark_reused)
         self._session = aiohttp.ClientSession(
+            trace_configs=[trace],
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=self.timeout),
             headers=self._headers,
@@ -224,11 +227,19 @@ class Client:
         if body is not None:
             data = json.dumps(body).encode()
             sent.setdefault("Content-Type", "application/json")
-        started = perf_counter()
-        try:
-            return started, await self._session.request(method, self.url + path, data=data, headers=sent)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(path, error) from error
+        connection: dict[str, bool] = {}
+        while True:
+            started = perf_counter()
+            try:
+                return started, await self._session.request(
+                    method, self.url + path, data=data, headers=sent, trace_request_ctx=connection
+                )
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                # A server may close a kept connection while we write to it (llama-server does after every
+                # fifth request): no answer has begun, so the request is sent anew and timed from there.
+                lost = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
+                if not (lost and connection.pop("reused", False)):
+                    raise self._unreachable(path, error) from error
 
     def _unreachable(self, path: str, error: BaseException) -> UnreachableError:
         if isinstance(error, asyncio.TimeoutError):
@@ -236,6 +247,10 @@ class Client:
         if isinstance(error, aiohttp.ClientConnectorError):
             return UnreachableError(f"{self.url}: cannot connect ({error.os_error}); is the server up?")
         return UnreachableError(f"{self.url}{path}: the connection broke: {error or type(error).__name__}")
+
+
+async def _mark_reused(_: object, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx["reused"] = True
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:

@@ -6,7 +6,7 @@ from statistics import mean
 from bench.latency_result import CATEGORIES, PROTOCOLS, LatencyResult, Protocol, Summary, by_key
 from bench.measures import Spread
 from bench.plot import PALETTE, figure
-from bench.table import Cell, Table
+from bench.table import Cell, Table, show
 
 COLOURS: dict[Protocol, str] = {"official": PALETTE[0], "distinct": PALETTE[1]}
 
@@ -101,7 +101,7 @@ def draw(result: LatencyResult, path: Path) -> None:
                     color=COLOURS[protocol],
                     label=protocol,
                 )
-                axis.bar_label(bars, [f"{height:,.3g}" for height in heights], padding=2, fontsize=8)
+                axis.bar_label(bars, [show(height) for height in heights], padding=2, fontsize=8)
             axis.set_title(label)
             axis.set_xticks(range(len(names)), [_axis_label(name) for name in names])
             axis.grid(axis="x", visible=False)

@@ -41,7 +41,11 @@ def figure(
         drawing = Figure(figsize=(width, height), layout="constrained")
         if title:
             drawing.suptitle(title, x=0.01, ha="left", weight="bold")
-        yield list(drawing.subplots(rows, columns, squeeze=False).flat)
+        axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+        yield axes
+        for axis in axes:
+            if axis.get_ylim()[1] >= 1000 and axis.get_yscale() == "linear":
+                axis.yaxis.set_major_formatter("{x:,.0f}")
         part = path.with_name(f".{path.name}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

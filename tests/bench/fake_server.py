@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -60,6 +62,7 @@ class Script:
     token_delay: float = 0.0
     tokenizer: str | None = "llama-server"
     end_streams: bool = True
+    requests_a_connection: float = math.inf  # then it is closed, without notice
 
 
 @dataclass
@@ -83,6 +86,7 @@ class FakeServer:
         self.running = self.peak = 0
         self.url = ""
         self._seen: list[list[int]] = []
+        self._on_connection: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._stop = asyncio.Event()
@@ -127,6 +131,10 @@ class FakeServer:
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Any]
     ) -> web.StreamResponse:
+        peer = str(request.transport.get_extra_info("peername")) if request.transport else ""
+        self._on_connection[peer] += 1
+        if self._on_connection[peer] > self.script.requests_a_connection and request.transport:
+            request.transport.abort()
         try:
             status = self.script.fail(request.path)
             if status is not None:

@@ -58,6 +58,20 @@ async def test_an_idle_connection_is_used_again() -> None:
             assert sum(len(found) for found in client._session.connector._conns.values()) == 1
 
 
+async def test_a_kept_connection_that_was_closed_is_replaced() -> None:
+    with FakeServer(Script(requests_a_connection=2)) as server:
+        async with Client(server.url) as client:
+            texts = [(await client.complete("/v1/completions", FIELDS)).text for _ in range(7)]
+            streamed = [(await client.stream("/v1/completions", FIELDS)).text for _ in range(5)]
+    assert len(set(texts + streamed)) == 1
+    with (
+        FakeServer(Script(requests_a_connection=0)) as server,
+        pytest.raises(UnreachableError, match="broke"),
+    ):
+        async with Client(server.url) as client:
+            await client.complete("/v1/completions", FIELDS)
+
+
 async def test_an_error_status_carries_the_servers_words() -> None:
     with FakeServer() as server:
         async with Client(server.url) as client:
