@@ -175,3 +175,33 @@ def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Pa
     after = times(out)
     assert all(after[name] == before[name] for name in before)
     assert foreign.exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "sent"),
+    [
+        ("Importance matrix:", signal.SIGINT),
+        ("Quantizing to Q2_K:", signal.SIGINT),
+        ("Quantizing to Q2_K:", signal.SIGKILL),
+    ],
+)
+def test_llama_cpp_at_work_may_be_interrupted_too(
+    checkpoint: Path, out: Path, tmp_path: Path, stage: str, sent: signal.Signals
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the other day they gathered there " * 80)
+    flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
+    command = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out, "--threads", "1", *flags]
+    process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any(line.startswith(stage) for line in process.stderr)
+    process.send_signal(sent)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[sent], error
+    base = (out / "Random-1B-F16.gguf").stat().st_mtime_ns
+    run(checkpoint, out, *flags)
+    assert (out / "Random-1B-F16.gguf").stat().st_mtime_ns == base
+    run(checkpoint, tmp_path / "whole", *flags)
+    for name in ("Random-1B.imatrix.gguf", "Random-1B-Q2_K.gguf"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list(out.glob(f"*{PART}"))
