@@ -158,6 +158,9 @@ class Pipeline:
     def _uses_imatrix(self, recipe: Recipe) -> bool:
         return self._options.use_imatrix and recipe.uses_imatrix
 
+    def _writes_calibration(self, recipe: Recipe) -> bool:
+        return self._uses_imatrix(recipe) and self._options.calibration is None
+
     # stages
 
     def _make_base(self, float_type: FloatType, dropped: tuple[int, ...]) -> _Output:
@@ -169,11 +172,10 @@ class Pipeline:
         return self._make(self._base(float_type, dropped), write)
 
     def _make_text(self, purpose: Purpose) -> _Output:
+        writer = self._make_base(self._options.outtype, ())
         return self._make(
             self._text(purpose),
-            lambda part: write_text(
-                self._reference.path, part, purpose=purpose, runtime=self._options.runtime
-            ),
+            lambda part: write_text(writer.path, part, purpose=purpose, runtime=self._options.runtime),
         )
 
     def _make_imatrix(self, dropped: tuple[int, ...]) -> _Output:
@@ -185,7 +187,6 @@ class Pipeline:
         )
 
     def _make_quant(self, name: str, recipe: Recipe) -> None:
-        self._make_base(self._options.outtype, ())
         base = self._make_base(self._options.outtype, recipe.layers)
         imatrix = self._make_imatrix(recipe.layers).path if self._uses_imatrix(recipe) else None
         output = self._make(
@@ -263,8 +264,9 @@ class Pipeline:
     def _estimates(self) -> Iterator[tuple[_Output, int]]:
         options, recipes = self._options, self._options.recipes.values()
         bases: set[tuple[FloatType, tuple[int, ...]]] = {(t, ()) for t in options.float_types}
-        for dropped in {(), *(r.layers for r in recipes)} if recipes else ():
-            bases.add((options.outtype, dropped))
+        bases |= {(options.outtype, recipe.layers) for recipe in recipes}
+        if any(options.measure or self._writes_calibration(recipe) for recipe in recipes):
+            bases.add((options.outtype, ()))
         for float_type, dropped in bases:
             n_bytes = self._plan(float_type, dropped).nbytes + HEADER_ROOM
             yield self._base(float_type, dropped), n_bytes

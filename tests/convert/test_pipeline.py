@@ -114,6 +114,7 @@ def test_a_pruned_model_runs_with_its_draft_head(checkpoint: Path, out: Path, tm
     recipe = write_recipe(tmp_path / "short.toml", prune="[0, 1, 2, 3]")
     run(checkpoint, out, "--recipe", recipe, *QUICK)
     assert (out / "Random-1B-drop0-3-F16.gguf").is_file()
+    assert not (out / "Random-1B-F16.gguf").exists()  # nothing here needs the whole model
     tokens = np.arange(8, dtype=np.int32)[None]
     with Model(out / "Random-1B-short.gguf", Runtime(threads=1)) as model:
         assert (model.n_layer, model.n_nextn) == (4, 1)
