@@ -168,7 +168,7 @@ def score(levels: Sequence[Level], *, input_tokens: int, output_tokens: int, rec
         deviations.append("spot checks failed or were left out")
     if not recounted:
         deviations.append("token counts are the server's own claims")
-    if any(level.miscounted for level in weighted):
+    if any(is_miscounted(level.claimed_output_tokens, level.verified_output_tokens) for level in weighted):
         deviations.append("re-counted tokens differ from the claimed ones")
     value = sum(WEIGHTS[level.concurrency] * level.output_rate for level in weighted)
     return Score(value=value, protocol=not deviations, deviations=deviations)

@@ -53,10 +53,10 @@ async def additive_penalties(target: Target) -> None:
 @check("repetition_penalty and repeat_penalty are two names of one thing, which changes repeating text")
 async def repetition_penalty(target: Target) -> None:
     text = await target.text(max_tokens=100, ignore_eos=True)
-    one = await target.text(max_tokens=100, ignore_eos=True, repetition_penalty=2.0)
-    two = await target.text(max_tokens=100, ignore_eos=True, repeat_penalty=2.0)
+    one = await target.text(max_tokens=100, ignore_eos=True, repetition_penalty=10.0)
+    two = await target.text(max_tokens=100, ignore_eos=True, repeat_penalty=10.0)
     equal(two, one, "text with repeat_penalty")
-    expect(one != text, "repetition_penalty 2.0 changed nothing in 100 tokens of repeating text")
+    expect(one != text, "repetition_penalty 10 changed nothing in 100 tokens of repeating text")
 
 
 @check("a stop string ends the text before it, with finish_reason `stop`")

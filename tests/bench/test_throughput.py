@@ -196,7 +196,12 @@ def test_the_score_is_the_protocols_only_when_every_rule_held() -> None:
     assert full.protocol
     assert full.value == 100 * (1 * 1 + 1 * 2 + 2 * 4 + 2 * 8 + 4 * 16 + 4 * 32 + 8 * 64)
     assert score([level_of(3)], input_tokens=1024, output_tokens=1024, recounted=True) is None
-    for broken in ({"errors": 1}, {"miscounted": 1}, {"spot_checks_passed": 1}, {"requests": 8}):
+    for broken in (
+        {"errors": 1},
+        {"claimed_output_tokens": 1000, "verified_output_tokens": 970},
+        {"spot_checks_passed": 1},
+        {"requests": 8},
+    ):
         spoiled = score(
             [level_of(1, **broken), *levels[1:]], input_tokens=1024, output_tokens=1024, recounted=True
         )
