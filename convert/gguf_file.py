@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from convert.tensors import FloatType, PlannedTensor, TensorPlan
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
-CHUNK_ELEMENTS = 1 << 20  # small enough for a core's cache, large enough for the disk
+CHUNK_ELEMENTS = 1 << 18  # buffers of half a megabyte: in cache, and reused rather than mapped anew each time
 DEFAULT_THREADS = min(4, os.cpu_count() or 1)
 
 

@@ -41,7 +41,7 @@ def stored(folder: Path, name: str) -> Any:
     return to_f32(tensor.read(), tensor.dtype).reshape(tensor.shape)
 
 
-@pytest.fixture(params=[1 << 20, 1000], ids=["large-chunks", "chunks-that-cut-rows"])
+@pytest.fixture(params=[1 << 18, 1000], ids=["large-chunks", "chunks-that-cut-rows"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "CHUNK_ELEMENTS", request.param)
 
