@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         _convert(arguments)
-    except ConvertError as error:
+    except (ConvertError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

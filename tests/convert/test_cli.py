@@ -82,6 +82,12 @@ def test_too_little_disk_is_seen_before_anything_is_written(
     assert not list(out.glob("*.gguf*"))
 
 
+def test_an_out_that_is_a_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("")
+    assert run("--src", checkpoint, "--quant", "F16", "--out", tmp_path / "out") == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_a_missing_calibration_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--src", checkpoint, "--quant", "Q2_K", "--calibration", checkpoint / "none.txt") == 1
     assert "none.txt: no such file" in capsys.readouterr().err
