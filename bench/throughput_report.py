@@ -90,8 +90,8 @@ def draw(result: ThroughputResult, path: Path) -> None:
         for axis in axes[:3]:
             axis.set_xscale("log", base=2)
             axis.set_xticks(x, [str(at) for at in x])
-            axis.margins(x=0.08, y=0.12)
-            axis.set_ylim(bottom=0)
+            axis.margins(x=0.08)
+            axis.set_ylim(0, 1.12 * axis.dataLim.y1)
             axis.set_xlabel("concurrent requests")
         if by_turn:
             for index, level in enumerate(levels):
@@ -106,8 +106,7 @@ def draw(result: ThroughputResult, path: Path) -> None:
             axes[3].set_title("Time to first token by turn, ms (p50)")
             axes[3].set_xlabel("turn")
             axes[3].set_xticks(sorted({turn.turn + 1 for turn in result.turns}))
-            axes[3].margins(y=0.12)
-            axes[3].set_ylim(bottom=0)
+            axes[3].set_ylim(0, 1.12 * axes[3].dataLim.y1)
             axes[3].legend()
 
 
