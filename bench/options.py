@@ -23,7 +23,7 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://127.0.0.1:8080", help="where the server listens")
-    server.add_argument("--model", help="`model` of the requests (the server's first model otherwise)")
+    server.add_argument("--model", help="`model` in the requests and the record (else the server is asked)")
     server.add_argument("--api-key", help="sent as a bearer token")
     server.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take")
     server.add_argument("--card", help="the server's graphics card, for the record (asked locally otherwise)")
