@@ -25,13 +25,6 @@ CHUNKS = 3
 
 
 @pytest.fixture(scope="module")
-def nano_q2_k(nano_f16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("q2") / "nano-Q2_K.gguf"
-    quantize(nano_f16, out, recipe=load_recipe("Q2_K"), imatrix=None, runtime=RUNTIME)
-    return out
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(160)))
