@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -38,6 +39,7 @@ NANO = ROOT / "models" / "nano"
 NAME = "synthetic-4B"
 GB = 1e9
 SAMPLE_S = 0.02
+PACKAGES = ("gguf", "numpy", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class ConversionResult(Record):
     runs: list[Run]
     tensors_equal: int
     tensors_differing: list[str] = Field(description="by more than one last bit")
+    notes: list[str] = Field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write as JSON under a temporary name, then rename."""
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--work", type=Path, help="folder for 27 GB of temporary files (the system's own else)"
     )
     parser.add_argument("--out", type=Path, help="results file (JSON)")
+    parser.add_argument("--note", help="kept in the results file, such as what else ran on the machine")
     return run(parser, measure, argv)
 
 
@@ -118,11 +122,12 @@ def measure(args: argparse.Namespace) -> int:
         command=args.command,
         started=started,
         host=host(),
-        versions=versions(),
+        versions=versions() | {package: version(package) for package in PACKAGES},
         checkpoint_bytes=size,
         runs=runs,
         tensors_equal=equal,
         tensors_differing=differing,
+        notes=[args.note] if args.note else [],
     )
     print(table(result))
     if args.out is not None:
