@@ -1,0 +1,123 @@
+"""python -m models.nano.train VERB: everything it takes to make the checkpoint in models/nano."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from models.nano.train.heldout import FAMILIES
+
+NANO = Path(__file__).resolve().parents[1]
+
+
+def make_tokenizer(args: argparse.Namespace) -> None:
+    from models.nano.train.corpus import corpus
+    from models.nano.train.tokenizer import BPE_SIZE, save_tokenizer, train_tokenizer
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(train_tokenizer(corpus(), BPE_SIZE), args.out)
+
+
+def make_heldout(args: argparse.Namespace) -> None:
+    from models.nano.train.heldout import write
+
+    write(args.out / "heldout")
+
+
+def run_fit(args: argparse.Namespace) -> None:
+    from models.nano.train.fit import FitSettings, fit
+
+    fit(
+        FitSettings(
+            tokenizer=args.tokenizer,
+            heldout=args.heldout,
+            out=args.out,
+            minutes=args.minutes,
+            start_from=args.start_from,
+            batch_tokens=args.batch_tokens,
+            accumulate=args.accumulate,
+            workers=args.workers,
+            probe_every=args.probe_every,
+            rate=args.rate,
+            seed=args.seed,
+            compiled=args.compile,
+        )
+    )
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    from models.nano.train.evaluate import generate
+
+    generate(args.model, args.heldout, args.replies, args.families, args.limit, args.batch_tokens)
+
+
+def run_score(args: argparse.Namespace) -> None:
+    from models.nano.train.score import score
+
+    print(score(args.heldout, args.replies))
+
+
+def write_reference(args: argparse.Namespace) -> None:
+    from models.nano.train import reference
+
+    reference.write_reference(args.heldout, args.replies, args.out)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m models.nano.train", description=__doc__)
+    verbs = top.add_subparsers(required=True, metavar="VERB")
+
+    verb = verbs.add_parser("tokenizer", help="train the tokenizer")
+    verb.add_argument("--out", type=Path, default=NANO)
+    verb.set_defaults(run=make_tokenizer)
+
+    verb = verbs.add_parser("heldout", help="write the held-out files")
+    verb.add_argument("--out", type=Path, default=NANO)
+    verb.set_defaults(run=make_heldout)
+
+    verb = verbs.add_parser("fit", help="train trunk and draft head")
+    verb.add_argument("--tokenizer", type=Path, default=NANO / "tokenizer.json")
+    verb.add_argument("--heldout", type=Path, default=NANO / "heldout", help="to probe along the way")
+    verb.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and log.json")
+    verb.add_argument(
+        "--minutes", type=float, default=8.0, help="training time, data and compilation not counted"
+    )
+    verb.add_argument("--start-from", type=Path, help="a checkpoint to go on from, instead of random weights")
+    verb.add_argument("--batch-tokens", type=int, default=32_768)
+    verb.add_argument("--accumulate", type=int, default=2, help="batches a step")
+    verb.add_argument("--workers", type=int, default=14, help="processes that draw documents")
+    verb.add_argument(
+        "--probe-every", type=float, default=60.0, help="seconds between looks at held-out items"
+    )
+    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
+    verb.add_argument("--seed", type=int, default=1)
+    verb.add_argument("--compile", action="store_true", help="torch.compile the layers")
+    verb.set_defaults(run=run_fit)
+
+    verb = verbs.add_parser(
+        "generate", help="greedy replies to the held-out items, by transformers in float32"
+    )
+    verb.add_argument("--model", type=Path, default=NANO)
+    verb.add_argument("--heldout", type=Path, default=NANO / "heldout")
+    verb.add_argument("--replies", type=Path, required=True, help="JSON lines to write")
+    verb.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    verb.add_argument("--limit", type=int, default=0, help="items a family; 0: all")
+    verb.add_argument("--batch-tokens", type=int, default=131_072, help="prompt tokens at once")
+    verb.set_defaults(run=run_generate)
+
+    verb = verbs.add_parser("score", help="the table of accuracies for such replies")
+    verb.add_argument("--heldout", type=Path, default=NANO / "heldout")
+    verb.add_argument("--replies", type=Path, required=True)
+    verb.set_defaults(run=run_score)
+
+    verb = verbs.add_parser("reference", help="write reference.json: which items such replies got right")
+    verb.add_argument("--heldout", type=Path, default=NANO / "heldout")
+    verb.add_argument("--replies", type=Path, required=True)
+    verb.add_argument("--out", type=Path, default=NANO / "reference.json")
+    verb.set_defaults(run=write_reference)
+    return top
+
+
+if __name__ == "__main__":
+    arguments = parser().parse_args()
+    arguments.run(arguments)
