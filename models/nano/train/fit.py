@@ -20,7 +20,6 @@ from models.nano.train.batches import Batch, Stream
 from models.nano.train.checkpoint import load_checkpoint, new_model, save_checkpoint
 from models.nano.train.fusion import Fusion
 from models.nano.train.muon import Muon
-from models.nano.train.ranks import Ranks
 from models.nano.train.shape import Shape
 
 if TYPE_CHECKING:
@@ -31,15 +30,13 @@ LEARNING_RATE = {"muon": 0.02, "adam": 4e-3}
 DRAFT_WEIGHT = 0.2
 WARM_UP = 0.02
 COOL_DOWN = 0.6
-# steps between looks at the leader's clock
-CLOCK_EVERY = 10
 # seconds after which a machine too slow at compiling goes on without
 COMPILE_PATIENCE = 75.0
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """minutes: time for the steps; batch_tokens: of a micro-batch; each rank adds up `accumulate` of them."""
+    """minutes: time for the steps; batch_tokens: of a micro-batch, `accumulate` make a step."""
 
     tokenizer: Path
     heldout: Path
@@ -87,8 +84,7 @@ def optimizers(modules: list[nn.Module], rate: float) -> list[torch.optim.Optimi
 
 def fit(settings: FitSettings) -> None:
     """Train, probe held-out items along the way, and leave a checkpoint and log.json in `settings.out`."""
-    ranks = Ranks()
-    device = ranks.device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_file(str(settings.tokenizer))
     trunk, mtp = (
@@ -99,8 +95,7 @@ def fit(settings: FitSettings) -> None:
     Fusion.on = settings.compiled
     steppers = optimizers([trunk, mtp], settings.rate)
     full = [group["lr"] for stepper in steppers for group in stepper.param_groups]
-    parameters = [*trunk.parameters(), *mtp.parameters()]
-    stream = Stream(settings.tokenizer, settings.batch_tokens, settings.seed * ranks.count + ranks.rank)
+    stream = Stream(settings.tokenizer, settings.batch_tokens, settings.seed)
     loader = DataLoader(
         stream,
         batch_size=None,
@@ -119,14 +114,12 @@ def fit(settings: FitSettings) -> None:
         write_log(settings, log)
 
     began = time.monotonic()
-    limit, next_probe, step, seen, elapsed = settings.minutes * 60, settings.probe_every, 0, 0, 0.0
-    while elapsed < limit:
-        if step < 10 and time.monotonic() - began > COMPILE_PATIENCE:
+    limit, next_probe, step, seen = settings.minutes * 60, settings.probe_every, 0, 0
+    while (elapsed := time.monotonic() - began) < limit:
+        if step < 10 and elapsed > COMPILE_PATIENCE:
             Fusion.on = False
         if step == 10:  # compilation is behind us: the clock of the schedule starts here
-            began, seen = time.monotonic(), 0
-        if step % CLOCK_EVERY == 0:
-            elapsed = ranks.agree(time.monotonic() - began)
+            began, elapsed, seen = time.monotonic(), 0.0, 0
         share = rate_at(elapsed / limit) if step > 10 else rate_at(0.001 * (step + 1))
         groups = [group for stepper in steppers for group in stepper.param_groups]
         for group, rate in zip(groups, full, strict=True):
@@ -140,13 +133,12 @@ def fit(settings: FitSettings) -> None:
                 following, after = losses(trunk, mtp, on_device)
             (following / count + DRAFT_WEIGHT * after / drafts).backward()
             total += torch.stack([following.detach() / count, after.detach() / drafts])
-            seen += batch.tokens.numel() * ranks.count
-        ranks.average(parameters)
+            seen += batch.tokens.numel()
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad(set_to_none=True)
         step += 1
-        if ranks.leads and (step % 100 == 0 or step <= 3):
+        if step % 100 == 0 or step <= 3:
             loss, draft_loss = total.tolist()
             if not math.isfinite(loss):
                 raise RuntimeError(f"the loss is {loss} at step {step}: lower --rate")
@@ -160,11 +152,8 @@ def fit(settings: FitSettings) -> None:
             )
         if elapsed >= next_probe:
             next_probe += settings.probe_every
-            if ranks.leads:
-                record()
-    if ranks.leads:
-        record()
-    ranks.leave()
+            record()
+    record()
 
 
 def write_log(settings: FitSettings, log: list[dict[str, float]]) -> None:
