@@ -1,0 +1,28 @@
+"""A nano with a group of layers pruned by its recipe: converted, quantized, and served over HTTP."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import NANO, QUICK
+from tests.server.serving import ServerProcess
+
+
+def test_a_pruned_nano_is_served(tmp_path: Path) -> None:
+    recipe = tmp_path / "half.toml"
+    recipe.write_text(
+        'type = "Q8_0"\nabout = "the first group of four alone"\n[layers]\nprune = [4, 5, 6, 7]\n'
+    )
+    command = ["--src", str(NANO), "--recipe", str(recipe), "--out", str(tmp_path), *QUICK]
+    subprocess.run([sys.executable, "-m", "convert", *command], check=True, capture_output=True)
+    server = ServerProcess("--model", tmp_path / "nano-half.gguf")
+    try:
+        with server.client() as http:
+            prompt = {"prompt": "The quick brown fox", "max_tokens": 16, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=prompt)
+            model = http.get("/v1/models").json()["data"][0]
+    finally:
+        server.kill()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
+    assert model["meta"]["n_params"] < 5_000_000  # of 7 million; half the trunk is gone
