@@ -1,0 +1,42 @@
+"""What reads activations and logits back from a card gives what the CPU gives."""
+
+from pathlib import Path
+
+import pytest
+from llama_cpp import llama_cpp
+
+from convert.calibration.prompts import PROMPTS
+from convert.imatrix import Imatrix, collect_imatrix
+from convert.kld import measure_divergence
+from convert.llama import Runtime
+
+import numpy as np  # isort: skip  (after llama_cpp: see convert/llama.py)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not llama_cpp.llama_supports_gpu_offload(), reason="no GPU, or llama-cpp-python built without CUDA"
+    ),
+]
+CPU, GPU = Runtime(threads=1, n_gpu_layers=0), Runtime(threads=1, n_gpu_layers=-1)
+
+
+def test_the_importance_matrix_is_that_of_the_cpu(nano_f16: Path, tmp_path: Path) -> None:
+    collected = []
+    for name, runtime in (("cpu.gguf", CPU), ("gpu.gguf", GPU)):
+        collect_imatrix(nano_f16, tmp_path / name, text=PROMPTS, runtime=runtime)
+        collected.append(Imatrix.load(tmp_path / name).entries)
+    on_cpu, on_gpu = collected
+    assert on_cpu.keys() == on_gpu.keys()
+    for name, entry in on_cpu.items():
+        means = entry.means
+        apart = np.abs(on_gpu[name].means - means).max() / means.mean()
+        assert apart < 0.05, f"{name}: {apart:.3f} of the mean"
+
+
+def test_the_divergence_is_that_of_the_cpu(nano_f16: Path, nano_q4_k_m: Path) -> None:
+    on_cpu, on_gpu = (
+        measure_divergence(nano_f16, nano_q4_k_m, text=PROMPTS, runtime=runtime) for runtime in (CPU, GPU)
+    )
+    assert on_gpu.tokens == on_cpu.tokens
+    assert on_gpu.mean == pytest.approx(on_cpu.mean, rel=0.1)
