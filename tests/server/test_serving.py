@@ -169,7 +169,8 @@ def test_prompt_forms_agree(http: httpx.Client) -> None:
 def test_a_client_that_leaves_frees_its_sequence(http: httpx.Client) -> None:
     body = {"prompt": FILLER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: httpx closes the connection with its iterator
+        next(lines)
         assert "qwen_running_sequences 1.0" in http.get("/metrics").text
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json={**body, "stream": False}, timeout=1)
