@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ NANO = ROOT / "models" / "nano"
 CACHE = ROOT / ".work" / "test-models"
 QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts its background jobs so, and every program that a test interrupts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def nano_gguf(quant: str) -> Path:
