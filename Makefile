@@ -71,7 +71,7 @@ test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
-	$(PY) -m pytest -m reference tests/reference $(ARGS)
+	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
 
 lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
