@@ -6,15 +6,15 @@ The reply to a request is a function of the request, so it can be learnt; it is 
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from models.nano.train.document import Document, Reply, chat, user
-from models.nano.train.split import is_held_out
+from models.nano.train.split import held_out, is_held_out
 from models.nano.train.topics import TOPICS, Topic, sentences, vocabulary
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
 
 Arguments = dict[str, Any]
@@ -506,10 +506,4 @@ def training_document(rng: random.Random) -> Document:
 
 def held_out_items(count: int) -> Iterator[Item]:
     """`count` distinct held-out requests."""
-    rng = random.Random(7)
-    seen: set[str] = set()
-    while len(seen) < count:
-        item = draw_item(rng)
-        if is_held_out(item.key) and item.key not in seen:
-            seen.add(item.key)
-            yield item
+    return held_out(draw_item, 7, count)

@@ -6,14 +6,14 @@ With thinking on, the steps are worked out in the think block; with thinking off
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from models.nano.train.document import Document, Reply, chat, user
-from models.nano.train.split import is_held_out
+from models.nano.train.split import held_out, is_held_out
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterator, Sequence
 
 LETTERS = "ABCD"
@@ -221,10 +221,4 @@ def training_document(rng: random.Random) -> Document:
 
 def held_out_items(count: int) -> Iterator[Item]:
     """`count` distinct held-out problems, every kind as often."""
-    rng = random.Random(8)
-    seen: set[str] = set()
-    while len(seen) < count:
-        item = draw_item(rng)
-        if is_held_out(item.key) and item.key not in seen:
-            seen.add(item.key)
-            yield item
+    return held_out(draw_item, 8, count)
