@@ -1,0 +1,25 @@
+"""The llama.cpp API, as much of it as the engine uses: the only package here that touches ctypes.
+
+Errors are exceptions, batches and logits are numpy views of llama.cpp's own memory, and its log goes to
+Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call from several threads at once.
+"""
+
+from .context import Context, ContextOptions
+from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
+from .log import set_up, tapped_log
+from .model import Model
+from .samplers import SamplerChain
+
+__all__ = [
+    "CACHE_TYPES",
+    "Context",
+    "ContextOptions",
+    "Device",
+    "Model",
+    "SamplerChain",
+    "devices",
+    "row_bytes",
+    "set_up",
+    "supports_gpu",
+    "tapped_log",
+]

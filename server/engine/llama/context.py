@@ -1,0 +1,135 @@
+"""KV cache, recurrent states, compute buffers: what decodes batches."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+
+from server.engine.errors import LlamaError, NoMemorySlot
+
+from .devices import CACHE_TYPES
+from .log import reason, tapped_log
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from .model import Model
+
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """`n_ctx` is in tokens, all sequences together; `n_outputs`, at least `n_seq`, bounds the logits rows."""
+
+    n_ctx: int
+    n_seq: int
+    n_batch: int
+    n_ubatch: int
+    n_outputs: int
+    threads: int
+    threads_batch: int
+    flash_attn: str
+    type_k: str
+    type_v: str
+
+
+class Context:
+    """KV cache, recurrent states and compute buffers: what decodes batches.
+
+    Fill `tokens`, `positions`, `sequences` and `outputs` (1 where logits are wanted) from the start, call
+    `decode(n)`, read `logits(rows)`. One thread only. Raises LlamaError when llama.cpp refuses the options.
+    """
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        params = C.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_seq_max = options.n_seq
+        params.n_batch = options.n_batch
+        params.n_ubatch = options.n_ubatch
+        params.n_outputs_max = options.n_outputs
+        params.n_threads = options.threads
+        params.n_threads_batch = options.threads_batch
+        params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
+        params.type_k = CACHE_TYPES[options.type_k]
+        params.type_v = CACHE_TYPES[options.type_v]
+        params.kv_unified = True
+        params.offload_kqv = True
+        params.no_perf = True
+        with tapped_log() as lines:
+            self._handle = C.llama_init_from_model(model._handle, params)
+        self.log = lines
+        if not self._handle:
+            raise LlamaError(reason(lines))
+        self._memory = C.llama_get_memory(self._handle)
+        self._n_vocab = model.n_vocab
+        self._n_outputs = options.n_outputs
+        self.n_ctx = int(C.llama_n_ctx(self._handle))
+        self.n_batch = int(C.llama_n_batch(self._handle))
+
+        n = self.n_batch
+        self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
+        self.positions: npt.NDArray[np.int32] = np.zeros(n, np.int32)
+        self.sequences: npt.NDArray[np.int32] = np.zeros(n, np.int32)
+        self.outputs: npt.NDArray[np.int8] = np.zeros(n, np.int8)
+        self._counts = np.ones(n, np.int32)
+        self._pointers = self.sequences.ctypes.data + 4 * np.arange(n, dtype=np.uintp)
+        self._batch = C.llama_batch(
+            n_tokens=0,
+            token=self.tokens.ctypes.data_as(ctypes.POINTER(C.llama_token)),
+            embd=None,
+            pos=self.positions.ctypes.data_as(ctypes.POINTER(C.llama_pos)),
+            n_seq_id=self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
+            logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+        self._logits_address = 0
+        self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
+
+    def decode(self, n_tokens: int) -> None:
+        """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
+
+        Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
+        the sequences of the batch are in an unknown state.
+        """
+        if not 0 < n_tokens <= self.n_batch:
+            raise LlamaError(f"a batch of {n_tokens} tokens; it must be 1 to {self.n_batch}")
+        if (rows := np.count_nonzero(self.outputs[:n_tokens])) > self._n_outputs:
+            raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
+        self._batch.n_tokens = n_tokens
+        status = C.llama_decode(self._handle, self._batch)
+        if status == 1:
+            raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
+        if status != 0:
+            raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
+
+    def logits(self, rows: int) -> npt.NDArray[np.float32]:
+        """Logits of the last batch's outputs, in their order: shape [rows, n_vocab], valid until the next.
+
+        Waits for the device. The view is writable; nothing reads it after the caller.
+        """
+        pointer = C.llama_get_logits(self._handle)
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_address or rows > len(self._logits):
+            memory = (ctypes.c_float * (rows * self._n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(memory).reshape(rows, self._n_vocab)
+            self._logits_address = address
+        return self._logits[:rows]
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence: its cells are free again."""
+        C.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        C.llama_memory_clear(self._memory, False)
+
+    def close(self) -> None:
+        """Free the context. Idempotent."""
+        if self._handle:
+            C.llama_free(self._handle)
+            self._handle = None

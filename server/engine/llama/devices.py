@@ -1,0 +1,79 @@
+"""The processors that ggml knows, and the sizes of its types."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from .log import set_up
+
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bf16": 30,
+}
+"""ggml's numbers (`enum ggml_type`) for the types a KV cache may have."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place that can hold tensors. `free` and `total` are bytes."""
+
+    name: str
+    description: str
+    is_gpu: bool
+    free: int
+    total: int
+
+
+def _ggml(name: str, restype: Any, *argtypes: Any) -> Any:
+    function = getattr(C._lib, name)
+    function.restype, function.argtypes = restype, list(argtypes)
+    return function
+
+
+_dev_count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
+_dev_get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_dev_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+_dev_description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+_dev_type = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
+_row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
+_type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+
+
+def devices() -> list[Device]:
+    """Every GPU, then the CPU, as ggml sees them now."""
+    set_up()
+    found: list[Device] = []
+    for index in range(_dev_count()):
+        handle = _dev_get(index)
+        kind = _dev_type(handle)
+        if kind > 2:  # accelerators (BLAS, AMX) work in the CPU's memory
+            continue
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        _dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        names = _dev_name(handle).decode(), _dev_description(handle).decode()
+        found.append(Device(*names, kind in (1, 2), free.value, total.value))
+    return sorted(found, key=lambda device: not device.is_gpu)
+
+
+def supports_gpu() -> bool:
+    """Whether this build of llama.cpp can put layers on a GPU."""
+    return bool(C.llama_supports_gpu_offload())
+
+
+def row_bytes(ggml_type: int, elements: int) -> int:
+    """Bytes of one row of `elements` values; 0 for a type that this ggml does not know."""
+    if not 0 <= ggml_type < C.GGML_TYPE_COUNT or _type_name(ggml_type) is None:
+        return 0
+    return int(_row_size(ggml_type, elements))

@@ -1,0 +1,62 @@
+"""llama.cpp's log, routed to Python's logging (logger `llama.cpp`), and the start of its backends."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+log = logging.getLogger("llama.cpp")
+
+_LEVELS = {1: 5, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+"""ggml's levels (debug, info, warning, error). Its info is our debug: it tells a developer's story."""
+
+_tap: list[str] | None = None
+_log_level = logging.DEBUG
+
+
+@C.llama_log_callback  # type: ignore[untyped-decorator]
+def _route_log(level: int, text: bytes, _user_data: object) -> None:
+    global _log_level
+    if level != 5:  # 5 continues the line before
+        _log_level = _LEVELS.get(level, logging.DEBUG)
+    line = text.decode("utf-8", "replace").strip()
+    if not line or not line.strip("."):  # loading draws its progress in dots
+        return
+    if _tap is not None:
+        _tap.append(line)
+        log.log(min(_log_level, logging.DEBUG), line)
+    else:
+        log.log(_log_level, line)
+
+
+@cache
+def set_up() -> None:
+    """Start llama.cpp's backends and take over its log, once."""
+    C.llama_log_set(_route_log, ctypes.c_void_p(0))
+    C.llama_backend_init()
+
+
+@contextmanager
+def tapped_log() -> Iterator[list[str]]:
+    """Collect llama.cpp's log lines while the block runs, and keep them off the console."""
+    global _tap
+    lines: list[str] = []
+    _tap = lines
+    try:
+        yield lines
+    finally:
+        _tap = None
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The lines of a tapped log that tell why something failed: those that say so, else the last."""
+    telling = [line for line in lines if any(word in line for word in ("error", "fail", "unable", "cannot"))]
+    return "; ".join(telling[:3] or lines[-1:]) or "llama.cpp gave no reason"

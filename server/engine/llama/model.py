@@ -1,0 +1,115 @@
+"""Weights and vocabulary of a GGUF file."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from server.engine.errors import LlamaError, ModelLoadError
+
+from .log import reason, set_up, tapped_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
+
+
+class Model:
+    """Weights and vocabulary of one GGUF file.
+
+    With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
+    a model serves only to learn what llama.cpp would allocate. Raises ModelLoadError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int = -1,
+        main_gpu: int = 0,
+        use_mmap: bool = True,
+        mlock: bool = False,
+        rehearse: bool = False,
+    ) -> None:
+        set_up()
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.split_mode = C.LLAMA_SPLIT_MODE_NONE
+        params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
+        mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
+        params.no_alloc = rehearse
+        params.load_mtp = False
+        with tapped_log() as lines:
+            self._handle = C.llama_model_load_from_file(str(path).encode(), params)
+        self.log = lines
+        if not self._handle:
+            raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
+        self._vocab = C.llama_model_get_vocab(self._handle)
+        self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
+        self.n_params = int(C.llama_model_n_params(self._handle))
+        self.size_bytes = int(C.llama_model_size(self._handle))
+        self.eos = int(C.llama_vocab_eos(self._vocab))
+        adds_bos = C.llama_vocab_get_add_bos(self._vocab)
+        self.bos = int(C.llama_vocab_bos(self._vocab)) if adds_bos else None
+
+    def description(self) -> str:
+        """Architecture, size class and quantization, in llama.cpp's words."""
+        return _string(C.llama_model_desc, self._handle)
+
+    def metadata(self) -> dict[str, str]:
+        """The scalar GGUF keys and their values, as text."""
+        found = {}
+        for index in range(C.llama_model_meta_count(self._handle)):
+            key = _string(C.llama_model_meta_key_by_index, self._handle, index)
+            found[key] = _string(C.llama_model_meta_val_str_by_index, self._handle, index)
+        return found
+
+    def tokenize(self, text: bytes, *, special: bool) -> list[int]:
+        """Ids of valid UTF-8 `text`; with `special`, the texts of control tokens become those tokens."""
+        buffer = (C.llama_token * (len(text) + 1))()  # a token stands for at least one byte
+        count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), False, special)
+        if count < 0:
+            raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
+        return buffer[:count]  # type: ignore[no-any-return]
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """The bytes a token stands for: for a control token none, or with `special` its own text."""
+        buffer = ctypes.create_string_buffer(64)
+        count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+        return bytes(buffer.raw[:count])
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return bool(C.llama_vocab_is_eog(self._vocab, token))
+
+    def is_added(self, token: int) -> bool:
+        """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""
+        return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
+
+    def is_unused(self, token: int) -> bool:
+        """Whether the id only pads the vocabulary."""
+        return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_UNUSED)
+
+    def close(self) -> None:
+        """Free the weights. Every context of this model must be closed before. Idempotent."""
+        if self._handle:
+            C.llama_model_free(self._handle)
+            self._handle = None
+
+
+def _string(function: Any, *arguments: Any) -> str:
+    """Read a string from one of llama.cpp's `(..., char * buf, size_t size) -> length` functions."""
+    buffer = ctypes.create_string_buffer(1024)
+    length = function(*arguments, buffer, len(buffer))
+    if length >= len(buffer):
+        buffer = ctypes.create_string_buffer(length + 1)
+        function(*arguments, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")
