@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
+    from .runner import Sampled
     from .sampling import SamplingParams
     from .scheduler import Step
     from .sequence import FinishReason
@@ -254,35 +255,47 @@ class Engine:
             self._inbox.get()()
         return False
 
-    def _postprocess(self, step: Step, sampled: list[int | Exception | None], started: float) -> None:
+    def _postprocess(self, step: Step, sampled: list[Sampled], started: float) -> None:
         """Append what was sampled, tell the listeners, and end what is complete."""
         self._scheduler.postprocess(step)
         self._steps += 1
         now = perf_counter()
-        for chunk, token in zip(step.chunks, sampled, strict=True):
+        for chunk, tokens in zip(step.chunks, sampled, strict=True):
             sequence = chunk.sequence
             if chunk.count > 1 or not sequence.generated:
                 self._prompt_tokens += chunk.count
                 sequence.timings.started = sequence.timings.started or started
-            if token is None:
+            if tokens is None:
                 continue
-            if isinstance(token, Exception):
-                log.error("a sequence failed in its sampler", exc_info=token)
-                self._finish(sequence, GenerationError(f"sampling failed: {token}"))
+            if isinstance(tokens, Exception):
+                log.error("a sequence failed in its sampler", exc_info=tokens)
+                self._finish(sequence, GenerationError(f"sampling failed: {tokens}"))
                 continue
             sequence.timings.first_token = sequence.timings.first_token or now
-            if self.vocab.is_eog(token):
-                self._finish(sequence, "stop")
-                continue
-            sequence.tokens.append(token)
-            self._generated_tokens += 1
-            if len(sequence.tokens) == sequence.limit:
-                self._finish(sequence, "length", token)
+            new, done = self._cut(sequence, tokens)
+            sequence.tokens += new
+            self._generated_tokens += len(new)
+            if done:
+                self._finish(sequence, done, new)
             else:
                 generation, mailbox = self._open[sequence]
-                mailbox.put(generation, token, None)
+                mailbox.put(generation, new, None)
 
-    def _finish(self, sequence: Sequence, done: FinishReason | Exception, token: int | None = None) -> None:
+    def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The part of `tokens` before the end of the answer, and the reason to end, if there is one."""
+        new: list[int] = []
+        room = sequence.limit - len(sequence.tokens)
+        for token in tokens:
+            if self.vocab.is_eog(token):
+                return new, "stop"
+            new.append(token)
+            if len(new) == room:
+                return new, "length"
+        return new, None
+
+    def _finish(
+        self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int] | None = None
+    ) -> None:
         """End a sequence: free its place, tell its listener. Nothing happens when it has ended before."""
         with self._lock:
             entry = self._open.pop(sequence, None)
@@ -293,7 +306,7 @@ class Engine:
         sequence.timings.finished = perf_counter()
         self._finished["error" if isinstance(done, Exception) else done] += 1
         generation, mailbox = entry
-        mailbox.put(generation, token, done)
+        mailbox.put(generation, tokens or [], done)
 
     def _relieve(self, error: NoMemorySlot) -> None:
         """llama.cpp found no cells where the scheduler counted some: run fewer, and say so."""
@@ -324,7 +337,7 @@ class Engine:
             sequence.sampler.close()
             sequence.timings.finished = perf_counter()
             self._finished["error"] += 1
-            mailbox.put(generation, None, GenerationError(message))
+            mailbox.put(generation, [], GenerationError(message))
         self._post()
         self._warm.set()  # nobody needs to wait any longer
 

@@ -54,13 +54,16 @@ class Generation:
         tokens, self._arrived = self._arrived, []
         return tokens
 
-    def receive(self, token: int | None, done: FinishReason | Exception | None) -> None:
+    def receive(self, tokens: list[int], done: FinishReason | Exception | None) -> None:
         """Take what a step produced. Called by the engine, on the event loop."""
-        if token is not None:
-            self._arrived.append(token)
+        self._arrived += tokens
         if done is not None and self._done is None:
             self._done = done
         self._wake.set()
+
+
+Letter = tuple[Generation, list[int], "FinishReason | Exception | None"]
+"""What a step produced for one generation."""
 
 
 class Mailbox:
@@ -68,11 +71,11 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Generation, int | None, FinishReason | Exception | None]] = deque()
+        self._letters: deque[Letter] = deque()
 
-    def put(self, generation: Generation, token: int | None, done: FinishReason | Exception | None) -> None:
+    def put(self, generation: Generation, tokens: list[int], done: FinishReason | Exception | None) -> None:
         """Add a result; it leaves with the next `post`."""
-        self._letters.append((generation, token, done))
+        self._letters.append((generation, tokens, done))
 
     def post(self) -> bool:
         """Deliver everything put so far; False when the loop is closed and nobody can listen any more."""
@@ -87,7 +90,7 @@ class Mailbox:
 
     @staticmethod
     def _deliver(
-        letters: deque[tuple[Generation, int | None, FinishReason | Exception | None]],
+        letters: deque[Letter],
     ) -> None:
-        for generation, token, done in letters:
-            generation.receive(token, done)
+        for generation, tokens, done in letters:
+            generation.receive(tokens, done)

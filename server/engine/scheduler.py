@@ -34,11 +34,25 @@ GROWTH = 64
 
 @dataclass(slots=True)
 class Chunk:
-    """The next `count` pending tokens of a sequence. With `samples`, they are all of them."""
+    """The next `count` pending tokens of a sequence, then a `draft` of what may follow them.
+
+    With `samples`, they are all that is pending; then, and only then, there may be a draft.
+    """
 
     sequence: Sequence
     count: int
     samples: bool
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """What it adds to the batch."""
+        return self.count + len(self.draft)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits it needs: one after the last pending token, one after each token of the draft."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(slots=True)
@@ -48,10 +62,11 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     n_tokens: int = 0
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Put the next `count` pending tokens of `sequence` into the step."""
-        self.chunks.append(Chunk(sequence, count, count == sequence.pending))
-        self.n_tokens += count
+    def add(self, sequence: Sequence, count: int, draft: list[int] | None = None) -> None:
+        """Put the next `count` pending tokens of `sequence` into the step, and `draft` behind the last."""
+        chunk = Chunk(sequence, count, count == sequence.pending, draft or [])
+        self.chunks.append(chunk)
+        self.n_tokens += chunk.n_tokens
 
 
 class Scheduler:

@@ -24,7 +24,7 @@ FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """`n_ctx` is in tokens, all sequences together; `n_outputs`, at least `n_seq`, bounds the logits rows."""
+    """`n_ctx` is in tokens, all sequences together; `n_outputs`, at least `n_seq`, bounds a batch's rows."""
 
     n_ctx: int
     n_seq: int
@@ -36,6 +36,8 @@ class ContextOptions:
     flash_attn: str
     type_k: str
     type_v: str
+    n_outputs_per_seq: int = 1
+    """Most rows of one sequence, where they are sampled on the device: a verification has several."""
 
 
 class Context:
@@ -52,6 +54,7 @@ class Context:
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
+        params.n_outputs_max_per_seq = options.n_outputs_per_seq
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -70,6 +73,7 @@ class Context:
         self._n_outputs = options.n_outputs
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.n_batch = int(C.llama_n_batch(self._handle))
+        self.n_ubatch = int(C.llama_n_ubatch(self._handle))
 
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)

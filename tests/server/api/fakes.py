@@ -152,13 +152,13 @@ class FakeEngine:
                 break
             generation.timings.first_token = generation.timings.first_token or perf_counter()
             entry.sent += 1
-            generation.receive(token, None)
+            generation.receive([token], None)
             if entry.sent == entry.limit:
                 done = "length"
                 break
         generation.timings.finished = perf_counter()
         entry.finished = True
-        generation.receive(None, done)
+        generation.receive([], done)
 
     def stats(self) -> EngineStats:
         return EngineStats(
