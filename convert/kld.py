@@ -1,12 +1,18 @@
-"""KL divergence of a quantized model from its reference, token by token over a text."""
+"""How a model's next-token distributions differ from its reference's, token by token over a text.
+
+A candidate may know fewer tokens than its reference (`--keep-vocab`). The text is then cut into the
+candidate's pieces, which both models read, and distributions are compared over the tokens that both have: the
+reference's is normalised over those, and the probability it gives to the others is reported beside the
+divergence.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +47,38 @@ class Divergence:
     maximum: float
     same_top: float
     """Share of tokens for which both models rate the same token highest."""
+    dropped: float = 0.0
+    """Mean probability that the reference gives to tokens which the quantized model does not have."""
+
+    @classmethod
+    def of(cls, scores: Scores) -> Divergence:
+        """Over every scored position."""
+        divergence = scores.divergence
+        return cls(
+            tokens=divergence.size,
+            mean=float(divergence.mean()),
+            median=float(np.median(divergence)),
+            p99=float(np.quantile(divergence, 0.99)),
+            maximum=float(divergence.max()),
+            same_top=float(scores.same_top.mean()),
+            dropped=float(scores.dropped.mean()),
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What two models make of a text: every array is [chunks, scored positions].
+
+    `divergence` is KL(reference || candidate) in nats over the tokens that both have, `same_top` whether both
+    rate the same token highest, `dropped` the probability that the reference gives to tokens the candidate
+    lacks. `reference_loss` and `loss` are -log p in nats of the token that follows, NaN at a chunk's end.
+    """
+
+    divergence: NDArray[np.float64]
+    same_top: NDArray[np.bool_]
+    dropped: NDArray[np.float64]
+    reference_loss: NDArray[np.float64]
+    loss: NDArray[np.float64]
 
 
 def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime: Runtime) -> Divergence:
@@ -49,65 +87,132 @@ def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime:
     Both models are loaded at once; logits are compared as they come and never kept.
 
     Raises:
-        ConvertError: the text has fewer than `MIN_TOKENS` tokens, or the vocabularies differ.
+        ConvertError: the text has fewer than `MIN_TOKENS` tokens, or the vocabularies do not fit.
         LlamaError: a model cannot be loaded or run.
     """
-    with ExitStack() as stack:
-        models = [stack.enter_context(Model(path, runtime)) for path in (reference, quantized)]
-        if models[0].n_vocab != models[1].n_vocab:
-            sizes = f"{models[0].n_vocab} and {models[1].n_vocab} tokens"
-            raise ConvertError(f"{quantized}: not made from {reference}, their vocabularies have {sizes}")
-        chunks = read_chunks(models[0], text)
+    with Model(reference, runtime) as whole, Model(quantized, runtime) as model:
+        columns = shared_tokens(whole, model)
+        chunks = read_chunks(model, text)
         if chunks.size < MIN_TOKENS:
             raise ConvertError(f"{text}: {chunks.size} tokens in whole chunks; {MIN_TOKENS} are needed")
-        size = chunks.shape[1]
-        n_batch = min(MAX_BATCH, LOGIT_BYTES // (4 * models[0].n_vocab))
-        n_seq, n_step = max(1, n_batch // size), size // math.ceil(size / n_batch)
+        return Divergence.of(compare(whole, model, chunks, columns=columns))
+
+
+def shared_tokens(reference: Model, candidate: Model) -> NDArray[np.int64] | None:
+    """The reference's id of every token of the candidate; None where the two vocabularies are the same.
+
+    Raises:
+        ConvertError: the candidate has a token that the reference has not.
+    """
+    theirs, ours = reference.token_texts(), candidate.token_texts()
+    if theirs == ours:
+        return None
+    id_of = {text: id_ for id_, text in enumerate(theirs)}
+    if (foreign := next((id_ for id_, text in enumerate(ours) if text not in id_of), None)) is not None:
+        raise ConvertError(
+            f"{candidate.path}: not made from {reference.path}: the vocabularies differ ({len(ours)} and "
+            f"{len(theirs)} tokens; token {foreign}, {ours[foreign].decode('utf-8', 'replace')!r}, is in the "
+            "first alone)"
+        )
+    return np.array([id_of[text] for text in ours], np.int64)
+
+
+def compare(
+    reference: Model,
+    candidate: Model,
+    chunks: NDArray[np.int32],
+    *,
+    columns: NDArray[np.int64] | None = None,
+    skip: int = 0,
+    max_batch: int = MAX_BATCH,
+) -> Scores:
+    """Runs chunks [chunks, size] of the candidate's token ids through both models.
+
+    Args:
+        columns: of `shared_tokens`: what the candidate's ids are called by the reference.
+        skip: positions at the start of every chunk that are read and not scored.
+        max_batch: tokens a call at most; logits are bounded by `LOGIT_BYTES` besides.
+
+    Raises:
+        LlamaError: a model cannot be run.
+    """
+    n_chunks, size = chunks.shape
+    theirs = chunks if columns is None else columns[chunks].astype(np.int32)
+    n_batch = max(1, min(max_batch, LOGIT_BYTES // (4 * reference.n_vocab)))
+    n_seq, n_step = max(1, n_batch // size), math.ceil(size / math.ceil(size / n_batch))
+    shape = (n_chunks, size - skip)
+    losses = [np.full(shape, np.nan) for _ in range(2)]
+    scores = Scores(np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape), *losses)
+    with ExitStack() as stack:
         contexts = [
             stack.enter_context(Context(model, n_ctx=n_seq * size, n_batch=n_seq * n_step, n_seq=n_seq))
-            for model in models
+            for model in (reference, candidate)
         ]
-        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        pool = stack.enter_context(ThreadPoolExecutor(candidate.runtime.n_threads))
         progress = stack.enter_context(Progress("KL divergence", chunks.size, "tokens"))
-        losses, matches = [], 0
-        for part, start in _parts(chunks, n_seq, n_step):
-            for context in contexts:
-                if start == 0:
+        for rows, steps in _parts(n_chunks, size, skip, n_seq, n_step):
+            scored = steps.start >= skip
+            for context, ids in zip(contexts, (theirs, chunks), strict=True):
+                if steps.start == 0:
                     context.clear()
-                decode_chunks(context, part, start=start, output=True)
-            p, q = (context.logits() for context in contexts)
-            blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
-            for loss, same in pool.map(lambda rows, p=p, q=q: _compare(p[rows], q[rows]), blocks):
-                losses.append(loss)
-                matches += same
-            progress.advance(part.size)
-            progress.note(f"mean {np.mean(np.concatenate(losses)):.5f}")
-    divergence = np.concatenate(losses)
-    return Divergence(
-        tokens=divergence.size,
-        mean=float(divergence.mean()),
-        median=float(np.median(divergence)),
-        p99=float(np.quantile(divergence, 0.99)),
-        maximum=float(divergence.max()),
-        same_top=matches / divergence.size,
-    )
+                decode_chunks(context, ids[rows, steps], start=steps.start, output=scored)
+            if scored:
+                p, q = (context.logits() for context in contexts)
+                part = _Part(p, q, _next(theirs, rows, steps), _next(chunks, rows, steps), columns)
+                at = (rows, slice(steps.start - skip, steps.stop - skip))
+                blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
+                found = zip(*pool.map(part.compare, blocks), strict=True)
+                for array, values in zip(vars(scores).values(), found, strict=True):
+                    array[at] = np.concatenate(values).reshape(array[at].shape)
+                progress.note(f"mean {scores.divergence[at].mean():.5f}")
+            progress.advance(chunks[rows, steps].size)
+    return scores
 
 
-def _parts(chunks: NDArray[np.int32], n_seq: int, n_step: int) -> Iterator[tuple[NDArray[np.int32], int]]:
-    """(tokens [sequences, step], position of the first): chunks side by side, each from left to right."""
-    for first in range(0, len(chunks), n_seq):
-        for start in range(0, chunks.shape[1], n_step):
-            yield chunks[first : first + n_seq, start : start + n_step], start
+def _parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iterator[tuple[slice, slice]]:
+    """(chunks, positions): chunks side by side, each from left to right; no part is half skipped."""
+    bounds = sorted({*range(0, skip, n_step), *range(skip, size, n_step), size})
+    for first in range(0, n_chunks, n_seq):
+        for start, stop in pairwise(bounds):
+            yield slice(first, min(first + n_seq, n_chunks)), slice(start, stop)
 
 
-def _compare(p: Floats, q: Floats) -> tuple[NDArray[np.float64], int]:
-    """KL(p || q) of each row of logits [rows, vocabulary], and in how many the maximum is at one place."""
-    p_top, q_top = p.argmax(axis=1), q.argmax(axis=1)
-    rows = np.arange(len(p))
-    p = p - p[rows, p_top, None]
-    q = q - q[rows, q_top, None]
-    weights = np.exp(p)
-    p_sum = weights.sum(axis=1, dtype=np.float64)
-    q_sum = np.exp(q).sum(axis=1, dtype=np.float64)
-    cross = np.einsum("ij,ij->i", weights, p - q, dtype=np.float64) / p_sum
-    return np.maximum(cross + np.log(q_sum) - np.log(p_sum), 0.0), int((p_top == q_top).sum())
+def _next(chunks: NDArray[np.int32], rows: slice, steps: slice) -> NDArray[np.int32]:
+    """[rows * steps] the id that follows each position, -1 after a chunk's last."""
+    following = np.full((rows.stop - rows.start, steps.stop - steps.start), -1, np.int32)
+    tail = chunks[rows, steps.start + 1 : steps.stop + 1]
+    following[:, : tail.shape[1]] = tail
+    return following.reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Both models' logits [rows, vocabulary] over one batch, and the ids that follow, -1 for none."""
+
+    p: Floats
+    q: Floats
+    p_next: NDArray[np.int32]
+    q_next: NDArray[np.int32]
+    columns: NDArray[np.int64] | None
+
+    def compare(self, block: slice) -> tuple[NDArray[np.generic], ...]:
+        """The fields of `Scores`, in their order, for some rows."""
+        p, q, columns = self.p[block], self.q[block], self.columns
+        rows = np.arange(len(p))
+        p_top, q_top = p.argmax(axis=1), q.argmax(axis=1)
+        p, q = p - p[rows, p_top, None], q - q[rows, q_top, None]
+        weights = np.exp(p)
+        p_sum = weights.sum(axis=1, dtype=np.float64)
+        q_sum = np.exp(q).sum(axis=1, dtype=np.float64)
+        p_loss = np.where((ids := self.p_next[block]) < 0, np.nan, np.log(p_sum) - p[rows, ids])
+        q_loss = np.where((ids := self.q_next[block]) < 0, np.nan, np.log(q_sum) - q[rows, ids])
+        dropped = np.zeros(len(p))
+        if columns is not None:
+            p, q_top = p[:, columns], columns[q_top]
+            dropped = np.maximum(1 - weights[:, columns].sum(axis=1, dtype=np.float64) / p_sum, 0.0)
+            p -= p.max(axis=1, keepdims=True)  # from 0 again, should little be left
+            weights = np.exp(p)
+            p_sum = weights.sum(axis=1, dtype=np.float64)
+        cross = np.einsum("ij,ij->i", weights, p - q, dtype=np.float64) / p_sum
+        divergence = np.maximum(cross + np.log(q_sum) - np.log(p_sum), 0.0)
+        return divergence, p_top == q_top, dropped, p_loss, q_loss

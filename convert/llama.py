@@ -196,6 +196,10 @@ class Model:
         n = _api.llama_detokenize(self._vocab, ids, len(tokens), buffer, len(buffer), False, True)
         return buffer.raw[:n]
 
+    def token_texts(self) -> list[bytes]:
+        """Every token as the vocabulary spells it (byte-level for regular tokens), by id."""
+        return [_api.llama_vocab_get_text(self._vocab, token) for token in range(self.n_vocab)]
+
     def unused_tokens(self) -> NDArray[np.int64]:
         """Ids that pad the vocabulary and stand for nothing; a model may score them all the same."""
         attributes = [_api.llama_vocab_get_attr(self._vocab, token) for token in range(self.n_vocab)]

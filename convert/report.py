@@ -146,6 +146,8 @@ def print_report(path: Path) -> None:
         print(f"  mean KLD    {d.mean:.6f} nats from {report.reference} over {d.tokens:,} tokens")
         print(f"              median {d.median:.6f}, 99% {d.p99:.6f}, most {d.maximum:.4f}")
         print(f"  same top    {100 * d.same_top:.2f}% of tokens")
+        if d.dropped:
+            print(f"  dropped     {100 * d.dropped:.4f}% of the reference's probability, by --keep-vocab")
     width = max(len(group.name) for group in report.groups)
     print(f"\n  {'tensors':<{width}}  type       count   bits       size")
     for g in report.groups:
