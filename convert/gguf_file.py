@@ -64,12 +64,23 @@ def write_gguf(
     vocab = Vocab.load(checkpoint.folder, checkpoint.config)
     writer = gguf.GGUFWriter(path=None, arch=ARCH)
     add_general(writer, checkpoint, source, plan)
-    add_hyperparameters(writer, checkpoint, plan, kept_layers, outtype)
+    add_hyperparameters(writer, checkpoint.config, plan, kept_layers, outtype)
     add_tokenizer(writer, vocab)
+    del vocab
+    write_file(path, writer, plan, checkpoint.config, threads)
+
+
+def write_file(
+    path: Path, writer: gguf.GGUFWriter, plan: TensorPlan, config: ModelConfig, threads: int = DEFAULT_THREADS
+) -> None:
+    """Writes `writer`'s key-value pairs, which it loses, and the tensors of `plan` to `path`.
+
+    Raises: CheckpointError: as reading the tensors does, or a weight does not fit F16.
+    """
     data_start = _write_head(writer, path, plan)
-    del vocab, writer
+    writer.kv_data.clear()  # a vocabulary and its merges: as much memory as the rest of the work
     with Progress(f"Writing {path.name.removesuffix('.part')}", plan.nbytes, BYTES) as progress:
-        _write_data(path, plan, checkpoint.config, data_start, threads, progress)
+        _write_data(path, plan, config, data_start, threads, progress)
 
 
 def _write_head(writer: gguf.GGUFWriter, path: Path, plan: TensorPlan) -> int:

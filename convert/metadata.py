@@ -15,6 +15,7 @@ from convert.checkpoint import Checkpoint, read_json
 from convert.config import LINEAR
 
 if TYPE_CHECKING:
+    from convert.config import ModelConfig
     from convert.source import Source
     from convert.tensors import FloatType, TensorPlan
     from convert.vocab import Vocab
@@ -54,13 +55,12 @@ def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source,
 
 def add_hyperparameters(
     writer: gguf.GGUFWriter,
-    checkpoint: Checkpoint,
+    config: ModelConfig,
     plan: TensorPlan,
     kept_layers: tuple[int, ...],
     outtype: FloatType,
 ) -> None:
     """`qwen35.*`: shapes, rope, the delta net's heads, which blocks are recurrent, the MTP block's count."""
-    config = checkpoint.config
     writer.add_block_count(plan.n_blocks)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from convert.config import FULL, ModelConfig
 from convert.errors import CheckpointError
 from convert.safetensors import NUMPY_TYPES, StoredTensor
 from convert.transforms import (
+    Array,
     Transform,
     add_one,
     decay,
@@ -26,6 +27,7 @@ from convert.transforms import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from convert.checkpoint import Checkpoint
 
@@ -141,12 +143,26 @@ VISION_PREFIX = "model.visual."
 MTP_PREFIX = "mtp."
 
 
+class TensorSource(Protocol):
+    """What a tensor is read from: a `StoredTensor`, or anything that can make any run of elements."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...
+    def read(self, start: int, count: int) -> Array: ...
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """One tensor of the GGUF: its source, what is done to it, its `shape` (torch's order) and type."""
 
     name: str
-    stored: StoredTensor
+    stored: TensorSource
     shape: Shape
     float_type: FloatType
     reorder: Transform | None
