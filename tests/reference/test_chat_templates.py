@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.llama_cpp_build import llama_cpp_sources
 from tests.chat_templates.cases import ERRORS, HISTORIES, PROMPTS, Case
-from tests.reference.llama_cpp_sources import llama_cpp_sources
 
 pytestmark = pytest.mark.reference
 

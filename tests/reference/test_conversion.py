@@ -20,12 +20,12 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader, ReaderTensor
 
+from bench.llama_cpp_build import llama_cpp_sources
 from convert.checkpoint import Checkpoint
 from convert.gguf_file import write_gguf
 from convert.source import resolve
 from convert.tensors import FloatType, plan_tensors
 from tests.checkpoints import write_checkpoint
-from tests.reference.llama_cpp_sources import llama_cpp_sources
 
 pytestmark = pytest.mark.reference
 

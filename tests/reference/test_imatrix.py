@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.llama_cpp_build import build_programs
 from convert.calibration.prompts import PROMPTS
 from convert.imatrix import Imatrix, collect_imatrix
 from convert.llama import Model, Runtime
-from tests.reference.llama_cpp_sources import build_tools
 
 import numpy as np  # isort: skip
 
@@ -22,7 +22,7 @@ CHUNK = 512
 
 @pytest.fixture(scope="module")
 def tools() -> Path:
-    return build_tools(["llama-imatrix", "llama-quantize"])
+    return build_programs(["llama-imatrix", "llama-quantize"])
 
 
 @pytest.fixture(scope="module")

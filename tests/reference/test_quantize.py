@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 from gguf import GGUFReader
 
+from bench.llama_cpp_build import build_programs
 from convert.calibration import write_text
 from convert.imatrix import collect_imatrix
 from convert.kld import measure_divergence
 from convert.llama import Runtime
 from convert.quantize import quantize
 from convert.recipes import Recipe, load_recipe
-from tests.reference.llama_cpp_sources import build_tools
 from tests.reference.test_imatrix import run
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 
 @pytest.fixture(scope="module")
 def quantizer() -> Path:
-    return build_tools(["llama-quantize"]) / "llama-quantize"
+    return build_programs(["llama-quantize"]) / "llama-quantize"
 
 
 @pytest.fixture(scope="module")

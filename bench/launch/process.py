@@ -1,0 +1,161 @@
+"""A server program: started with its output in a file, awaited until it answers, and always stopped."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from bench.errors import BenchError
+
+POLL_SECONDS = 0.1
+LOG_LINES = 12
+
+
+class StartError(BenchError):
+    """The program did not come up: it ended, or did not answer in time. The message ends with its log."""
+
+
+class ServerProcess:
+    """One server in a process group of its own, so that its children go with it.
+
+    ``async with ServerProcess(...) as server`` starts it and waits until ``ready_path`` of ``url`` answers
+    200; its output goes to ``log``. Without a ``command`` it is a server that somebody else runs: it is only
+    awaited, and never stopped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        url: str,
+        *,
+        ready_path: str,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.url = url
+        self.ready_path = ready_path
+        self.log = log
+        self.environment = dict(environment or {})
+        self.timeout = timeout
+        self.start_seconds = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Run the program and wait for it. Raises StartError; the program is stopped then."""
+        began = perf_counter()
+        if self.command:
+            self._spawn()
+        try:
+            await self._answer(began + self.timeout)
+        except BaseException:
+            await self.stop()
+            raise
+        self.start_seconds = perf_counter() - began
+
+    async def stop(self, patience: float = 10.0) -> None:
+        """SIGTERM to the whole group, and SIGKILL to what is left of it after ``patience`` seconds."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            _signal(process.pid, signal.SIGTERM)
+            until = perf_counter() + patience
+            while process.poll() is None and perf_counter() < until:
+                await asyncio.sleep(POLL_SECONDS)
+        finally:  # also when this very wait is cancelled
+            _signal(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether the program still runs; of somebody else's server that is not known, and assumed."""
+        return not self.command or (self._process is not None and self._process.poll() is None)
+
+    def tail(self) -> str:
+        """The last lines of the log, indented."""
+        if self.log is None or not self.log.is_file():
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join(f"    {line}" for line in lines)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _spawn(self) -> None:
+        assert self.log is not None, "a program's output needs a file"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
+            try:
+                self._process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.environment},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise StartError(f"{self.name}: cannot run {self.command[0]}: {error.strerror}") from error
+
+    async def _answer(self, until: float) -> None:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    async with session.get(self.url + self.ready_path) as response:
+                        if response.status == 200:
+                            return
+                        state = f"{self.ready_path} answers {response.status}"
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    state = f"cannot connect to {self.url}: {error}"
+                if self._process is not None and (status := self._process.poll()) is not None:
+                    raise StartError(f"{self.name} ended with status {status}; its log ends:\n{self.tail()}")
+                if perf_counter() > until:
+                    log = f"; its log ends:\n{self.tail()}" if self.command else ""
+                    raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
+                await asyncio.sleep(POLL_SECONDS)
+
+
+async def start_all(servers: Iterable[ServerProcess]) -> list[StartError | None]:
+    """Start all at once; what failed is in its server's place. Another error stops them all and is raised."""
+    servers = list(servers)
+    try:
+        done = await asyncio.gather(*(server.start() for server in servers), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, StartError):
+                raise outcome
+    except BaseException:
+        await asyncio.gather(*(server.stop() for server in servers))
+        raise
+    return [outcome if isinstance(outcome, StartError) else None for outcome in done]
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
