@@ -124,9 +124,19 @@ class Context:
             self._logits_address = address
         return self._logits[:rows]
 
-    def remove(self, sequence: int) -> None:
-        """Forget a sequence: its cells are free again."""
-        C.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+    def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
+        """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
+
+        Nothing is copied on the device: cells are shared, and whoever writes next gets cells of its own.
+        """
+        C.llama_memory_seq_cp(self._memory, source, target, start, end)
+
+    def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
+        """Forget a sequence, or positions [start, end) of it: cells that no other shares are free again.
+
+        False, with nothing changed, where a recurrent state would have to go back in time.
+        """
+        return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
     def clear(self) -> None:
         """Forget every sequence."""
