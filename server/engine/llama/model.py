@@ -21,7 +21,8 @@ class Model:
     """Weights and vocabulary of one GGUF file.
 
     With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
-    a model serves only to learn what llama.cpp would allocate. Raises ModelLoadError.
+    a model serves only to learn what llama.cpp would allocate. `load_mtp` loads the multi-token-prediction
+    block too, where the file has one. Raises ModelLoadError.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Model:
         use_mmap: bool = True,
         mlock: bool = False,
         rehearse: bool = False,
+        load_mtp: bool = False,
     ) -> None:
         set_up()
         params = C.llama_model_default_params()
@@ -42,7 +44,7 @@ class Model:
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
         params.no_alloc = rehearse
-        params.load_mtp = False
+        params.load_mtp = load_mtp
         with tapped_log() as lines:
             self._handle = C.llama_model_load_from_file(str(path).encode(), params)
         self.log = lines
@@ -50,6 +52,9 @@ class Model:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.n_embd = int(C.llama_model_n_embd(self._handle))
+        self.n_mtp = int(C.llama_model_n_layer_nextn(self._handle))
+        """Multi-token-prediction blocks in the file; there to be used only with `load_mtp`."""
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
         self.size_bytes = int(C.llama_model_size(self._handle))
