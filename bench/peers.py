@@ -123,6 +123,8 @@ async def peers(args: argparse.Namespace) -> int:
             if not terminated:
                 raise  # Ctrl-C
         finished = result()
+    if terminated and not finished.figures:
+        return 128 + signal.SIGTERM
     if not finished.figures:
         reasons = "\n".join(f"{one.peer.name}: {one.record.failed or 'not reached'}" for one in contenders)
         raise BenchError(f"nothing was measured:\n{reasons}")

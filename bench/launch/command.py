@@ -78,6 +78,7 @@ def _llama_cpp_server(setup: Setup, port: int) -> list[str]:
     command = [setup.python, "-m", "llama_cpp.server", "--model", str(setup.gguf), "--port", str(port)]
     # one request at a time: its context belongs to one sequence
     command += ["--n_ctx", str(setup.cells // setup.parallel), "--n_gpu_layers", "-1"]
+    command += ["--interrupt_requests", "false"]  # else a request that waits breaks off the one that runs
     if setup.threads:
         command += ["--n_threads", str(setup.threads), "--n_threads_batch", str(setup.threads)]
     return command

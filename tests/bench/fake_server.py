@@ -79,12 +79,13 @@ class Generation:
 class FakeServer:
     """``with FakeServer(Script()) as server: ... server.url``; ``server.requests``: (path, body) so far."""
 
-    def __init__(self, script: Script | None = None) -> None:
+    def __init__(self, script: Script | None = None, port: int = 0) -> None:
         self.script = script or Script()
         self.vocabulary = FakeVocabulary()
         self.requests: list[tuple[str, Body]] = []
         self.running = self.peak = 0
         self.url = ""
+        self._port = port
         self._seen: list[list[int]] = []
         self._on_connection: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
@@ -120,7 +121,7 @@ class FakeServer:
             app.router.add_post(f"{prefix}/detokenize", self._detokenize)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self._port)
         await site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self._started.set()
