@@ -20,7 +20,18 @@ from tests.bench.test_ceiling import BATCHED, write_programs
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ["--tokenizer", str(ROOT / "models" / "nano")]
 QUICK = ["--workload", "latency", "--categories", "short", "--runs", "3", "--warmup", "1", *TOKENIZER]
-MANY = ["--input-tokens", "24", "--output-tokens", "12", "--requests", "6", "--levels", "1,3", "--warmup", "1"]
+MANY = [
+    "--input-tokens",
+    "24",
+    "--output-tokens",
+    "12",
+    "--requests",
+    "6",
+    "--levels",
+    "1,3",
+    "--warmup",
+    "1",
+]
 PROGRAM = """#!{python}
 import sys, time
 sys.path.insert(0, {root!r})
