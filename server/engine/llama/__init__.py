@@ -8,14 +8,19 @@ from .context import Context, ContextOptions
 from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
 from .log import set_up, tapped_log
 from .model import Model
+from .readout import N_CANDIDATES, Readout
+from .rows import Rows
 from .samplers import SamplerChain
 
 __all__ = [
     "CACHE_TYPES",
+    "N_CANDIDATES",
     "Context",
     "ContextOptions",
     "Device",
     "Model",
+    "Readout",
+    "Rows",
     "SamplerChain",
     "devices",
     "row_bytes",

@@ -13,8 +13,12 @@ from server.engine.errors import LlamaError, NoMemorySlot
 
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
+from .readout import Readout, Readouts
+from .rows import Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from .model import Model
@@ -38,13 +42,18 @@ class ContextOptions:
     type_v: str
     n_outputs_per_seq: int = 1
     """Most rows of one sequence, where they are sampled on the device: a verification has several."""
+    n_readouts: int = 0
+    """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
+    readout: Readout = Readout.BEST
+    """What is read out at first."""
 
 
 class Context:
     """KV cache, recurrent states and compute buffers: what decodes batches.
 
     Fill `tokens`, `positions`, `sequences` and `outputs` (1 where logits are wanted) from the start, call
-    `decode(n)`, read `logits(rows)`. One thread only. Raises LlamaError when llama.cpp refuses the options.
+    `decode(n)`, then `rows(...)` or, without readouts, `logits(n)`. One thread only. Raises LlamaError when
+    llama.cpp refuses the options.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -63,10 +72,13 @@ class Context:
         params.kv_unified = True
         params.offload_kqv = True
         params.no_perf = True
+        self.readouts = Readouts(model, options.n_readouts, options.readout)
+        params.samplers, params.n_samplers = self.readouts.configs, options.n_readouts
         with tapped_log() as lines:
             self._handle = C.llama_init_from_model(model._handle, params)
         self.log = lines
         if not self._handle:
+            self.close()
             raise LlamaError(reason(lines))
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab = model.n_vocab
@@ -91,6 +103,7 @@ class Context:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+        self._rows = Rows(self._handle, self._n_vocab)
         self._logits_address = 0
         self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
@@ -106,10 +119,30 @@ class Context:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
         self._batch.n_tokens = n_tokens
         status = C.llama_decode(self._handle, self._batch)
+        if self.readouts.error is not None:
+            raise LlamaError("a readout could not be built") from self.readouts.error
         if status == 1:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
+
+    def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> Rows:
+        """The last batch's outputs: the sequence id and the index in the batch of each, in order.
+
+        Waits for the device. They are valid until the next decode.
+        """
+        if not self.readouts.active:
+            return self._rows.fill([Readout.ROW] * len(indices), indices, self.logits(len(indices)))
+        C.llama_synchronize(self._handle)
+        return self._rows.fill([self.readouts.kinds[i] for i in sequences], indices, None)
+
+    def set_readout(self, sequence: int, kind: Readout) -> None:
+        """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""
+        self.readouts.attach(self._handle, sequence, kind)
+
+    def set_readouts(self, kind: Readout | None) -> None:
+        """The same for all of them at once; None gives every row back whole."""
+        self.readouts.attach_all(self._handle, kind)
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Logits of the last batch's outputs, in their order: shape [rows, n_vocab], valid until the next.
@@ -138,6 +171,22 @@ class Context:
         """
         return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
+    def save(self, sequence: int) -> npt.NDArray[np.uint8]:
+        """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device."""
+        size = int(C.llama_state_seq_get_size_ext(self._handle, sequence, 0))
+        saved = np.empty(size, np.uint8)
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = C.llama_state_seq_get_data_ext(self._handle, pointer, size, sequence, 0)
+        if written != size:
+            raise LlamaError(f"{written} bytes of sequence {sequence} were saved, out of {size}")
+        return saved
+
+    def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
+        """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, 0):
+            raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
+
     def clear(self) -> None:
         """Forget every sequence."""
         C.llama_memory_clear(self._memory, False)
@@ -147,3 +196,4 @@ class Context:
         if self._handle:
             C.llama_free(self._handle)
             self._handle = None
+        self.readouts.close()

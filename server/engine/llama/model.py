@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -98,6 +99,19 @@ class Model:
     def is_added(self, token: int) -> bool:
         """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
+
+    @cached_property
+    def eog_ids(self) -> frozenset[int]:
+        """Every id that ends a generation."""
+        return frozenset(token for token in range(self.n_vocab) if self.is_eog(token))
+
+    @cached_property
+    def n_real(self) -> int:
+        """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
+        n = self.n_vocab
+        while n > 0 and self.is_unused(n - 1):
+            n -= 1
+        return n
 
     def is_unused(self, token: int) -> bool:
         """Whether the id only pads the vocabulary."""

@@ -1,0 +1,133 @@
+"""The operations of ggml that build a readout, and the sampler interface that gets them into a graph.
+
+All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the interpreter's lock
+rather than give it up and queue for it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from server.engine.errors import LlamaError
+
+_lib = ctypes.PyDLL(C._lib._name)
+
+
+def quick(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama.cpp or ggml that neither waits nor takes long."""
+    function = getattr(_lib, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+class Tensor(ctypes.Structure):
+    """`struct ggml_tensor` of ggml.h; its size is checked below."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+        ("extra", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 8),
+    ]
+
+
+class InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+_P, _I64, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
+
+init = quick("ggml_init", _P, InitParams)
+free = quick("ggml_free", None, _P)
+tensor_overhead = quick("ggml_tensor_overhead", _SIZE)
+new_tensor = quick("ggml_new_tensor_2d", _P, _P, ctypes.c_int, _I64, _I64)
+view_1d = quick("ggml_view_1d", _P, _P, _P, _I64, _SIZE)
+view_2d = quick("ggml_view_2d", _P, _P, _P, _I64, _I64, _SIZE, _SIZE)
+reshape_3d = quick("ggml_reshape_3d", _P, _P, _P, _I64, _I64, _I64)
+add = quick("ggml_add", _P, _P, _P, _P)
+argmax = quick("ggml_argmax", _P, _P, _P)
+top_k = quick("ggml_top_k", _P, _P, _P, ctypes.c_int)
+sum_rows = quick("ggml_sum_rows", _P, _P, _P)
+soft_max = quick("ggml_soft_max", _P, _P, _P)
+get_rows = quick("ggml_get_rows", _P, _P, _P, _P)
+set_output = quick("ggml_set_output", None, _P)
+op_name = quick("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
+alloc_tensors = quick("ggml_backend_alloc_ctx_tensors_from_buft", _P, _P, _P)
+free_buffer = quick("ggml_backend_buffer_free", None, _P)
+tensor_set = quick("ggml_backend_tensor_set", None, _P, _P, _SIZE, _SIZE)
+device_of = quick("ggml_backend_buft_get_device", _P, _P)
+device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
+supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
+
+F32 = 0
+_OBJECT_HEADER = 32  # sizeof(struct ggml_object)
+if tensor_overhead() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
+    raise LlamaError(
+        "this llama.cpp's struct ggml_tensor is not the one declared in server/engine/llama/ggml.py"
+    )
+PAD = next(op for op in range(200) if op_name(op) == b"PAD")
+
+
+# --- samplers ----------------------------------------------------------------------------------------------
+
+Name = ctypes.CFUNCTYPE(ctypes.c_char_p, _P)
+Apply = ctypes.CFUNCTYPE(None, _P, _P)
+BackendInit = ctypes.CFUNCTYPE(ctypes.c_bool, _P, _P, ctypes.c_uint32)
+BackendApply = ctypes.CFUNCTYPE(None, _P, _P, _P, _P)
+BackendReset = ctypes.CFUNCTYPE(None, _P)
+
+
+class SamplerInterface(ctypes.Structure):
+    """`struct llama_sampler_i` of llama.h. What is left out is NULL."""
+
+    _fields_ = [
+        ("name", Name),
+        ("accept", _P),
+        ("apply", Apply),
+        ("reset", _P),
+        ("clone", _P),
+        ("free", _P),
+        ("backend_init", BackendInit),
+        ("backend_accept", _P),
+        ("backend_apply", BackendApply),
+        ("backend_set_input", _P),
+        ("backend_reset", BackendReset),
+        ("copy_state", _P),
+    ]
+
+
+class Sampler(ctypes.Structure):
+    """`struct llama_sampler`."""
+
+    _fields_ = [("interface", ctypes.POINTER(SamplerInterface)), ("context", _P)]
+
+
+class SamplerData(ctypes.Structure):
+    """`struct llama_sampler_data`: tensors that a sampler finds and leaves."""
+
+    _fields_ = [("logits", _P), ("probs", _P), ("sampled", _P), ("candidates", _P)]
+
+
+sampler_init = quick("llama_sampler_init", _P, ctypes.POINTER(SamplerInterface), _P)
+sampler_free = quick("llama_sampler_free", None, _P)
+chain_init = quick("llama_sampler_chain_init", _P, C.llama_sampler_chain_params)
+chain_add = quick("llama_sampler_chain_add", None, _P, _P)
+set_sampler = quick("llama_set_sampler", ctypes.c_bool, _P, ctypes.c_int32, _P)
+sampled_candidates = quick("llama_get_sampled_candidates_ith", _P, _P, ctypes.c_int32)
+sampled_logits = quick("llama_get_sampled_logits_ith", _P, _P, ctypes.c_int32)
+sampled_probs = quick("llama_get_sampled_probs_ith", _P, _P, ctypes.c_int32)

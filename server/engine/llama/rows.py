@@ -1,0 +1,108 @@
+"""The rows of one decode, as far as they came back to the host."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import ggml
+from .readout import N_CANDIDATES, Readout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+
+class Rows:
+    """Outputs of the last batch, in its order; valid until the next. What a row can tell depends on its kind.
+
+    Not made anew for each batch: `fill` is called after every decode. Nothing is copied.
+    """
+
+    def __init__(self, context: int, n_vocab: int) -> None:
+        self.kinds: Sequence[Readout] = ()
+        """Of each row."""
+        self._n_vocab = n_vocab
+        self._n_candidates = min(N_CANDIDATES, n_vocab)
+        self._indices: Sequence[int] = ()
+        self._raw: npt.NDArray[np.float32] | None = None
+        self._candidates = _Output(context, ggml.sampled_candidates, np.int32, n_vocab)
+        self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
+        self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
+
+    def fill(
+        self, kinds: Sequence[Readout], indices: Sequence[int], raw: npt.NDArray[np.float32] | None
+    ) -> Rows:
+        """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out."""
+        self.kinds, self._indices, self._raw = kinds, indices, raw
+        for output in (self._candidates, self._logits, self._figures):
+            output.rows = None
+        return self
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Shape [n_vocab], writable. For ROW."""
+        whole = self._logits.of(self._indices, row) if self._raw is None else self._raw
+        logits: npt.NDArray[np.float32] = whole[row]
+        return logits
+
+    def best(self, row: int) -> int:
+        """For BEST, BEST_BUT_END and GUESS. Raises FloatingPointError when there are no usable logits."""
+        self._check(row)
+        return int(self._candidates.of(self._indices, row)[row, 0])
+
+    def all_best(self) -> list[int] | None:
+        """`best` of every row at once; None if some row is of another kind or can not be used."""
+        if not self.kinds or max(self.kinds) > Readout.BEST_BUT_END:
+            return None
+        if not np.isfinite(self._figures.of(self._indices, 0)[: len(self), 0]).all():
+            return None
+        best: list[int] = self._candidates.of(self._indices, 0)[: len(self), 0].tolist()
+        return best
+
+    def candidates(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Ids and logits of the best tokens, in no order. For TOP_K. Raises as `best` does."""
+        self._check(row)
+        n = self._n_candidates
+        return (
+            self._candidates.of(self._indices, row)[row, :n],
+            self._logits.of(self._indices, row)[row, :n],
+        )
+
+    def probability(self, row: int) -> float:
+        """How likely the best token is. For GUESS."""
+        return float(self._figures.of(self._indices, row)[row, 0])
+
+    def _check(self, row: int) -> None:
+        figure = float(self._figures.of(self._indices, row)[row, 0])
+        if not math.isfinite(figure):
+            raise FloatingPointError(f"the logits of a row add up to {figure}")
+
+
+class _Output:
+    """One of the three arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]."""
+
+    def __init__(self, context: int, getter: Callable[[int, int], Any], dtype: Any, n_vocab: int) -> None:
+        self._context, self._getter = context, getter
+        self._dtype, self._n_vocab = dtype, n_vocab
+        self._address = 0
+        self._memory: npt.NDArray[Any] = np.zeros((0, n_vocab), dtype)
+        self.rows: npt.NDArray[Any] | None = None
+
+    def of(self, indices: Sequence[int], row: int) -> npt.NDArray[Any]:
+        """The whole array; `row` is one that has something in it, from which its place is found."""
+        if self.rows is None:
+            pointer = self._getter(self._context, indices[row])
+            address = int(pointer) - 4 * self._n_vocab * row
+            if address != self._address or len(indices) > len(self._memory):
+                self._address, size = address, 4 * self._n_vocab * len(indices)
+                memory = memoryview((ctypes.c_char * size).from_address(address))
+                self._memory = np.ndarray((len(indices), self._n_vocab), self._dtype, memory)
+            self.rows = self._memory
+        return self.rows
