@@ -1,0 +1,227 @@
+"""Write a made-up Qwen3.5 as a GGUF: exact shapes, random weights, and a next token that can be foretold.
+
+By default the shapes are those of Qwen3.5-4B, in F16 (8.7 GB); --shape small is a model of a few megabytes
+for tests. From any token on, greedy decoding goes through the model's words in one long order that never
+repeats; from the benchmarks' filler sentence on, through that sentence. The MTP block drafts the token that
+follows for a chosen share of the tokens, and a wrong one, as surely, for the others.
+
+Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths:
+    python bench/synthetic.py --out /tmp/synthetic.gguf
+    python bench/latency.py --protocol both --text /tmp/synthetic.words.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import gguf
+import numpy as np
+
+from bench.errors import BenchError
+from bench.options import HelpFormatter, natural, positive
+from bench.options import run as run_verb
+from bench.synthetic_chain import Chain, make_chain
+from bench.synthetic_checkpoint import qwen35_4b
+from bench.synthetic_vocab import SyntheticVocab, make_vocab
+from bench.synthetic_weights import Weights
+from convert.config import FULL, LINEAR, ModelConfig
+from convert.errors import ConvertError
+from convert.gguf_file import write_file
+from convert.metadata import ARCH, add_hyperparameters, add_tokenizer
+from convert.progress import duration, size
+from convert.stages import replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INTERVAL = 4  # every 4th layer is full attention
+K_QUANT_ROW = 256  # k-quants need rows of a multiple of this
+HEADER_ROOM = 64_000_000
+WORDS = 1_200_000  # enough for `latency --protocol both --runs 50`: 106 prompts of 64, 2,048 and 8,192 tokens
+
+SMALL = {
+    "layers": 4,
+    "hidden": 256,
+    "ffn": 768,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_head_dim": 64,
+    "vocab": 4096,
+}
+FIELDS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_head_dim": "linear_key_head_dim",
+    "vocab": "vocab_size",
+}
+SHAPES = {"4b": {flag: qwen35_4b()["text_config"][field] for flag, field in FIELDS.items()}, "small": SMALL}
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A synthetic model, not yet written: everything follows from shapes, acceptance and seed.
+
+    `vocab` tells the words and their text, `chain` which token follows which.
+    """
+
+    config: ModelConfig
+    vocab: SyntheticVocab
+    chain: Chain
+    weights: Weights
+    mtp_acceptance: float
+    seed: int
+
+    @classmethod
+    def make(cls, shape: Mapping[str, int], *, mtp_acceptance: float, seed: int) -> Synthetic:
+        """Raises BenchError: a shape that the architecture or k-quants cannot have, a share beyond 0..1."""
+        if not 0 <= mtp_acceptance <= 1:
+            raise BenchError(f"--mtp-acceptance {mtp_acceptance}: want a share from 0 to 1")
+        config = model_config(shape)
+        streams = [
+            np.random.Generator(np.random.SFC64(part)) for part in np.random.SeedSequence(seed).spawn(3)
+        ]
+        vocab = make_vocab(config.vocab_size, streams[0])
+        chain = make_chain(
+            vocab.filler,
+            vocab.words,
+            config.vocab_size,
+            n_layers=config.n_layers,
+            ffn=config.intermediate_size,
+            mtp_acceptance=mtp_acceptance,
+            rng=streams[1],
+        )
+        return cls(config, vocab, chain, Weights(config, chain, streams[2]), mtp_acceptance, seed)
+
+    def write(self, path: Path, threads: int) -> int:
+        """Writes the GGUF under a temporary name, then renames it; returns the number of weights.
+
+        Raises:
+            BenchError: the disk has too little room.
+        """
+        plan = self.weights.plan()
+        free = shutil.disk_usage(path.parent).free
+        if (needed := plan.nbytes + HEADER_ROOM) > free:
+            raise BenchError(f"--out {path}: {size(needed)} will be written, {size(free)} are free")
+        writer = gguf.GGUFWriter(path=None, arch=ARCH)
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(f"Synthetic Qwen3.5, {plan.n_elements / 1e9:.3g}B weights, seed {self.seed}")
+        writer.add_description(
+            "Random weights with a planted chain of tokens, for measuring speed; "
+            f"the MTP block is right on {self.mtp_acceptance:.0%} of tokens."
+        )
+        add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), "F16")
+        add_tokenizer(writer, self.vocab.vocab)
+        with replacing(path) as part:
+            write_file(part, writer, plan, self.config, threads)
+        return plan.n_elements
+
+    def words_text(self, count: int) -> str:
+        """`count` of the chain's words, all of them in one random order after the other.
+
+        In the chain's own order, a prompt would hold what the model answers to another one.
+        """
+        rng = np.random.default_rng(self.seed)
+        words = self.chain.tokens[len(self.vocab.filler) :]
+        passes = [rng.permutation(words) for _ in range(-(-count // words.size))]
+        return self.vocab.text(np.concatenate(passes)[:count].tolist()) if passes else ""
+
+
+def model_config(shape: Mapping[str, int]) -> ModelConfig:
+    """The configuration of a model of this shape (the keys of `FIELDS`), checked."""
+    if shape["layers"] % INTERVAL:
+        raise BenchError(
+            f"--layers {shape['layers']}: want a multiple of {INTERVAL}, the attention's interval"
+        )
+    widths = {
+        "--hidden": shape["hidden"],
+        "--ffn": shape["ffn"],
+        "--heads times --head-dim": shape["heads"] * shape["head_dim"],
+        "--linear-value-heads times --linear-head-dim": shape["linear_value_heads"]
+        * shape["linear_head_dim"],
+    }
+    for flag, width in widths.items():
+        if width % K_QUANT_ROW:
+            raise BenchError(f"{flag}: {width}: want a multiple of {K_QUANT_ROW}, as k-quants need it")
+    for many, few in (("heads", "kv_heads"), ("linear_value_heads", "linear_key_heads")):
+        if shape[many] % shape[few]:
+            flags = [f"--{name.replace('_', '-')}" for name in (many, few)]
+            raise BenchError(f"{flags[0]} {shape[many]}: want a multiple of {flags[1]}, {shape[few]}")
+    if shape["head_dim"] % 32:
+        raise BenchError(f"--head-dim {shape['head_dim']}: want a multiple of 32")
+    config: dict[str, Any] = qwen35_4b()
+    text = config["text_config"]
+    text.update({field: shape[flag] for flag, field in FIELDS.items()})
+    text["linear_value_head_dim"] = shape["linear_head_dim"]
+    text["layer_types"] = [LINEAR if (i + 1) % INTERVAL else FULL for i in range(shape["layers"])]
+    pairs = shape["head_dim"] // 8  # a quarter of the head is rotated, in pairs
+    first = -(-pairs * 11 // 32)
+    text["rope_parameters"]["mrope_section"] = [first, first, pairs - 2 * first]
+    return ModelConfig.from_json(config)
+
+
+def synthetic(args: argparse.Namespace) -> int:
+    """The verb: make, write, say what it is."""
+    began = perf_counter()
+    named = {flag: getattr(args, flag) for flag in FIELDS if getattr(args, flag) is not None}
+    model = Synthetic.make(
+        {**SHAPES[args.shape], **named}, mtp_acceptance=args.mtp_acceptance, seed=args.seed
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        n_elements = model.write(args.out, args.threads)
+        text = args.out.with_suffix(".words.txt")
+        if args.words:
+            with replacing(text) as part:
+                part.write_text(model.words_text(args.words), encoding="utf-8")
+    except (ConvertError, OSError) as error:
+        raise BenchError(f"--out {args.out}: {error}") from error
+    took = duration(perf_counter() - began)
+    print(f"wrote {args.out}: {n_elements / 1e9:.3g} B weights, {size(args.out.stat().st_size)}, in {took}")
+    chain = model.chain.tokens.size - len(model.vocab.filler)
+    print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
+    if args.words:
+        print(f"wrote {text}: {args.words:,} words, one token each")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="bench.synthetic", description=__doc__, formatter_class=HelpFormatter)
+    made.add_argument(
+        "--out", type=Path, required=True, help="the GGUF; the words go beside it as .words.txt"
+    )
+    made.add_argument(
+        "--mtp-acceptance", type=float, default=0.7, help="share of tokens the MTP block gets right"
+    )
+    made.add_argument("--seed", type=natural, default=0, help="the same seed and flags: the same bytes")
+    made.add_argument("--words", type=natural, default=WORDS, help="of the text beside the GGUF; 0 for none")
+    made.add_argument("--threads", type=positive, default=os.cpu_count(), help="that make and write tensors")
+    shape = made.add_argument_group("shape")
+    shape.add_argument("--shape", choices=tuple(SHAPES), default="4b", help="what the flags below start from")
+    for flag in FIELDS:
+        sizes = ", ".join(f"{name}: {values[flag]:,}" for name, values in SHAPES.items())
+        shape.add_argument(f"--{flag.replace('_', '-')}", type=positive, metavar="N", help=sizes)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(run_verb(parser(), synthetic))

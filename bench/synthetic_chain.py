@@ -1,0 +1,87 @@
+"""Which token follows which in the synthetic model, and which neuron of which layer knows it.
+
+The words form one path. A layer's FFN has a neuron for each token of a stretch of the path, the last layer
+for the first stretch, the layer before it for the next one: a token's successor always belongs to the same
+layer or an earlier one, so no layer after it takes the successor for its input and goes one step too far. The
+last stretch closes on itself. Every other token (bytes, syllables, special tokens, words without a neuron)
+leans on a word of the path and goes on as that word does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`tokens`: those with a neuron, stretch by stretch; stretch s lies in layer `n_layers - 1 - s`.
+
+    By token id: `successor`, `anchor` (the word it leans on, itself if it has a neuron) and `drafted`
+    (whether the MTP block drafts the successor, else `decoy`, the path's first word, no token's successor).
+    """
+
+    n_layers: int
+    stretch: int
+    tokens: Ids
+    successor: Ids
+    anchor: Ids
+    drafted: npt.NDArray[np.bool_]
+    decoy: int
+
+    def neurons(self, layer: int) -> Ids:
+        """The tokens that `layer` has a neuron for, in the neurons' order; the rest of its FFN is noise."""
+        start = (self.n_layers - 1 - layer) * self.stretch
+        return self.tokens[start : start + self.stretch]
+
+    def follow(self, token: int, count: int) -> list[int]:
+        """The `count` tokens after `token`."""
+        path = []
+        for _ in range(count):
+            token = int(self.successor[token])
+            path.append(token)
+        return path
+
+
+def make_chain(
+    filler: Sequence[int],
+    words: Sequence[int],
+    vocab_size: int,
+    *,
+    n_layers: int,
+    ffn: int,
+    mtp_acceptance: float,
+    rng: np.random.Generator,
+) -> Chain:
+    """The chain through `filler` (a cycle) and as many `words` as there are neurons for.
+
+    `mtp_acceptance` is kept to the token, for the filler and for the words: `rng` decides which.
+    """
+    path = np.asarray(words, np.int64)[: n_layers * ffn - len(filler)]
+    tokens = np.concatenate([np.asarray(filler, np.int64), path])
+    stretch = -(-tokens.size // -(-tokens.size // ffn))  # even ones: a short last one would be a short cycle
+    following = np.roll(tokens, -1)
+    following[len(filler) - 1] = filler[0]
+    # the second of the last stretch: the first may be the decoy
+    last = (tokens.size - 1) // stretch * stretch
+    following[-1] = tokens[max(last, len(filler)) + 1]
+
+    anchor = np.arange(vocab_size)
+    others = np.setdiff1d(anchor, tokens)
+    anchor[others] = path[np.arange(others.size) * path.size // max(others.size, 1)]
+    successor = np.empty(vocab_size, np.int64)
+    successor[tokens] = following
+    successor[others] = successor[anchor[others]]
+
+    drafted = np.zeros(vocab_size, np.bool_)
+    for group in (np.asarray(filler, np.int64), path, others):
+        drafted[rng.permutation(group)[: round(mtp_acceptance * group.size)]] = True
+    return Chain(n_layers, stretch, tokens, successor, anchor, drafted, int(path[0]))
