@@ -85,13 +85,7 @@ class Readouts:
             apply=ggml.Apply(lambda _sampler, _candidates: None),
             backend_init=ggml.BackendInit(self._safe(self._prepare, False)),
             backend_apply=ggml.BackendApply(self._safe(self._build, None)),
-        )
-        self._first_interface = ggml.SamplerInterface(
-            name=self._interface.name,
-            apply=self._interface.apply,
-            backend_init=self._interface.backend_init,
-            backend_apply=self._interface.backend_apply,
-            # called for every sampler before any builds: once is enough
+            # called for all samplers before any of them builds
             backend_reset=ggml.BackendReset(lambda _: self._shared.clear()),
         )
         self._chains = [self._chain(sequence) for sequence in range(n)]
@@ -131,9 +125,8 @@ class Readouts:
     def _chain(self, sequence: int) -> int:
         params = C.llama_sampler_chain_default_params()
         params.no_perf = True
-        interface = self._interface if sequence else self._first_interface
         chain = int(ggml.chain_init(params))
-        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(interface), int(self.kinds[sequence])))
+        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(self._interface), int(self.kinds[sequence])))
         return chain
 
     def _safe(self, callback: Callable[..., Result], otherwise: Result) -> Callable[..., Result]:
