@@ -87,6 +87,30 @@ class Settings(BaseSettings):
         "engine",
         "most prompt tokens in a step that also decodes; 0 is 512 on a GPU, 128 without",
     )
+    mixed_steps: bool = _setting(
+        EngineSettings.mixed_steps, "engine", "decodes and prompt tokens share a call, rather than take turns"
+    )
+    prefix_cache: bool = _setting(
+        EngineSettings.prefix_cache, "engine", "go on from what earlier prompts and answers left computed"
+    )
+    prefix_checkpoints: int = _setting(
+        EngineSettings.prefix_checkpoints,
+        "engine",
+        "states that the prefix cache holds, a sequence id and a recurrent state each; 0 is 32, or what fits",
+    )
+    prefix_cells: int = _setting(
+        EngineSettings.prefix_cells,
+        "engine",
+        "KV cells that it holds beyond those in use; 0 is what makes a lone step at most a tenth slower",
+    )
+    prefix_interval: int = _setting(
+        EngineSettings.prefix_interval,
+        "engine",
+        "tokens between the states kept along a long prompt; 0 keeps none on the way",
+    )
+    prefix_host_mib: int = _setting(
+        EngineSettings.prefix_host_mib, "engine", "host memory for states that left the device, in MiB"
+    )
     threads: int = _setting(
         EngineSettings.threads, "engine", "CPU threads for one token; 0: one less than the physical cores"
     )

@@ -29,7 +29,8 @@ from .generation import Generation, Mailbox
 from .gguf import read_header
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
-from .memory import context_options, plan_memory
+from .memory import context_options, n_sequences, plan_memory
+from .prefix_cache import PrefixCache, Spans
 from .runner import Runner
 from .sampling import Sampler
 from .scheduler import Scheduler
@@ -80,10 +81,11 @@ class Engine:
         self._runner = Runner(self._context)
         self._scheduler = Scheduler(
             slots=self.settings.parallel,
-            cells=self._context.n_ctx,
             batch_size=self._context.n_batch,
             prefill_budget=self.settings.prefill_budget,
+            cache=self._prefix_cache(),
             release=self._runner.forget,
+            mixed_steps=self.settings.mixed_steps,
         )
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
@@ -116,6 +118,21 @@ class Engine:
                 f"({settings.ubatch_size}), or set cache_type_k and cache_type_v to q8_0. "
                 f"The plan was:\n{self.plan}"
             ) from error
+
+    def _prefix_cache(self) -> PrefixCache:
+        settings, shape = self.settings, self.plan.shape
+        return PrefixCache(
+            self._context,
+            Spans(settings.parallel),
+            ids=range(n_sequences(settings))[-settings.prefix_checkpoints :] if settings.prefix_cache else (),
+            total_cells=self._context.n_ctx,
+            cells=settings.prefix_cells,
+            interval=settings.prefix_interval,
+            host_bytes=settings.prefix_host_mib * 1024**2,
+            turn_ids=self.vocab.turn_ids,
+            cell_bytes=shape.cell(settings),
+            state_bytes=sum(shape.layer_state),
+        )
 
     # --- the event loop's side -----------------------------------------------------------------------------
 
@@ -201,6 +218,7 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             kv_cells_used=self._scheduler.cells_used,
             kv_cells=self._scheduler.cells,
+            prefix=self._scheduler.cache.stats(),
             finished=dict(self._finished),
         )
 
@@ -279,6 +297,7 @@ class Engine:
                 self._finish(sequence, done, new)
             else:
                 generation, mailbox = self._open[sequence]
+                generation.cached_tokens = sequence.reused or 0
                 mailbox.put(generation, new, None)
 
     def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -306,6 +325,7 @@ class Engine:
         sequence.timings.finished = perf_counter()
         self._finished["error" if isinstance(done, Exception) else done] += 1
         generation, mailbox = entry
+        generation.cached_tokens = sequence.reused or 0
         mailbox.put(generation, tokens or [], done)
 
     def _relieve(self, error: NoMemorySlot) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
 from .llama import CACHE_TYPES, Context, ContextOptions, Device, Model, devices, row_bytes
+from .settings import MAX_SEQUENCES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,13 @@ TOKENS_PER_SEQUENCE = 16_384
 
 SMALLEST_CONTEXT = 2_048
 """The least that is worth choosing on one's own; a smaller one has to be asked for."""
+
+CHECKPOINTS = 32
+"""States that the prefix cache may hold when nobody says how many."""
+
+SLOWDOWN = 0.1
+"""How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
+such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
 
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
@@ -57,6 +65,10 @@ class Shape:
         return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
             CACHE_TYPES[settings.cache_type_v], values
         )
+
+    def cell(self, settings: EngineSettings) -> int:
+        """Bytes of one token in all layers."""
+        return sum(self.kv_cell(layer, settings) for layer in range(len(self.kv_elements)))
 
 
 def shape_of(header: Header) -> Shape:
@@ -161,9 +173,14 @@ class MemoryPlan:
         types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
         lines.append(
             f"{settings.ctx_size:,} KV cells for {settings.parallel} sequences "
-            f"({types}, {_size(_cell(shape, settings))} a token; "
+            f"({types}, {_size(shape.cell(settings))} a token; "
             f"recurrent state: {_size(sum(shape.layer_state))} a sequence)"
         )
+        if settings.prefix_cache:
+            lines.append(
+                f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
+                + (f", {settings.prefix_host_mib:,} MiB on the host" if settings.prefix_host_mib else "")
+            )
         if shape.skipped_weights:
             lines.append(f"not loaded: multi-token-prediction head, {_size(shape.skipped_weights)}")
         return "\n".join(lines)
@@ -174,40 +191,60 @@ class MemoryPlan:
             raise DoesNotFit("\n".join([*problems, "the plan was:", str(self)]))
 
 
-def plan_memory(settings: EngineSettings, header: Header) -> MemoryPlan:
+def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     """Decide the size of the context where that is left open, and check that everything fits.
 
     Raises DoesNotFit, or ModelLoadError when llama.cpp does not take the file or the settings.
     """
     shape = shape_of(header)
+    settings = _with_prefix_cache(wanted, shape)
     chosen = settings.ctx_size == 0
     if chosen:
-        wanted = settings.parallel * min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
-        settings = replace(settings, ctx_size=wanted)
+        each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
+        settings = replace(settings, ctx_size=settings.parallel * each + settings.prefix_cells)
     settings = replace(settings, ctx_size=_padded(settings.ctx_size))
     places = _places(settings)
     while True:
         plan = _arrange(settings, shape, places, {})
         affordable = all(usage.states < usage.device.free for usage in plan.usages)
         # A rehearsal does allocate the states; the compute buffers hardly depend on their number.
-        compute = _rehearse(settings if affordable else replace(settings, parallel=1))
+        compute = _rehearse(settings if affordable else replace(settings, parallel=1, prefix_checkpoints=0))
         plan = _arrange(settings, shape, places, compute)
-        smaller = _padded(settings.ctx_size * 3 // 4)
-        if not chosen or smaller < SMALLEST_CONTEXT or not any(usage.short for usage in plan.usages):
+        if not any(usage.short for usage in plan.usages):
             break
-        settings = replace(settings, ctx_size=smaller)
+        smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
+        if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
+            smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+        if smaller == settings or smaller.ctx_size < SMALLEST_CONTEXT:
+            break
+        settings = smaller
     plan.check()
     return plan
+
+
+def n_sequences(settings: EngineSettings) -> int:
+    """Sequence ids of the context, each with a recurrent state: those that run, then those of checkpoints."""
+    return settings.parallel + settings.prefix_checkpoints
+
+
+def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:
+    """Decide what the prefix cache may hold, where that is left open."""
+    if not settings.prefix_cache:
+        return replace(settings, prefix_checkpoints=0, prefix_cells=0)
+    checkpoints = min(settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel)
+    weights = sum(shape.layer_weights) + shape.output_weights
+    cells = settings.prefix_cells or _padded(int(SLOWDOWN * weights / shape.cell(settings)))
+    return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
 def context_options(settings: EngineSettings) -> ContextOptions:
     """The llama.cpp context that these settings describe; `ctx_size` and threads must be decided."""
     return ContextOptions(
         n_ctx=settings.ctx_size,
-        n_seq=settings.parallel,
+        n_seq=n_sequences(settings),
         n_batch=settings.batch_size,
         n_ubatch=settings.ubatch_size,
-        n_outputs=settings.parallel,
+        n_outputs=n_sequences(settings),  # llama.cpp reserves a row for each id, whatever is asked for
         threads=settings.threads,
         threads_batch=settings.threads_batch,
         flash_attn=settings.flash_attn,
@@ -242,7 +279,7 @@ def _arrange(
         on_host = int(n_gpu == 0 or layer < first)
         weights[on_host] += size
         kv[on_host] += shape.kv_cell(layer, settings) * settings.ctx_size
-        states[on_host] += shape.layer_state[layer] * settings.parallel
+        states[on_host] += shape.layer_state[layer] * n_sequences(settings)
     weights[1] += shape.input_weights
     weights[int(n_gpu == 0)] += shape.output_weights
     if n_gpu == 0 and shape.output_is_tied:
@@ -294,18 +331,24 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
         if cells >= CELL_PADDING:
             helps.append(f"ctx_size={cells}")
         packed = replace(settings, cache_type_k="q8_0", cache_type_v="q8_0")
-        saved = usage.kv * (1 - _cell(shape, packed) / _cell(shape, settings))
+        saved = usage.kv * (1 - shape.cell(packed) / shape.cell(settings))
         if settings.flash_attn != "off" and saved >= short:
             helps.append("cache_type_k=q8_0 with cache_type_v=q8_0")
-    if usage.states > short:
-        helps.append(f"parallel={settings.parallel - -(-short * settings.parallel // usage.states)}")
+    n_seq = n_sequences(settings)
+    surplus = -(-short * n_seq // usage.states) if usage.states else n_seq
+    if surplus < settings.prefix_checkpoints:
+        helps.append(f"prefix_checkpoints={settings.prefix_checkpoints - surplus}")
+    elif surplus == settings.prefix_checkpoints:
+        helps.append("prefix_cache=false")
+    if surplus < settings.parallel:
+        helps.append(f"parallel={settings.parallel - surplus}")
     if usage.compute > 2 * short and settings.ubatch_size > 128:
         helps.append(f"ubatch_size={settings.ubatch_size // 2}")
     if usage.device.is_gpu:
         freed = 0
         for layer in range(_first_on_gpu(settings, shape), len(shape.layer_weights)):
             freed += shape.layer_weights[layer] + shape.kv_cell(layer, settings) * settings.ctx_size
-            freed += shape.layer_state[layer] * settings.parallel
+            freed += shape.layer_state[layer] * n_sequences(settings)
             if freed >= short:
                 helps.append(f"n_gpu_layers={shape.n_blocks - layer} (the rest runs on the CPU, much slower)")
                 break
@@ -318,11 +361,6 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
         f"{usage.device.name}: {_size(usage.total)} are needed and {_size(usage.device.free)} are free; "
         f"{_size(short)} are missing (with a margin for the driver). What would help: {', or '.join(helps)}"
     )
-
-
-def _cell(shape: Shape, settings: EngineSettings) -> int:
-    """Bytes of one token in all layers."""
-    return sum(shape.kv_cell(layer, settings) for layer in range(len(shape.kv_elements)))
 
 
 def _padded(cells: int) -> int:

@@ -1,18 +1,24 @@
 """Which tokens go into the next step: continuous batching with chunked prefill and lossless preemption.
 
-The policy, in a paragraph. Requests run first come, first served: up to `slots` at once, the rest wait in
-the order they came. Every step takes one token of every sequence that decodes, so nothing ever holds a
-running stream up longer than one step; what room is left goes to prompts, the oldest first, in chunks of at
-most `prefill_budget` tokens together (or a whole batch, when nobody decodes and nobody can be held up). The
-cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens fit
-beside those running and a little room remains for everyone to grow; it does not reserve cells for an answer
-it may never give. When cells run out all the same, the youngest running sequence is preempted: its cells
-are freed, it waits at the head of the queue, and reads its tokens again, the generated ones included, when
-there is room. Its sampler stays as it was, so nothing is lost but time. The oldest sequence is never
-preempted, and one sequence always fits into the cache alone, so every request gets its turn and ends.
+The policy, in a paragraph. Requests are admitted first come, first served: up to `slots` at once, the rest
+wait in the order they came. Every step takes what is pending of every sequence that decodes, so nothing ever
+holds a running stream up longer than one step of at most `prefill_budget` prompt tokens (a whole batch, when
+nobody decodes and nobody can be held up). Half of those tokens go to the prompt that came first, so that a
+flood of short ones never starves it; the other half to whichever prompts are closest to their first token,
+so that a flood of long ones never starves a short one. A prompt that shares a beginning with one before it,
+which is just being computed, keeps its place and waits for that beginning instead of computing it too; if
+the other goes away, it computes it itself. The cache is a pool of cells, one a token, that all sequences
+share. A sequence is admitted when its tokens fit beside those running and a little room remains for everyone
+to grow; it does not reserve cells for an answer it may never give. When cells run short, checkpoints of the
+prefix cache go first. When that is not enough, the youngest running sequence is preempted: its cells are
+freed, it waits at the head of the queue, and reads its tokens again, the generated ones included, when there
+is room. Its sampler stays as it was, so nothing is lost but time. The oldest sequence is never preempted,
+and one sequence always fits into the cache alone, so every request gets its turn and ends.
 
-The budget matters twice on a hybrid model: its recurrent layers take all sequences of a pass with the same
-number of tokens, so a step of decodes and a chunk reads the weights once for each distinct length.
+On a hybrid model a step reads the weights once for each distinct number of tokens that its sequences bring:
+the recurrent layers take all sequences of a pass with the same number. So a step of decodes and a chunk of a
+prompt costs two passes, mixed or not. Mixed, they are one call; apart (`mixed_steps` off, and always where
+drafts are verified), the decodes of many steps have one shape, and their tokens leave before the chunk runs.
 
 No llama.cpp here: the scheduler counts cells, the runner fills them.
 """
@@ -25,7 +31,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as ListLike
 
+    from .prefix_cache import PrefixCache
     from .sequence import Sequence
 
 GROWTH = 64
@@ -69,43 +77,75 @@ class Step:
         self.n_tokens += chunk.n_tokens
 
 
+def no_drafts(sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
+    """Proposes nothing."""
+    return [[] for _ in sequences]
+
+
+def lowest(sequence: Sequence, free: ListLike[int]) -> int:
+    """The first free slot."""
+    return free[0]
+
+
 class Scheduler:
     """Queues, slots and cells. `release` is called with a slot whose cells are no longer needed.
 
-    `cells` is the size of the cache in tokens and must hold the longest sequence there can be.
+    The cache's cells must hold the longest sequence there can be. `propose` is asked for a draft for each
+    sequence that decodes in a step, and told how many tokens the step has room for; `place` chooses among
+    the free slots, in ascending order, for a sequence that is admitted.
     """
 
     def __init__(
         self,
         *,
         slots: int,
-        cells: int,
         batch_size: int,
         prefill_budget: int,
+        cache: PrefixCache,
         release: Callable[[int], None],
+        mixed_steps: bool = True,
+        propose: Callable[[list[Sequence], int], list[list[int]]] = no_drafts,
+        place: Callable[[Sequence, ListLike[int]], int] = lowest,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival."""
-        self.cells = cells
-        self.cells_used = 0
+        self.cache = cache
         self.preemptions = 0
-        self._free_slots = list(range(slots - 1, -1, -1))  # taken from the end: low ids first
+        self._free_slots = list(range(slots))
         self._batch_size = batch_size
         self._prefill_budget = prefill_budget
         self._release = release
+        self._mixed_steps = mixed_steps
+        self._propose = propose
+        self._place = place
+        self._prefill_is_due = False
+
+    @property
+    def cells(self) -> int:
+        """Cells that there are."""
+        return self.cache.total_cells
+
+    @property
+    def cells_used(self) -> int:
+        """Occupied cells, those of checkpoints included."""
+        return self.cache.spans.used
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind all others."""
         self.waiting.append(sequence)
+        self.cache.track(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is; its slot and cells are free for the next step."""
         if sequence.slot is not None:
             self.running.remove(sequence)
+            self.cache.leave(sequence)
             self._vacate(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self.cache.forget(sequence)
+        self.cache.trim()
 
     def preempt_youngest(self) -> None:
         """Put the sequence that came last back at the head of the queue; it will read its tokens again."""
@@ -117,71 +157,131 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the tokens of the next step. Empty only when there is nothing to do."""
         step = Step()
-        self._schedule_decodes(step)
-        decoding = len(step.chunks)
-        room = self._batch_size - decoding
-        budget = min(room, self._prefill_budget) if decoding else room
-        budget -= self._schedule_prefills(step, budget)
-        while budget > 0 and (sequence := self._admit()):
-            budget -= self._schedule_prefill(step, sequence, budget)
+        self._admit()
+        self._begin()
+        if not self._prefill_is_due:
+            self._schedule_decodes(step)
+        apart = not self._mixed_steps or any(chunk.n_tokens > 1 for chunk in step.chunks)
+        if not (apart and step.chunks):
+            self._schedule_prefills(step)
+        if self._prefill_is_due and not step.chunks:
+            self._schedule_decodes(step)
+        while not step.chunks and self.running:  # no cell is left for any prompt
+            self.preempt_youngest()
+            self._schedule_decodes(step)
+            self._schedule_prefills(step)
+        self._prefill_is_due = apart and not self._prefill_is_due
         return step
 
     def postprocess(self, step: Step) -> None:
-        """Account for a step that llama.cpp has computed."""
+        """Account for a step that llama.cpp has computed, or has begun to."""
         for chunk in step.chunks:
-            chunk.sequence.cached += chunk.count
-        self.cells_used += step.n_tokens
+            sequence = chunk.sequence
+            assert sequence.slot is not None
+            sequence.cached += chunk.count
+            self.cache.spans.append(sequence.slot, chunk.n_tokens)
+            if chunk.samples:
+                sequence.decoding = True
+            else:
+                self.cache.reached(sequence)
+
+    def settle(self, chunk: Chunk, accepted: int) -> None:
+        """Account for a draft: it stays as a whole, or the slot was taken back to before the chunk."""
+        sequence = chunk.sequence
+        assert sequence.slot is not None
+        if accepted == len(chunk.draft):
+            sequence.cached += accepted
+        else:
+            sequence.cached -= chunk.count
+            self.cache.spans.truncate(sequence.slot, sequence.cached)
 
     # --- the parts of schedule -----------------------------------------------------------------------------
 
+    def _admit(self) -> None:
+        """Give slots to those who have waited longest, while there is room; nobody overtakes."""
+        spans = self.cache.spans
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            reused, idle = self.cache.reusable(sequence)
+            promised = sum(other.pending + _growth(other) for other in self.running)
+            needed = len(sequence.tokens) - reused + idle + _growth(sequence)
+            if self.running and spans.used - spans.idle + promised + needed > self.cells:
+                return
+            self.waiting.popleft()
+            sequence.slot = self._place(sequence, self._free_slots)
+            self._free_slots.remove(sequence.slot)
+            self.running.append(sequence)
+
+    def _begin(self) -> None:
+        """Start those from the cache who do not wait for somebody else to compute their beginning."""
+        for index, sequence in enumerate(self.running):
+            if not sequence.begun and not self.cache.waits(sequence, self.running[:index]):
+                sequence.begun = True
+                self.cache.start(sequence)
+
     def _schedule_decodes(self, step: Step) -> None:
-        """One token of every sequence that decodes, preempting the youngest until there are cells for it."""
+        """What is pending of every sequence that decodes; the youngest are preempted until it fits."""
         while True:
-            decodes = [sequence for sequence in self.running if sequence.pending == 1]
-            if len(decodes) <= self.cells - self.cells_used:
+            ready = [sequence for sequence in self.running if sequence.ready]
+            counts = self._shares(ready)
+            if not ready or self.cache.make_room(sum(counts)):
                 break
             self.preempt_youngest()
-        for sequence in decodes:
-            step.add(sequence, 1)
+        if not ready:
+            return
+        rows = self._batch_size - sum(counts)
+        drafts = self._propose(ready, rows)
+        if not self.cache.make_room(sum(counts) + sum(map(len, drafts))):
+            drafts = no_drafts(ready, 0)
+        for sequence, count, draft in zip(ready, counts, drafts, strict=True):
+            whole = count == sequence.pending and len(draft) <= rows
+            step.add(sequence, count, draft if whole else [])
+            rows -= len(draft) if whole else 0
 
-    def _schedule_prefills(self, step: Step, budget: int) -> int:
-        """Chunks of prompts that are already running, the oldest first; returns the tokens taken."""
-        taken = 0
-        for sequence in self.running:
-            if sequence.pending > 1 and taken < budget:
-                taken += self._schedule_prefill(step, sequence, budget - taken)
-        while not step.chunks and self.running:  # all of them prefill, and there is no cell left
-            self.preempt_youngest()
-            taken = self._schedule_prefill(step, self.running[0], budget)
-        return taken
+    def _shares(self, ready: list[Sequence]) -> list[int]:
+        """Pending tokens of each that fit into a batch; at least one."""
+        room = self._batch_size - len(ready)
+        counts = []
+        for sequence in ready:
+            counts.append(1 + min(sequence.pending - 1, room))
+            room -= counts[-1] - 1
+        return counts
 
-    def _schedule_prefill(self, step: Step, sequence: Sequence, budget: int) -> int:
-        count = min(sequence.pending, budget, self.cells - self.cells_used - step.n_tokens)
-        if count > 0:
-            step.add(sequence, count)
-        return max(count, 0)
+    def _schedule_prefills(self, step: Step) -> None:
+        """Chunks of prompts: up to where a checkpoint is wanted, as far as budget and cells go."""
+        prompts = [sequence for sequence in self.running if sequence.begun and not sequence.ready]
+        if not prompts:
+            return
+        budget = self._batch_size - step.n_tokens
+        if len(prompts) < sum(sequence.begun for sequence in self.running):
+            budget = min(budget, self._prefill_budget)
+        wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
+        oldest = prompts[0]
+        counts = dict.fromkeys(prompts, 0)
+        counts[oldest] = min(wanted[oldest], -(-budget // 2))
+        budget -= counts[oldest]
+        for sequence in sorted(prompts, key=lambda prompt: prompt.pending - counts[prompt]):
+            more = min(wanted[sequence] - counts[sequence], budget)
+            counts[sequence] += more
+            budget -= more
+        for sequence, count in counts.items():
+            fitting = min(count, self.cache.available - step.n_tokens)
+            if fitting > 0:
+                self.cache.make_room(step.n_tokens + fitting)
+                step.add(sequence, fitting)
 
-    def _admit(self) -> Sequence | None:
-        """Start the sequence that has waited longest, if there is a slot and room; nobody overtakes it."""
-        if not self.waiting or not self._free_slots:
-            return None
-        sequence = self.waiting[0]
-        promised = sum(other.pending + _growth(other) for other in self.running)
-        needed = len(sequence.tokens) + _growth(sequence)
-        if self.running and self.cells_used + promised + needed > self.cells:
-            return None
-        self.waiting.popleft()
-        sequence.slot = self._free_slots.pop()
-        self.running.append(sequence)
-        return sequence
+    def _until_cut(self, sequence: Sequence) -> int:
+        cut = self.cache.cut(sequence)
+        return sequence.pending if cut is None else min(sequence.pending, cut - sequence.cached)
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self._release(sequence.slot)
-        self._free_slots.append(sequence.slot)
-        self.cells_used -= sequence.cached
+        self.cache.spans.drop(sequence.slot)
+        self._free_slots = sorted([*self._free_slots, sequence.slot])
         sequence.slot = None
         sequence.cached = 0
+        sequence.begun = sequence.decoding = False
 
 
 def _growth(sequence: Sequence) -> int:

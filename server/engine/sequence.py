@@ -46,15 +46,18 @@ class Sequence:
     """Tokens, how many of them the cache holds, and where it holds them. Touched by the engine's thread only.
 
     A sequence is always in the middle of the same movement: `pending` tokens are not in the cache yet, and
-    once they are, the logits of the last one give the next. One pending token is a decode; more are a
-    prefill, or what a preempted sequence has to read again.
+    once they are, the logits of the last one give the next. Most of the time one is pending; more while its
+    prompt is read, after a preemption, and after a draft that was rejected.
     """
 
     __slots__ = (
+        "begun",
         "cached",
+        "decoding",
         "finish_reason",
         "limit",
         "prompt_length",
+        "reused",
         "sampler",
         "slot",
         "timings",
@@ -70,6 +73,12 @@ class Sequence:
         """Tokens whose keys, values and state llama.cpp holds."""
         self.slot: int | None = None
         """llama.cpp's sequence id while it runs."""
+        self.begun = False
+        """It runs, and does not wait for another to compute its beginning."""
+        self.decoding = False
+        """It has sampled a token since it began: what is pending now is no prompt any more."""
+        self.reused: int | None = None
+        """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
         self.finish_reason: FinishReason | None = None
         self.timings = Timings(submitted=perf_counter())
 
@@ -77,6 +86,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens still to be decoded before the next one can be sampled."""
         return len(self.tokens) - self.cached
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next step gives a token, and no stretch of a prompt is in between."""
+        return self.begun and (self.decoding or self.pending == 1)
 
     @property
     def generated(self) -> int:

@@ -50,6 +50,22 @@ class EngineSettings:
     prefill_budget: int = 0
     """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
     0: 512 on a GPU, 128 without one."""
+    mixed_steps: bool = True
+    """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns."""
+
+    prefix_cache: bool = True
+    """Keep states of what was computed, for requests that begin alike."""
+    prefix_checkpoints: int = 0
+    """States that the prefix cache may hold at once; each costs a sequence id and a recurrent state.
+    0: 32, or what fits."""
+    prefix_cells: int = 0
+    """KV cells that it may hold beyond those of running sequences. All cells up to the highest occupied one
+    are read in every step, so that holding more makes every step slower. 0: as many as slow a step of a
+    single sequence down by a tenth, by their size and that of the weights."""
+    prefix_interval: int = 4096
+    """Tokens between the states kept while a long prompt is read. 0: none on the way."""
+    prefix_host_mib: int = 0
+    """MiB of host memory for states that had to leave the device. 0: they are gone."""
 
     threads: int = 0
     """CPU threads for steps of one token. 0: one less than the physical cores this process may use."""
@@ -66,6 +82,10 @@ class EngineSettings:
             "batch_size": 1,
             "ubatch_size": 1,
             "prefill_budget": 0,
+            "prefix_checkpoints": 0,
+            "prefix_cells": 0,
+            "prefix_interval": 0,
+            "prefix_host_mib": 0,
             "threads": 0,
             "threads_batch": 0,
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .prefix_cache import PrefixStats
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -17,6 +19,8 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     kv_cells_used: int
+    """Those of checkpoints in the prefix cache included."""
     kv_cells: int
+    prefix: PrefixStats = field(default_factory=PrefixStats)
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

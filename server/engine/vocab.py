@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from .llama import Model
 
 
+TURN_START = b"<|im_start|>"
+"""ChatML's, which every Qwen speaks."""
+
+
 class Vocab:
     """Read-only, and safe to use from any thread. Ids run from 0 to `size` - 1."""
 
@@ -20,9 +24,11 @@ class Vocab:
         ids = range(self.size)
         self.eog_ids = frozenset(token for token in ids if model.is_eog(token))
         """Every id that ends a generation."""
-        added = [model.piece(token, special=True) for token in ids if model.is_added(token)]
-        self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added)
+        added = {token: model.piece(token, special=True) for token in ids if model.is_added(token)}
+        self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added.values())
         """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
+        self.turn_ids = frozenset(token for token, piece in added.items() if piece == TURN_START)
+        """The control token with which a chat turn begins, if there is one."""
         self.n_real = self.size
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         while self.n_real > 0 and model.is_unused(self.n_real - 1):

@@ -115,7 +115,8 @@ def test_many_at_once_answer_as_alone(http: httpx.Client) -> None:
         together = list(pool.map(lambda prompt: complete(http, prompt, max_tokens=24), prompts))
     for one, other in zip(alone, together, strict=True):
         assert one["choices"] == other["choices"]
-        assert one["usage"] == other["usage"]
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert one["usage"][count] == other["usage"][count]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,12 @@ def test_openai_client_chat(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == answer.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].usage == answer.usage
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    assert (
+        chunks[-1].usage.prompt_tokens_details is not None
+    )  # the second time, all but the last token is cached
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
 
 
 def test_openai_client_thinking(client: openai.OpenAI) -> None:

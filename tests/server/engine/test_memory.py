@@ -118,11 +118,13 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     card(23 * GIB)
     plan = four_b_plan()
     gpu, host = plan.usages
-    assert plan.settings.ctx_size == 8 * 16_384
+    assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
+    assert plan.settings.prefix_checkpoints == 32
+    assert plan.settings.prefix_cells == pytest.approx(0.1 * gpu.weights / (32 * 1024), abs=256)
     assert gpu.weights == (32 * 70 + 500) * MIB + 10240  # the tied head is a copy on the card
     assert host.weights == 500 * MIB
-    assert (gpu.kv, host.kv) == (4 * GIB, 0)
-    assert gpu.states == 8 * sum(plan.shape.layer_state)
+    assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024, 0)
+    assert gpu.states == (8 + 32) * sum(plan.shape.layer_state)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
 

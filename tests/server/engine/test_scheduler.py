@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine.prefix_cache import PrefixCache, Saved, Spans
 from server.engine.sampling import Sampler
 from server.engine.scheduler import Chunk, Scheduler, Step
 from server.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NO_SAMPLER = cast("Sampler", None)
 
@@ -20,9 +24,34 @@ def sequence(prompt: int, max_tokens: int = 10) -> Sequence:
     return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER)
 
 
-def scheduler(slots: int = 4, cells: int = 1000, batch: int = 64, budget: int = 16) -> Scheduler:
+class NoMemory:
+    """There is nothing to copy where nothing is computed."""
+
+    def copy(self, source: int, target: int) -> None:
+        pass
+
+    def remove(self, sequence: int) -> None:
+        pass
+
+    def save(self, sequence: int) -> Saved:
+        raise AssertionError
+
+    def restore(self, sequence: int, saved: Saved) -> None:
+        raise AssertionError
+
+
+def scheduler(
+    slots: int = 4,
+    cells: int = 1000,
+    batch: int = 64,
+    budget: int = 16,
+    release: Callable[[int], None] = lambda slot: None,
+    **options: Any,
+) -> Scheduler:
+    """A scheduler without a prefix cache."""
+    cache = PrefixCache(NoMemory(), Spans(slots), ids=(), total_cells=cells, cells=0)
     return Scheduler(
-        slots=slots, cells=cells, batch_size=batch, prefill_budget=budget, release=lambda slot: None
+        slots=slots, batch_size=batch, prefill_budget=budget, cache=cache, release=release, **options
     )
 
 
@@ -105,7 +134,7 @@ def test_nobody_overtakes_a_request_that_waits_for_cells() -> None:
 
 def test_the_youngest_is_preempted_when_cells_run_out_and_reads_everything_again() -> None:
     released: list[int] = []
-    s = Scheduler(slots=2, cells=160, batch_size=64, prefill_budget=64, release=released.append)
+    s = scheduler(slots=2, cells=160, batch=64, budget=64, release=released.append)
     s.add(old := sequence(10, max_tokens=140))
     s.add(young := sequence(10, max_tokens=140))
     while not s.preemptions:
@@ -170,10 +199,10 @@ class Watched:
     s: Scheduler
     batch: int
     budget: int
-    started: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
 
     def step(self) -> None:
-        decoding = {x for x in self.s.running if x.pending == 1}
+        decoding = {x for x in self.s.running if x.ready}
         oldest = self.s.running[0] if self.s.running else None
         before = self.s.preemptions
         step = self.s.schedule()
@@ -185,14 +214,14 @@ class Watched:
         if self.s.preemptions == before:
             assert decoding <= set(in_step), "a running stream was held up"
         if decoding & set(in_step):
-            assert sum(c.count for c in step.chunks if c.sequence not in decoding) <= self.budget
+            assert sum(c.count for c in step.chunks if not c.sequence.ready) <= self.budget
         assert oldest is None or oldest in self.s.running, "the oldest was preempted"
         slots = [x.slot for x in self.s.running]
         assert None not in slots
         assert len(set(slots)) == len(slots)
         self.s.postprocess(step)
         assert self.s.cells_used == sum(x.cached for x in self.s.running) <= self.s.cells
-        self.started += [x for x in in_step if x not in self.started]
+        self.admitted += [x for x in self.s.running if x not in self.admitted]
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.sequence.tokens.append(7)
@@ -232,8 +261,8 @@ def test_every_mix_of_requests_is_served_in_order(
     assert s.cells_used == 0
     for plan, one in zip(mix, sequences, strict=True):
         assert one in cancelled or one.generated == plan.answer
-    order = [one for one in arrived if one in watched.started]
-    assert watched.started == order, "a later request started before an earlier one"
+    order = [one for one in arrived if one in watched.admitted]
+    assert watched.admitted == order, "a later request was admitted before an earlier one"
 
 
 def test_a_flood_of_long_prompts_neither_starves_a_stream_nor_is_starved_by_it() -> None:

@@ -1,0 +1,313 @@
+"""Which states are kept, who starts from them, and which have to go."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.engine.errors import LlamaError
+
+from .host import HostTier
+from .stats import PrefixStats
+from .tree import Node, Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from server.engine.sequence import Sequence
+
+    from .memory import Memory
+    from .spans import Spans
+
+log = logging.getLogger(__name__)
+
+MIN_GAIN = 16
+"""Tokens that a checkpoint must save beyond the one before it. Less is read again as fast as it is copied."""
+
+MIN_TURN = 64
+"""The least history, in tokens, that is worth a pass of its own to keep at the start of a chat turn."""
+
+MIN_RESTORE = 128
+"""Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Track:
+    """Where a request's prompt lies in the tree."""
+
+    end: Node
+    """All of it but the last token, which has to be computed for its logits."""
+    marks: list[Node]
+    """The nodes that are there because of this request, `end` among them."""
+
+
+class PrefixCache:
+    """Checkpoints of prefixes, in spare sequence ids of the context that share cells with those who use them.
+
+    A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins, after
+    its first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
+    computed, and where an answer ends. The least recently used go when ids or cells run short; `cells` bounds
+    what is held beyond the running sequences, because attention reads every occupied cell in every step.
+    Used by the scheduler on the engine's thread. Off when there are no `ids`.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        spans: Spans,
+        *,
+        ids: Collection[int],
+        total_cells: int,
+        cells: int,
+        interval: int = 0,
+        host_bytes: int = 0,
+        turn_ids: Collection[int] = (),
+        cell_bytes: int = 0,
+        state_bytes: int = 0,
+    ) -> None:
+        self.spans = spans
+        self.enabled = bool(ids)
+        self._memory = memory
+        self._free = sorted(ids, reverse=True)
+        self.total_cells = total_cells
+        self._cells = cells
+        self._interval = interval
+        self._turn_ids = np.array(sorted(turn_ids), np.int32)
+        self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
+        self._tree = Tree()
+        self._host = HostTier(host_bytes)
+        self._held: dict[Node, None] = {}  # the least recently used first
+        self._tracks: dict[Sequence, _Track] = {}
+        self._hits = self._misses = self._tokens_saved = 0
+        self._checkpoints = self._evictions = self._restores = 0
+
+    # --- a request's life ----------------------------------------------------------------------------------
+
+    def track(self, sequence: Sequence) -> None:
+        """A request arrived: from now on its prompt is known, and others see where they part from it."""
+        if not self.enabled:
+            return
+        tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
+        marks, node, start = [], self._tree.root, 0
+        for depth in [*self._wanted(tokens), len(tokens)]:
+            node = self._tree.insert(tokens[start:depth], node)
+            start = depth
+            node.marks += 1
+            marks.append(node)
+        node.is_end = node.parent is not None
+        self._tracks[sequence] = _Track(node, marks)
+        if best := self._deepest_held(node):
+            self._touch(best)
+
+    def start(self, sequence: Sequence) -> None:
+        """Give an admitted sequence, whose slot is empty, the deepest prefix there is."""
+        if not self.enabled:
+            return
+        assert sequence.slot is not None
+        node = self._source(sequence)
+        if node is not None and node.holder is not None:
+            self._memory.copy(node.holder, sequence.slot)
+            self.spans.share(node.holder, sequence.slot)
+            sequence.cached = node.depth
+            self._touch(node)
+        if sequence.reused is None:  # else it was preempted
+            sequence.reused = sequence.cached
+            self._tokens_saved += sequence.cached
+            self._hits += sequence.cached > 0
+            self._misses += sequence.cached == 0
+
+    def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
+        """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
+        if not self.enabled:
+            return False
+        own = self._tracks[sequence].end
+        best = self._deepest_held(own)
+        needed = MIN_GAIN + (best.depth if best else 0)
+        shared = {node for node in own.path() if node.depth >= needed and (node.children or node.marks > 1)}
+        return bool(shared) and any(
+            node in shared
+            for leader in earlier
+            if leader.cached < leader.prompt_length - 1
+            for node in self._cuts(leader)
+        )
+
+    def cut(self, sequence: Sequence) -> int | None:
+        """The next depth at which the sequence must pause so that a checkpoint can be taken."""
+        return next((node.depth for node in self._cuts(sequence)), None) if self.enabled else None
+
+    def reached(self, sequence: Sequence) -> None:
+        """Take a checkpoint if the sequence has just come to where one is wanted."""
+        if not self.enabled or sequence.slot is None or sequence.cached >= sequence.prompt_length:
+            return
+        for node in self._tracks[sequence].end.path():
+            if node.depth == sequence.cached and node.holder is None:
+                if node in self._cuts(sequence, since=sequence.cached - 1):
+                    self._hold(node, sequence.slot)
+                return
+
+    def leave(self, sequence: Sequence) -> None:
+        """A running sequence ends, its slot still intact: keep its state for whoever goes on from there."""
+        slot, depth = sequence.slot, sequence.cached
+        if not self.enabled or slot is None or depth < MIN_GAIN or self.spans.length(slot) != depth:
+            return  # the last: drafts behind the end were computed too, and can not be taken back
+        end = self._tracks[sequence].end
+        start = end if depth >= end.depth else self._tree.root
+        node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
+        best = self._deepest_held(node)
+        if best is node:
+            self._touch(node)
+        elif depth - (best.depth if best else 0) >= MIN_GAIN:
+            self._hold(node, slot)
+        else:
+            self._tree.prune(node)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A request is over, wherever it was: only what it left behind stays."""
+        track = self._tracks.pop(sequence, None)
+        for node in track.marks if track else ():
+            node.marks -= 1
+            self._tree.prune(node)
+
+    # --- room ----------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Give up checkpoints until those left are within the budget of cells."""
+        while self.spans.idle > self._cells:
+            sizes = {node: self.spans.exclusive(self._holder(node)) for node in self._held}
+            # one that alone is too large would otherwise drive out all the others first
+            too_large = (node for node, size in sizes.items() if size > self._cells)
+            victim = next(too_large, None) or next(node for node, size in sizes.items() if size)
+            self._evict(victim)
+
+    @property
+    def available(self) -> int:
+        """Cells that running sequences do not occupy: those that are free, and those that can be freed."""
+        return self.total_cells - self.spans.used + self.spans.idle
+
+    def make_room(self, cells: int) -> bool:
+        """Give up checkpoints until so many cells are free; False, with none given up, if that can not be."""
+        if cells > self.available:
+            return False
+        while self.spans.used + cells > self.total_cells:
+            self._evict(next(node for node in self._held if self.spans.exclusive(self._holder(node))))
+        return True
+
+    def reusable(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
+        best = self._deepest_held(self._tracks[sequence].end) if self.enabled else None
+        return (best.depth, self.spans.idle_in(self._holder(best))) if best else (0, 0)
+
+    def stats(self) -> PrefixStats:
+        """Counters, and what is held now."""
+        return PrefixStats(
+            hits=self._hits,
+            misses=self._misses,
+            tokens_saved=self._tokens_saved,
+            checkpoints=self._checkpoints,
+            evictions=self._evictions,
+            restores=self._restores,
+            resident=len(self._held),
+            resident_cells=self.spans.idle,
+            resident_bytes=self.spans.idle * self._cell_bytes + len(self._held) * self._state_bytes,
+            host_checkpoints=len(self._host),
+            host_bytes=self._host.used,
+        )
+
+    # --- how -----------------------------------------------------------------------------------------------
+
+    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
+        """Depths inside a prompt at which others are likely to go another way, or to come back to."""
+        turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
+        places = {int(turn) for turn in (*turns[1:2], *turns[-1:]) if turn >= MIN_TURN}
+        if self._interval:
+            places.update(range(self._interval, len(tokens), self._interval))
+        return sorted(places)
+
+    def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
+        """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
+        since = sequence.cached if since is None else since
+        previous = 0
+        for node in reversed([*self._tracks[sequence].end.path()]):
+            if node.holder is not None:
+                previous = node.depth
+            elif node.depth > since and node.depth - (0 if node.is_end else previous) >= MIN_GAIN:
+                previous = node.depth
+                yield node
+
+    def _deepest_held(self, node: Node) -> Node | None:
+        return next((above for above in node.path() if above.holder is not None), None)
+
+    def _source(self, sequence: Sequence) -> Node | None:
+        """The node to start from; one that is only in host memory is brought back if that pays."""
+        end = self._tracks[sequence].end
+        held = self._deepest_held(end)
+        worth = MIN_RESTORE + (held.depth if held else 0)
+        saved = next((node for node in end.path() if node.saved is not None), None)
+        if saved is not None and saved.holder is None and saved.depth >= worth and self._restore(saved):
+            return saved
+        return self._deepest_held(end)  # again: making room may have taken it
+
+    def _hold(self, node: Node, source: int) -> None:
+        """Take a checkpoint of the sequence id `source`."""
+        holder = self._take_id(node)
+        self._memory.copy(source, holder)
+        self.spans.share(source, holder)
+        node.holder = holder
+        self._held[node] = None
+        self._checkpoints += 1
+
+    def _restore(self, node: Node) -> bool:
+        saved = node.saved
+        if saved is None or not self.make_room(node.depth):
+            return False
+        holder = self._take_id(node)
+        if node.saved is None:  # it fell out of host memory when another was put there
+            self._free.append(holder)
+            return False
+        try:
+            self._memory.restore(holder, saved)
+        except LlamaError as error:
+            log.warning("a checkpoint of %d tokens could not be restored: %s", node.depth, error)
+            self._memory.remove(holder)
+            self._free.append(holder)
+            self._host.discard(node)
+            return False
+        self._host.touch(node)
+        self.spans.append(holder, node.depth)
+        node.holder = holder
+        self._held[node] = None
+        self._restores += 1
+        return True
+
+    def _take_id(self, node: Node) -> int:
+        """A free sequence id for `node`, which must not go while others make room for it."""
+        node.marks += 1
+        if not self._free:
+            self._evict(next(iter(self._held)))
+        node.marks -= 1
+        return self._free.pop()
+
+    def _evict(self, node: Node) -> None:
+        holder = self._holder(node)
+        if node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
+            for lost in self._host.put(node, self._memory.save(holder)):
+                self._tree.prune(lost)
+        self._memory.remove(holder)
+        self.spans.drop(holder)
+        self._free.append(holder)
+        node.holder = None
+        del self._held[node]
+        self._evictions += 1
+        self._tree.prune(node)
+
+    def _touch(self, node: Node) -> None:
+        del self._held[node]
+        self._held[node] = None
+
+    @staticmethod
+    def _holder(node: Node) -> int:
+        assert node.holder is not None
+        return node.holder

@@ -1,0 +1,48 @@
+"""The second tier: checkpoints that left the device, in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .memory import Saved
+    from .tree import Node
+
+
+class HostTier:
+    """Saved states under a budget of bytes, the least recently used first to go. `node.saved` is set here."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        """Bytes."""
+        self._nodes: dict[Node, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def put(self, node: Node, saved: Saved) -> list[Node]:
+        """Keep a state; returns the nodes that lost theirs for it, `node` itself where it is too large."""
+        if saved.nbytes > self.budget:
+            return []
+        lost = []
+        while self.used + saved.nbytes > self.budget:
+            oldest = next(iter(self._nodes))
+            self.discard(oldest)
+            lost.append(oldest)
+        node.saved = saved
+        self._nodes[node] = None
+        self.used += saved.nbytes
+        return lost
+
+    def touch(self, node: Node) -> None:
+        """It was used just now."""
+        del self._nodes[node]
+        self._nodes[node] = None
+
+    def discard(self, node: Node) -> None:
+        """Give up what was saved for a node."""
+        assert node.saved is not None
+        self.used -= node.saved.nbytes
+        node.saved = None
+        del self._nodes[node]

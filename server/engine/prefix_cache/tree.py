@@ -1,0 +1,117 @@
+"""A radix tree over token ids, whose nodes are places where a state is kept, or would be worth keeping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from .memory import Saved
+
+    Tokens = npt.NDArray[np.int32]
+
+
+class Node:
+    """A prefix: the tokens on the way from the root to here, `depth` of them.
+
+    It is there for one of four reasons: a checkpoint is held here on the device (`holder`) or in host memory
+    (`saved`), somebody marked it, or paths part here.
+    """
+
+    __slots__ = ("children", "depth", "holder", "is_end", "marks", "parent", "saved", "tokens")
+
+    def __init__(self, tokens: Tokens, parent: Node | None) -> None:
+        self.tokens = tokens
+        """Those between the parent and here."""
+        self.parent = parent
+        self.depth: int = len(tokens) + (parent.depth if parent else 0)
+        self.children: dict[int, Node] = {}
+        """By the first token after this node."""
+        self.holder: int | None = None
+        """The sequence id that keeps the state at this depth."""
+        self.saved: Saved | None = None
+        self.marks = 0
+        """Requests in flight that want a checkpoint here."""
+        self.is_end = False
+        """A prompt ends here, but for its last token."""
+
+    def path(self) -> Iterator[Node]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def _needed(self) -> bool:
+        return self.holder is not None or self.saved is not None or self.marks > 0 or self.parent is None
+
+
+class Tree:
+    """Nodes are made by `insert` and go with `prune`; where two paths part, a node appears by itself."""
+
+    def __init__(self) -> None:
+        self.root = Node(np.zeros(0, np.int32), None)
+
+    def insert(self, tokens: Tokens, start: Node | None = None) -> Node:
+        """The node at the end of `tokens`, which continue the path to `start` (the root); made if need be."""
+        node = start or self.root
+        while len(tokens):
+            child = node.children.get(int(tokens[0]))
+            if child is None:
+                child = node.children[int(tokens[0])] = Node(tokens.copy(), node)
+                return child
+            common = _common(child.tokens, tokens)
+            if common < len(child.tokens):
+                child = self._split(child, common)
+            node, tokens = child, tokens[common:]
+        return node
+
+    def prune(self, node: Node) -> None:
+        """Remove the node, and those above it, as far as nothing needs them."""
+        while not node._needed:
+            parent = node.parent
+            assert parent is not None
+            if len(node.children) > 1:
+                return
+            if node.children:
+                [child] = node.children.values()
+                child.tokens = np.concatenate([node.tokens, child.tokens])
+                child.parent = parent
+                parent.children[int(child.tokens[0])] = child
+                return
+            del parent.children[int(node.tokens[0])]
+            node = parent
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    @staticmethod
+    def _split(node: Node, length: int) -> Node:
+        """Put a new node `length` tokens into the edge that leads to `node`."""
+        parent = node.parent
+        assert parent is not None
+        middle = Node(node.tokens[:length], parent)
+        parent.children[int(middle.tokens[0])] = middle
+        node.tokens = node.tokens[length:]
+        node.parent = middle
+        middle.children[int(node.tokens[0])] = node
+        return middle
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Length of the common prefix."""
+    n = min(len(a), len(b))
+    different = a[:n] != b[:n]
+    first = int(different.argmax()) if n else 0
+    return first if n and different[first] else n
