@@ -19,8 +19,8 @@ from bench.client import Client
 from bench.errors import BenchError
 from bench.latency_result import FILLER, FILLER_TOKENS, PROTOCOLS, Baseline, Category, Protocol, summarize
 from bench.launch import Peer, ServerProcess, start_all
-from bench.peers_result import Measured, PeerRecord, at_once
-from bench.prompts import Prompts, find_prompts
+from bench.peers_result import Measured, PeerRecord, at_once, requests_at
+from bench.prompts import Prompts, TextPrompts, find_prompts
 from bench.throughput_result import summarize_level
 from bench.vocabulary import Vocabulary, find_vocabulary
 from bench.workloads import Workload
@@ -90,6 +90,7 @@ class Supply:
     vocabulary: Vocabulary | None = None
     _found: bool = False
     _words: Prompts | None = None
+    _text: TextPrompts | None = None
 
     async def find(self, contender: Contender) -> Vocabulary | None:
         """The tokenizer named or inside the GGUF; else of the first server asked."""
@@ -101,9 +102,14 @@ class Supply:
     async def prompts(self, contender: Contender, *, words: bool) -> Prompts:
         """A fresh source of prompts from the seed: every call makes the same ones again."""
         vocabulary = await self.find(contender)
+        if self.args.text is not None and vocabulary is not None:
+            if self._text is None:  # tokenized once
+                self._text = await TextPrompts.build(vocabulary, self.args.text)
+            return self._text.anew()
         rng = random.Random(self.args.seed)
-        text = self.args.text
-        return await find_prompts(contender.client, vocabulary, contender.model, rng, words=words, text=text)
+        return await find_prompts(
+            contender.client, vocabulary, contender.model, rng, words=words, text=self.args.text
+        )
 
     async def distinct(self, contender: Contender, tokens: int, count: int) -> list[str]:
         """``count`` prompts that no call before has made."""
@@ -185,7 +191,7 @@ class LevelCell(Cell):
             model=contender.model,
         )
         rng = random.Random(self.args.seed)
-        sent, checks = await throughput.run_level(sender, workload, self.level, self.args, rng)
+        sent, checks = await throughput.run_level(sender, workload, self.level, self._sizes(), rng)
         requests = await throughput.recount(await self.supply.find(contender), sent)
         level = summarize_level(requests, checks, sender.max_tokens)
         measured = contender.measured
@@ -193,6 +199,12 @@ class LevelCell(Cell):
             update={"levels": [*measured.levels, level], "requests": [*measured.requests, *requests]}
         )
         return f"{level.output_rate:,.0f} tok/s"
+
+    def _sizes(self) -> argparse.Namespace:
+        requests = requests_at(self.level, self.args.requests, self.args.waves)
+        return argparse.Namespace(
+            requests=requests, warmup=self.args.warmup, spot_checks=self.args.spot_checks
+        )
 
 
 def cells_of(args: argparse.Namespace, supply: Supply, baseline: Baseline | None) -> list[list[Cell]]:

@@ -192,7 +192,7 @@ def _settings(args: argparse.Namespace) -> dict[str, int | bool | str]:
     if args.workload == "latency":
         names += ["protocol", "runs", "stream_runs", "endpoint"]
     else:
-        names += ["requests", "input_tokens", "output_tokens"]
+        names += ["requests", "waves", "input_tokens", "output_tokens"]
         names += ["prefix_tokens", "subjects"] if args.workload == "shared-prefix" else []
         names += ["turns"] if args.workload == "chat" else []
     return {name: getattr(args, name) for name in names}
@@ -206,7 +206,7 @@ def _resident(args: argparse.Namespace, setup: Setup, contestants: Sequence[Peer
     if not started:
         return True
     weights, state = 1.2 * args.gguf.stat().st_size, 2**30
-    cells = 4 * setup.cells * 2**16 + setup.parallel * 2**27
+    cells = 2 * setup.cells * 2**16 + setup.parallel * 2**27
     small = args.gguf.stat().st_size < 2**28
     need = len(started) * (weights + state + (cells / 16 if small else cells))
     free = _free_memory()
@@ -288,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--workload", choices=("latency", *LENGTHS), default="latency")
     work.add_argument("--rounds", type=positive, default=1, help="times that all peers are visited")
     work.add_argument("--warmup", type=natural, default=2, help="untimed requests of each peer in each part")
+    work.add_argument("--text", type=Path, help="cut the prompts from this text, the same ones for each peer")
     add_prompt_options(work)
     timed = made.add_argument_group("latency")
     timed.add_argument("--protocol", choices=("both", *PROTOCOLS), default="both")
@@ -295,7 +296,6 @@ def parser() -> argparse.ArgumentParser:
     timed.add_argument("--runs", type=positive, default=50, help="timed requests per category and protocol")
     timed.add_argument("--stream-runs", type=natural, default=0, help="streamed ones besides, in each round")
     timed.add_argument("--endpoint", default="/v1/completions", help="every server has this one")
-    timed.add_argument("--text", type=Path, help="cut the distinct prompts from this text")
     timed.add_argument(
         "--baseline",
         default="none",
@@ -304,6 +304,9 @@ def parser() -> argparse.ArgumentParser:
     many = made.add_argument_group("throughput")
     many.add_argument("--levels", type=positives, default=[1, 8, 64], help="concurrent requests")
     many.add_argument("--requests", type=positive, default=64, help="a level and round")
+    many.add_argument(
+        "--waves", type=natural, default=0, help="not 0: this many times the level, at least 4, are requested"
+    )
     many.add_argument("--input-tokens", type=positive, help="a prompt, question or turn (1024; else 100)")
     many.add_argument("--output-tokens", type=positive, help="an answer (1024; else 128)")
     many.add_argument(

@@ -23,6 +23,7 @@ from bench.results import Record, ResultFile
 from bench.throughput_result import Level, Request
 
 MEAN = "mean"
+LEAST_REQUESTS = 4
 
 Settings = dict[str, int | bool | str]
 
@@ -165,12 +166,18 @@ def level_ceiling(workload: str, level: int, settings: Settings, ceiling: Ceilin
         return None
     if workload == "random":
         return batch.output_rate
-    requests, subjects = int(settings["requests"]), int(settings["subjects"])
+    requests = requests_at(level, int(settings["requests"]), int(settings["waves"]))
+    subjects = int(settings["subjects"])
     rate = ceiling.prefill_rate(int(settings["prefix_tokens"]))
     if rate is None:
         return None
     prefixes = min(subjects, requests) * int(settings["prefix_tokens"]) / rate
     return requests * answer / (prefixes + requests / level * batch.seconds)
+
+
+def requests_at(level: int, requests: int, waves: int) -> int:
+    """How many requests a level gets: ``waves`` for each worker where that is said, else ``requests``."""
+    return max(LEAST_REQUESTS, waves * level) if waves else requests
 
 
 def with_ratios(figures: Sequence[Figure], reference: str) -> list[Figure]:

@@ -69,6 +69,7 @@ class TextPrompts(Prompts):
         self.source = f"slices of {path}"
         self._vocabulary = vocabulary
         self._ids = ids
+        self._path = path
         self._next = 0
 
     @classmethod
@@ -79,6 +80,10 @@ class TextPrompts(Prompts):
         except (OSError, UnicodeDecodeError) as error:
             raise BenchError(f"--text {path}: {error}") from error
         return cls(vocabulary, await vocabulary.encode(text), path)
+
+    def anew(self) -> "TextPrompts":
+        """The same text from its start."""
+        return TextPrompts(self._vocabulary, self._ids, self._path)
 
     async def make(self, tokens: int) -> str:
         # A slice's own tokenization can differ at its ends: take as many tokens more or fewer as it needs.

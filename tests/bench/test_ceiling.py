@@ -117,7 +117,12 @@ def test_what_a_level_can_reach() -> None:
     )
     raw = [RawRow(test="pp2000", rate=10_000.0, deviation=1.0)]
     ceiling = Ceiling(commands=[], build="", batched=[row], raw=raw)
-    settings: dict[str, int | bool | str] = {"input_tokens": 100, "output_tokens": 64, "requests": 16}
+    settings: dict[str, int | bool | str] = {
+        "input_tokens": 100,
+        "output_tokens": 64,
+        "requests": 16,
+        "waves": 0,
+    }
     assert level_ceiling("random", 8, settings, ceiling) == pytest.approx(8 * 64 / 2.0)
     assert level_ceiling("random", 4, settings, ceiling) is None
     assert level_ceiling("chat", 8, settings, ceiling) is None
@@ -125,3 +130,5 @@ def test_what_a_level_can_reach() -> None:
     # four prefixes of 0.2 s, then two batches of 2 s
     assert level_ceiling("shared-prefix", 8, shared, ceiling) == pytest.approx(16 * 64 / 4.8)
     assert level_ceiling("shared-prefix", 8, {**shared, "prefix_tokens": 1000}, ceiling) is None
+    # three waves: three batches
+    assert level_ceiling("shared-prefix", 8, {**shared, "waves": 3}, ceiling) == pytest.approx(24 * 64 / 6.8)

@@ -161,6 +161,29 @@ def test_throughput(tmp_path: Path, workload: str) -> None:
     assert "level, peer" in str(tables(result)[0])
 
 
+def test_waves_follow_the_level_and_text_is_cut_the_same_for_all(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text(" and one or two" * 400, encoding="utf-8")
+    options = [
+        "--workload",
+        "random",
+        *MANY,
+        "--waves",
+        "2",
+        "--text",
+        str(text),
+        "--warmup",
+        "0",
+        *TOKENIZER,
+    ]
+    with FakeServer() as one, FakeServer() as two:
+        result = compare(tmp_path, "--peer", f"a={one.url}", "--peer", f"b={two.url}", *options)
+        sent = [sorted(body["prompt"] for _, body in server.requests) for server in (one, two)]
+    assert [level.requests for level in result.measured[0].levels] == [4, 6]
+    assert sent[0] == sent[1]
+    assert all(prompt in text.read_text() for prompt in sent[0])
+
+
 @pytest.mark.parametrize("residency", ["all", "one"])
 def test_programs_are_started_and_stopped(
     tmp_path: Path, binaries: Path, residency: str, capsys: pytest.CaptureFixture[str]
