@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+from llama_cpp import llama_cpp_ext
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
@@ -46,6 +47,9 @@ class ContextOptions:
     """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
     readout: Readout = Readout.BEST
     """What is read out at first."""
+    unified: bool = True
+    """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
+    to another copies its keys and values on the device."""
 
 
 class Context:
@@ -69,7 +73,7 @@ class Context:
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
         params.type_k = CACHE_TYPES[options.type_k]
         params.type_v = CACHE_TYPES[options.type_v]
-        params.kv_unified = True
+        params.kv_unified = options.unified
         params.offload_kqv = True
         params.no_perf = True
         self.readouts = Readouts(model, options.n_readouts, options.readout)
@@ -81,7 +85,7 @@ class Context:
             self.close()
             raise LlamaError(reason(lines))
         self._memory = C.llama_get_memory(self._handle)
-        self._n_vocab = model.n_vocab
+        self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
         self._n_outputs = options.n_outputs
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.n_batch = int(C.llama_n_batch(self._handle))
@@ -135,6 +139,15 @@ class Context:
             return self._rows.fill([Readout.ROW] * len(indices), indices, self.logits(len(indices)))
         C.llama_synchronize(self._handle)
         return self._rows.fill([self.readouts.kinds[i] for i in sequences], indices, None)
+
+    def keep_hidden(self) -> None:
+        """From now on every token decoded leaves the hidden row that the multi-token-prediction head reads."""
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
+
+    def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
+        """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        return np.ctypeslib.as_array(pointer, (n_tokens, self._n_embd))
 
     def set_readout(self, sequence: int, kind: Readout) -> None:
         """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""
