@@ -29,7 +29,7 @@ MARK = 0.25  # of an embedding's RMS of 1: the constant that tells the MTP block
 GATE, UP = 2.0, 8.0  # activations of a neuron that sees its own token
 ANSWER = GATE / (1 + exp(-GATE)) * UP  # silu(gate) * up: what it hands to the down projection
 ADD, TAKE = 1.5, 1.0  # what it adds of the successor and takes of its token, in embeddings
-OVERRULE, ERR = 3.0, 4.0  # the MTP block's exceptions and its wrong drafts, beside the rolled embedding's 1
+OVERRULE, ERR = 2.0, 6.0  # the MTP block's exceptions and its wrong drafts, beside the rolled embedding's 1
 ERR_GATE = 12.0  # gate activation of the neuron that sees the mark
 
 
