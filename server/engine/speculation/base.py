@@ -12,24 +12,49 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Draft:
-    """Guessed tokens, first to last; empty where there is no guess.
+class Order:
+    """A draft of at most `limit` tokens to be made for a sequence that decodes; the drafter puts it in."""
 
-    `match` is how much speaks for them: tokens of context that the n-gram drafter found again; 0 elsewhere.
-    """
+    sequence: Sequence
+    limit: int
+    trust: float = 1.0
+    """How many drafts were right for each that the drafter's confidence promised."""
+    typical: float = 1.0
+    """The chance of a token that is not drafted yet."""
 
     tokens: list[int] = field(default_factory=list)
     drafter: str = ""
     match: int = 0
+    """Tokens of context that the n-gram drafter found again."""
+    sure: list[float] = field(default_factory=list)
+    """The MTP head's confidence in each token."""
+    chance: float = 1.0
+    """That all of the head's tokens are right."""
+
+    @property
+    def slot(self) -> int:
+        """llama.cpp's id of the sequence, which must run."""
+        assert self.sequence.slot is not None
+        return self.sequence.slot
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """By depth, the right tokens that all orders together must expect of one more token each."""
+
+    go_on: list[float]
+    """To draft it: it takes the drafter's time and another row to verify."""
+    keep: list[float]
+    """To verify it: a row."""
 
 
 class Drafter(Protocol):
-    """Guesses for sequences in which every token but the newest is decoded."""
+    """Guesses for sequences in which every token but the newest was decoded at least once."""
 
     name: str
 
-    def propose(self, sequences: ListLike[Sequence], limits: ListLike[int]) -> list[Draft]:
-        """A draft of at most `limits[i]` tokens for each sequence."""
+    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
+        """Fill in `tokens` and `drafter` of each order; an order without a guess stays empty."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Nothing happens where it was not known."""

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import Draft
+from .acceptance import Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
+    import numpy.typing as npt
+
     from server.engine.sequence import Sequence
 
+    from .base import Floors, Order
     from .pool import Pool
 
 MIX = 0x9E3779B97F4A7C15
@@ -85,6 +88,8 @@ class SuffixIndex:
     ) -> None:
         self.tokens = tokens
         self.source, self.match = -1, 0
+        self.record = Record()
+        """How often the occurrence was right about the next token, drafted from or not."""
         self._longest_compared, self._candidates = longest_compared, candidates
         self._indexed = len(tokens)
         self._quads = Chain(4, tokens)
@@ -101,7 +106,10 @@ class SuffixIndex:
             self._quads.add(tokens, self._indexed)
             if self._pairs is not None:
                 self._pairs.add(tokens, self._indexed)
-            if self.source >= 0 and tokens[self.source] == token:
+            goes_on = self.source >= 0 and tokens[self.source] == token
+            if self.source >= 0:
+                self.record.add(self.match, goes_on)
+            if goes_on:
                 self.source += 1
                 self.match += 1
             else:
@@ -161,31 +169,38 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self, min_match: int = 2, pool: Pool | None = None) -> None:
-        self._min_match = min_match
+    def __init__(self, pool: Pool | None = None) -> None:
+        self.experience = Record()
+        """What the sequences that have ended tell about those to come."""
         self._pool = pool
         self._indexes: dict[Sequence, SuffixIndex] = {}
 
-    def propose(self, sequences: ListLike[Sequence], limits: ListLike[int]) -> list[Draft]:
-        """A draft of at most `limits[i]` tokens for each sequence."""
-        return [self._propose(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
+        """Fill in the orders; a text that repeats nothing gets no draft. Free, so there is no floor to it."""
+        for order in orders:
+            index = self._indexes.get(order.sequence)
+            if index is None:
+                index = self._indexes[order.sequence] = SuffixIndex(order.sequence.tokens)
+            else:
+                index.update()
+            match, follows = index.match, index.continuation
+            if self._pool is not None and match < LONGEST_COMPARED:
+                pooled = self._pool.find(order.sequence.tokens)
+                if pooled.match > match:
+                    match, follows = pooled.match, pooled.continuation
+            if match and order.limit > 0:
+                order.tokens, order.match, order.drafter = follows(order.limit), match, self.name
+
+    def chances(self, order: Order) -> npt.NDArray[np.float64]:
+        """For each token drafted the chance that it is right if those before it are."""
+        record = self._indexes[order.sequence].record
+        return record.chances(order.match, len(order.tokens), self.experience)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended: the pool, if there is one, takes its text."""
-        if self._indexes.pop(sequence, None) is not None and self._pool is not None:
+        """The sequence has ended: its experience stays, and its text where there is a pool."""
+        if (index := self._indexes.pop(sequence, None)) is None:
+            return
+        index.update()
+        self.experience.merge(index.record)
+        if self._pool is not None:
             self._pool.add(sequence.tokens)
-
-    def _propose(self, sequence: Sequence, limit: int) -> Draft:
-        index = self._indexes.get(sequence)
-        if index is None:
-            index = self._indexes[sequence] = SuffixIndex(sequence.tokens)
-        else:
-            index.update()
-        match, follows = index.match, index.continuation
-        if self._pool is not None and match < LONGEST_COMPARED:
-            pooled = self._pool.find(sequence.tokens)
-            if pooled.match > match:
-                match, follows = pooled.match, pooled.continuation
-        if match < self._min_match or limit < 1:
-            return Draft()
-        return Draft(follows(limit), self.name, match)

@@ -1,0 +1,204 @@
+"""Drafts from the checkpoint's own multi-token-prediction head."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.engine.errors import NoMemorySlot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from server.engine.llama.mtp import MtpContext
+    from server.engine.sequence import Sequence
+
+    from .base import Floors, Order
+    from .times import DraftTimes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the head has of one sequence id.
+
+    Its cache holds the entries of positions up to `fed` - 1; `rows` are the trunk's hidden rows that it has
+    not used yet, in order, of positions `first` up to `end` - 1. The entry of position p takes the row of
+    p - 1, so `first` is `fed` - 1 or, before anything was fed, the beginning of what is known.
+    """
+
+    fed: int = 0
+    first: int = 0
+    end: int = 0
+    rows: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+
+class MtpDrafter:
+    """Feeds the head what the trunk has read, lazily, and has it guess on.
+
+    Hidden rows of prompts and outputs are kept on the host until a sequence drafts; then the head reads all
+    of them in the call that makes the first guess. A sequence that never drafts costs it nothing. At most
+    `window` rows are kept: a head that missed more starts anew there, and sees no further back.
+    """
+
+    name = "mtp"
+
+    def __init__(self, context: MtpContext, window: int, times: DraftTimes) -> None:
+        self._context, self._window = context, window
+        self.times = times
+        self._readings: dict[int, Reading] = {}
+
+    # --- what the trunk does -------------------------------------------------------------------------------
+
+    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
+        """The trunk has read the tokens at `start`, `start` + 1...: their hidden rows [n, n_embd], copied."""
+        reading = self._readings.setdefault(slot, Reading())
+        if start > reading.end:
+            self._restart(slot, reading, start)
+        end = start + len(rows)
+        if end <= reading.end:
+            return  # read again after a rejection
+        reading.rows.append(rows[reading.end - start :].copy())
+        reading.end = end
+        while reading.end - reading.first - len(reading.rows[0]) >= self._window:
+            reading.first += len(reading.rows.pop(0))
+        if reading.fed and reading.first > reading.fed - 1:
+            self._forget_cache(slot, reading)
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` becomes what `source` is."""
+        self.remove(target)
+        if (reading := self._readings.get(source)) is not None:
+            self._readings[target] = Reading(reading.fed, reading.first, reading.end, list(reading.rows))
+            if reading.fed:
+                self._context.copy(source, target)
+
+    def remove(self, sequence_id: int) -> None:
+        """Nothing is known of a sequence id any more. Idempotent."""
+        if (reading := self._readings.pop(sequence_id, None)) is not None and reading.fed:
+            self._context.remove(sequence_id)
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        """Whether the trunk's rows of all tokens but the newest are there."""
+        reading = self._readings.get(-1 if sequence.slot is None else sequence.slot)
+        return reading is not None and bool(reading.rows) and reading.end == len(sequence.tokens) - 1
+
+    # --- drafting ------------------------------------------------------------------------------------------
+
+    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
+        """Draft greedily; the orders stay empty when the head's cache is full.
+
+        All sequences draft together, one token a round, each up to its limit; they stop when the right tokens
+        that one more round promises are below the floors. Each sequence must pass `can_draft`.
+        """
+        alive = [order for order in orders if order.limit > 0]
+        if not alive:
+            return
+        try:
+            self._draft(alive, floors)
+        except NoMemorySlot as error:
+            log.debug("no drafts: %s", error)
+            for order in alive:
+                self.remove(order.slot)
+                order.tokens.clear()
+                order.sure.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to do: what is known belongs to slots, see `remove`."""
+
+    def _draft(self, alive: list[Order], floors: Floors | None) -> None:
+        drafting, rows = alive, self._catch_up(alive)
+        for depth in range(max(order.limit for order in alive)):
+            started = perf_counter()
+            tokens, confidence = self._context.best(rows)
+            for order, token, sure in zip(alive, tokens, confidence, strict=True):
+                order.tokens.append(token)
+                order.sure.append(sure)
+                order.drafter = self.name
+                order.chance *= min(1.0, sure * order.trust)
+            if floors is not None and sum(order.chance for order in alive) < floors.keep[depth]:
+                for order in alive:
+                    order.tokens.pop()
+                break
+            going_on = [k for k, order in enumerate(alive) if order.limit > depth + 1]
+            promised = sum(alive[k].chance * alive[k].typical for k in going_on)
+            if not going_on or (floors is not None and promised < floors.go_on[depth + 1]):
+                break
+            rows = self._next_round(alive, going_on, tokens)
+            alive = [alive[k] for k in going_on]
+            if depth:
+                self.times.add(len(rows), perf_counter() - started)
+        if depth:  # the entries of guesses go again: the trunk's own rows will make those that come true
+            for order in drafting:
+                self._context.remove(order.slot, len(order.sequence.tokens))
+
+    def _catch_up(self, orders: ListLike[Order]) -> list[int]:
+        """Feed what the head has not read; returns the batch indices of the newest tokens."""
+        context = self._context
+        feeds = []
+        for order in orders:
+            reading, tokens = self._readings[order.slot], order.sequence.tokens
+            first = reading.fed or reading.first + 1
+            hidden = np.concatenate(reading.rows)[first - 1 - reading.first :]
+            feeds.append((order.slot, first, tokens[first:], hidden))
+            reading.fed, reading.first, reading.rows = len(tokens), reading.end, []
+        total = sum(len(tokens) for _, _, tokens, _ in feeds)
+        if total > context.n_batch:  # all but the newest tokens first, piece by piece
+            for slot, first, tokens, hidden in feeds:
+                for start in range(0, len(tokens) - 1, context.n_batch):
+                    end = min(start + context.n_batch, len(tokens) - 1)
+                    self._put(0, slot, first + start, tokens[start:end], hidden[start:end])
+                    context.outputs[: end - start] = 0
+                    context.decode(end - start)
+            feeds = [(slot, first + len(t) - 1, t[-1:], h[-1:]) for slot, first, t, h in feeds]
+        rows, n = [], 0
+        for slot, first, tokens, hidden in feeds:
+            self._put(n, slot, first, tokens, hidden)
+            n += len(tokens)
+            context.outputs[n - len(tokens) : n] = 0
+            context.outputs[n - 1] = 1
+            rows.append(n - 1)
+        context.decode(n)
+        return rows
+
+    def _next_round(self, alive: list[Order], going_on: list[int], tokens: list[int]) -> list[int]:
+        """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
+        context = self._context
+        hidden = context.drafted(len(alive))
+        n = len(going_on)
+        context.hidden[:n] = hidden[going_on]
+        for index, k in enumerate(going_on):
+            order = alive[k]
+            context.tokens[index] = tokens[k]
+            context.positions[index] = len(order.sequence.tokens) + len(order.tokens) - 1
+            context.sequences[index] = order.slot
+        context.outputs[:n] = 1
+        context.decode(n)
+        return list(range(n))
+
+    def _put(
+        self, at: int, slot: int, first: int, tokens: list[int], hidden: npt.NDArray[np.float32]
+    ) -> None:
+        context, end = self._context, at + len(tokens)
+        context.tokens[at:end] = tokens
+        context.positions[at:end] = np.arange(first, first + len(tokens))
+        context.sequences[at:end] = slot
+        context.hidden[at:end] = hidden
+
+    def _restart(self, slot: int, reading: Reading, start: int) -> None:
+        """What comes next begins at `start`: nothing before it is known."""
+        self._forget_cache(slot, reading)
+        reading.first = reading.end = start
+        reading.rows = []
+
+    def _forget_cache(self, slot: int, reading: Reading) -> None:
+        if reading.fed:
+            self._context.remove(slot)
+            reading.fed = 0

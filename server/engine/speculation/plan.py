@@ -1,0 +1,159 @@
+"""Which sequences draft, from what and how far: whatever gives the most tokens a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from .base import Floors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from .times import DraftTimes, StepTimes
+
+Source = Literal["", "ngram", "mtp"]
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 19, 23, 31, 39, 47, 55, 63, 79, 95, 111, 127, 159, 191, 223, 255)
+"""Draft lengths that are considered, beside the longest allowed: one less than rows that divide well."""
+
+MARGIN = 1.02
+"""Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One sequence that decodes: how many tokens it brings anyway, and the chances of its drafts' tokens.
+
+    Each chance is that of a token if those before it are right; as many as the draft may have tokens.
+    """
+
+    pending: int
+    ngram: npt.NDArray[np.float64]
+    mtp: npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A draft's source and length for each sequence, and what is expected of the step."""
+
+    sources: list[Source]
+    lengths: list[int]
+    tokens: float
+    seconds: float
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted at all."""
+        return any(self.lengths)
+
+
+@dataclass(slots=True)
+class Prospect:
+    """What drafts of 0, 1, 2... tokens promise for the step, and what they may cost later."""
+
+    tokens: list[float] = field(default_factory=lambda: [1.0])
+    redo: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds: after a rejection the pending and the accepted tokens are decoded once more."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest draft."""
+        return len(self.tokens) - 1
+
+
+class Planner:
+    """Weighs plans with measured times. Costs some tens of microseconds for a few sequences."""
+
+    def __init__(self, times: StepTimes, draft_times: DraftTimes, *, catch_up: bool = True) -> None:
+        self._times, self._draft_times, self._catch_up = times, draft_times, catch_up
+        self._tables: dict[int, list[float]] = {}
+        self._age = 0
+
+    def choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
+        """The plan with the most expected tokens a second, of at most `most_rows` rows in all."""
+        n = len(candidates)
+        self._age += 1
+        if self._age % 32 == 0:  # the times have been corrected since
+            self._tables.clear()
+        pending = [candidate.pending for candidate in candidates]
+        best = Plan([""] * n, [0] * n, float(n), self._passes(pending))
+        rate = MARGIN * best.tokens / best.seconds
+        ngrams = [self._prospect(candidate.ngram, candidate.pending, n) for candidate in candidates]
+        mtps = [self._prospect(candidate.mtp, candidate.pending, n) for candidate in candidates]
+        longest = max(
+            map(max, zip(*[[p.longest for p in ps] for ps in (ngrams, mtps)], strict=True)), default=0
+        )
+        start = max(pending)
+        for length in sorted({start - 1 + more for more in (*LENGTHS, longest + 1) if more <= longest + 1}):
+            if length <= min(pending) or length * n > most_rows:
+                continue
+            plan, cost = self._weigh(length, pending, ngrams, mtps)
+            if plan.tokens / cost > rate:
+                best, rate = plan, plan.tokens / cost
+        return best
+
+    def floors(self, plan: Plan, pending: ListLike[int]) -> Floors:
+        """What a round of drafting must promise: its share of the step's time, at the plan's rate."""
+        start = max(pending)
+        draft = self._draft_times.of(plan.sources.count("mtp"))
+        table, rate = self._table(len(pending)), plan.tokens / plan.seconds
+        ends = range(start + 1, start + 1 + max(plan.lengths) + 1)
+        rows = [max(0.0, table[end] - table[end - 1]) * rate for end in ends]
+        return Floors(go_on=[row + draft * rate for row in rows], keep=rows)
+
+    def _weigh(
+        self, length: int, pending: list[int], ngrams: list[Prospect], mtps: list[Prospect]
+    ) -> tuple[Plan, float]:
+        sources: list[Source] = []
+        lengths: list[int] = []
+        tokens = redo = 0.0
+        for own, ngram, mtp in zip(pending, ngrams, mtps, strict=True):
+            n = length - own
+            source: Source = ""
+            if n > 0:
+                by_ngram = ngram.tokens[n] if n <= ngram.longest else 0.0
+                by_mtp = mtp.tokens[n] if n <= mtp.longest else 0.0
+                if by_ngram or by_mtp:
+                    source = "ngram" if by_ngram >= 0.95 * by_mtp else "mtp"
+            prospect, n = (ngram if source == "ngram" else mtp), n if source else 0
+            sources.append(source)
+            lengths.append(n)
+            tokens += prospect.tokens[n]
+            redo += prospect.redo[n]
+        seconds = self._passes([own + n for own, n in zip(pending, lengths, strict=True)])
+        if drafting := sources.count("mtp"):
+            depth = max(n for n, source in zip(lengths, sources, strict=True) if source == "mtp")
+            seconds += depth * self._draft_times.of(drafting)
+        return Plan(sources, lengths, tokens, seconds), seconds + redo
+
+    def _prospect(self, chances: npt.NDArray[np.float64], pending: int, n: int) -> Prospect:
+        if not len(chances):
+            return Prospect()
+        survive = np.cumprod(chances)
+        tokens = 1 + np.cumsum(survive)
+        redo = np.zeros(len(chances))
+        if self._catch_up:
+            table = self._table(1)
+            ends = np.concatenate([[1.0], survive[:-1]]) - survive  # the draft's first error is here
+            extra = np.array(table[n + pending : n + pending + len(chances)]) - table[n]
+            redo = np.cumsum(ends * extra)
+        return Prospect([1.0, *tokens.tolist()], [0.0, *redo.tolist()])
+
+    def _passes(self, lengths: list[int]) -> float:
+        seconds, done = 0.0, 0
+        for length in sorted(set(lengths)):
+            n = sum(other >= length for other in lengths)
+            seconds += self._table(n)[length - done]
+            done = length
+        return seconds
+
+    def _table(self, n: int) -> list[float]:
+        """Seconds of a pass of `n` sequences by tokens of each."""
+        if (table := self._tables.get(n)) is None:
+            table = self._tables[n] = self._times.of(n, np.arange(1024)).tolist()
+        return table

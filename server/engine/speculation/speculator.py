@@ -1,0 +1,261 @@
+"""Speculative decoding as the engine sees it: drafts for a step, checkpoints around it, lessons after it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .acceptance import Confidence
+from .base import Order
+from .plan import Candidate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from server.engine.llama import Context
+    from server.engine.runner import Sampled
+    from server.engine.scheduler import Chunk, Step
+    from server.engine.sequence import Sequence
+
+    from .mtp import MtpDrafter
+    from .ngram import NgramDrafter
+    from .plan import Plan, Planner
+    from .rollback import Rollback
+    from .times import StepTimes
+
+log = logging.getLogger(__name__)
+
+NONE: npt.NDArray[np.float64] = np.zeros(0)
+
+PROBE_FIRST, PROBE_LAST = 32, 512
+"""Steps without the MTP head after which it is tried all the same, lest a bad hour be held against it: at
+first and, doubling while it does not help, at most."""
+
+HOPE = 0.95
+"""Acceptance under which the head must at least be able to pay, for such a trial."""
+
+CROWD, PAUSE = 8, 16
+"""Where so many sequences decode and drafting does not pay, up to so many steps pass before the next look."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts, for one request or all."""
+
+    steps: int = 0
+    """Steps that verified a draft."""
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A step verified a draft."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted tokens a draft."""
+        return self.accepted / self.steps if self.steps else 0.0
+
+
+class Speculator:
+    """Asks the drafters, chooses by cost, keeps the way back open, and learns from what comes out.
+
+    The engine's thread calls, step by step: `propose` while the step is made, `prepare` before it is decoded,
+    `conclude` when its tokens are known. The cache's copies of sequence ids go through `copy` and `remove`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        rollback: Rollback,
+        planner: Planner,
+        times: StepTimes,
+        *,
+        ngram: NgramDrafter | None,
+        mtp: MtpDrafter | None,
+        longest: int,
+        deepest: int,
+        most_rows: int,
+    ) -> None:
+        self._context, self._rollback, self._planner, self.times = context, rollback, planner, times
+        self._ngram, self._mtp = ngram, mtp
+        self._longest, self._deepest, self._most_rows = longest, deepest, most_rows
+        self.totals: dict[str, DraftCounts] = {d.name: DraftCounts() for d in (ngram, mtp) if d is not None}
+        """By drafter."""
+        self.counts: dict[Sequence, DraftCounts] = {}
+        """By sequence, for those that drafted and have not ended."""
+        self._confidences: dict[Sequence, Confidence] = {}
+        self._experience = Confidence()
+        self._orders: dict[Sequence, Order] = {}
+        """What was proposed for the step being made."""
+        self._in_flight = False
+        self._starts: list[int] = []
+        self._copies: list[tuple[int, int]] = []
+        self._since_head, self._probe_after = 0, PROBE_FIRST
+        self._pause = self._paused = 0
+
+    # --- making a step -------------------------------------------------------------------------------------
+
+    def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
+        """A draft, perhaps empty, for each of the sequences that decode; at most `rows` tokens in all."""
+        self._orders.clear()
+        if self._paused > 0:
+            self._paused -= 1
+            return [[] for _ in sequences]
+        orders = [
+            Order(sequence, max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1)))
+            for sequence in sequences
+        ]
+        if self._ngram is not None:
+            self._ngram.propose(orders)
+        candidates = [self._candidate(order) for order in orders]
+        if not any(len(candidate.ngram) or len(candidate.mtp) for candidate in candidates):
+            return [[] for _ in sequences]
+        most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
+        plan = self._planner.choose(candidates, most_rows)
+        if not plan.drafts and len(sequences) >= CROWD:
+            self._pause = self._paused = min(PAUSE, 2 * self._pause + 1)
+        else:
+            self._pause = 0
+        plan = self._probe(plan, candidates, most_rows)
+        return self._carry_out(plan, orders)
+
+    def _candidate(self, order: Order) -> Candidate:
+        sequence, ngram, mtp = order.sequence, NONE, NONE
+        if self._ngram is not None and order.tokens:
+            ngram = self._ngram.chances(order)
+        depth = min(self._deepest, order.limit)
+        if self._mtp is not None and depth > 0 and self._mtp.can_draft(sequence):
+            mtp = np.full(depth, self._confidence(sequence).chance(self._experience))
+        return Candidate(sequence.pending, ngram, mtp)
+
+    def _confidence(self, sequence: Sequence) -> Confidence:
+        if (confidence := self._confidences.get(sequence)) is None:
+            confidence = self._confidences[sequence] = Confidence()
+        return confidence
+
+    def _probe(self, plan: Plan, candidates: list[Candidate], most_rows: int) -> Plan:
+        """Now and then a draft of one token by the head, where it is not used but might pay."""
+        if "mtp" in plan.sources:
+            self._since_head, self._probe_after = 0, PROBE_FIRST
+            return plan
+        self._since_head += 1
+        if plan.drafts or self._since_head < self._probe_after or not any(len(c.mtp) for c in candidates):
+            return plan
+        self._since_head, self._probe_after = 0, min(PROBE_LAST, 2 * self._probe_after)
+        hopeful = [Candidate(c.pending, NONE, np.full(len(c.mtp), HOPE)) for c in candidates]
+        hoped = self._planner.choose(hopeful, most_rows)
+        lengths = [min(1, length) for length in hoped.lengths]
+        return replace(hoped, lengths=lengths) if hoped.drafts else plan
+
+    def _carry_out(self, plan: Plan, orders: list[Order]) -> list[list[int]]:
+        """Have the head draft where the plan says so, and cut what the n-gram drafter has to length."""
+        chosen: list[Order] = []
+        for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
+            if source == "mtp":
+                confidence = self._confidence(order.sequence)
+                trust, typical = confidence.trust(self._experience), confidence.chance(self._experience)
+                order = Order(order.sequence, length, trust, typical)
+            else:
+                order.tokens = order.tokens[:length]
+            chosen.append(order)
+        if self._mtp is not None and "mtp" in plan.sources:
+            by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
+            pending = [order.sequence.pending for order in orders]
+            self._mtp.propose(by_head, self._planner.floors(plan, pending))
+            cut = max(own + len(order.tokens) for own, order in zip(pending, chosen, strict=True))
+            for own, order, source in zip(pending, chosen, plan.sources, strict=True):
+                if source == "ngram":  # the head may have stopped early: one length, one pass
+                    order.tokens = order.tokens[: max(0, cut - own)]
+        self._orders = {order.sequence: order for order in chosen if order.tokens}
+        return [order.tokens for order in chosen]
+
+    # --- around a step -------------------------------------------------------------------------------------
+
+    def prepare(self, step: Step) -> None:
+        """Before the step is decoded: hold on to the states that drafts may spoil."""
+        self._in_flight = True
+        self._starts = [chunk.sequence.cached for chunk in step.chunks]
+        for chunk in step.chunks:
+            if chunk.draft:
+                assert chunk.sequence.slot is not None
+                self._rollback.save(chunk.sequence.slot, chunk.sequence.cached)
+
+    def conclude(
+        self, step: Step, places: ListLike[npt.NDArray[np.intp]], sampled: ListLike[Sampled], seconds: float
+    ) -> None:
+        """After its tokens are known: go back where a draft was wrong, and learn.
+
+        `places` are the indices in the batch of each chunk's tokens; `seconds` is the time from the call of
+        decode to the last token. If the step failed, `abandon`.
+        """
+        if self._mtp is not None:
+            hidden = self._context.hidden(step.n_tokens)
+            for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
+                right = chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
+                if chunk.sequence.slot is not None:
+                    self._mtp.collect(chunk.sequence.slot, start, hidden[mine[:right]])
+        self.abandon()
+        for chunk, new in zip(step.chunks, sampled, strict=True):
+            if chunk.draft:
+                self._judge(chunk, len(new) - 1 if isinstance(new, list) else 0)
+        lengths = {chunk.n_tokens for chunk in step.chunks}
+        if len(lengths) == 1 and all(chunk.samples for chunk in step.chunks):
+            self.times.add(len(step.chunks), lengths.pop(), seconds)
+
+    def abandon(self) -> None:
+        """The step is over, computed or not: sequence ids that were to become copies do."""
+        self._in_flight = False
+        copies, self._copies = self._copies, []
+        for source, target in copies:
+            self.copy(source, target)
+
+    def _judge(self, chunk: Chunk, accepted: int) -> None:
+        sequence, drafted = chunk.sequence, len(chunk.draft)
+        if accepted < drafted and sequence.slot is not None:
+            self._rollback.restore(sequence.slot)
+        order = self._orders.get(sequence)
+        if order is not None:
+            self.totals[order.drafter].add(drafted, accepted)
+            self.counts.setdefault(sequence, DraftCounts()).add(drafted, accepted)
+            if order.sure:
+                self._confidence(sequence).add(order.sure[:drafted], accepted)
+                self._experience.add(order.sure[:drafted], accepted)
+
+    # --- what becomes of sequences and ids -----------------------------------------------------------------
+
+    def forget(self, sequence: Sequence) -> DraftCounts:
+        """The sequence has ended; what became of its drafts."""
+        for drafter in (self._ngram, self._mtp):
+            if drafter is not None:
+                drafter.forget(sequence)
+        self._confidences.pop(sequence, None)
+        self._orders.pop(sequence, None)
+        return self.counts.pop(sequence, DraftCounts())
+
+    def empty(self, slot: int) -> None:
+        """A slot was emptied."""
+        self._rollback.forget(slot)
+        self.remove(slot)
+
+    def copy(self, source: int, target: int) -> None:
+        """A sequence id becomes what another is; during a step, not until what that computes is known."""
+        if self._mtp is None:
+            return
+        if self._in_flight:
+            self._copies.append((source, target))
+        else:
+            self._mtp.copy(source, target)
+
+    def remove(self, sequence_id: int) -> None:
+        """A sequence id holds nothing any more."""
+        self._copies = [copy for copy in self._copies if copy[1] != sequence_id]
+        if self._mtp is not None:
+            self._mtp.remove(sequence_id)

@@ -1,0 +1,122 @@
+"""How long steps and drafts take on this machine: measured at start, corrected by every step."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+import numpy.typing as npt
+
+Seconds = npt.NDArray[np.float64]
+
+FIRST = 3
+"""Measurements of which the least counts: the first ones of a shape may have built graphs."""
+
+WEIGHT = 0.1
+"""Of a new measurement in the running mean."""
+
+LATE = 1.5
+"""A measurement counts for at most so many times the mean: something else held it up."""
+
+
+class Mean:
+    """A running mean that takes the least of its first values and is not carried off by late ones."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        """One more measurement."""
+        self.count += 1
+        if self.count <= FIRST:
+            self.value = value if self.count == 1 else min(self.value, value)
+        else:
+            self.value += WEIGHT * (min(value, LATE * self.value) - self.value)
+
+
+class StepTimes:
+    """Seconds of one pass: `n` sequences with the same number of tokens each, every one of them an output.
+
+    Measured points of one sequence are joined by lines. For several sequences the same number of rows in all
+    is taken and corrected by what was measured for about as many sequences (by powers of two).
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, dict[int, Mean]] = {}
+        self._lengths: dict[int, list[int]] = {}
+
+    def add(self, n: int, length: int, seconds: float) -> None:
+        """A pass of `n` sequences with `length` tokens each took so long."""
+        group = _group(n)
+        means = self._means.setdefault(group, {})
+        if length not in means:
+            means[length] = Mean()
+            insort(self._lengths.setdefault(group, []), length)
+        # what n sequences took stands for as many as the group's largest
+        means[length].add(seconds * self._single(group * length) / self._single(n * length))
+
+    def of(self, n: int, lengths: npt.ArrayLike) -> Seconds:
+        """Expected seconds for `n` sequences with each of `lengths` tokens."""
+        wanted = np.asarray(lengths, float)
+        base = self._single_all(n * wanted)
+        group = _group(n)
+        if group == 1 or group not in self._means:
+            return base
+        known, means = self._lengths[group], self._means[group]
+        factors = [means[length].value / self._single(group * length) for length in known]
+        seconds: Seconds = base * np.interp(wanted, known, factors)
+        return seconds
+
+    def passes(self, lengths: list[int]) -> float:
+        """Seconds of a call whose sequences bring these numbers of tokens, not all the same.
+
+        llama.cpp takes as many tokens of each as the shortest has left, again and again (`split_equal`).
+        """
+        seconds, done = 0.0, 0
+        for length in sorted(set(lengths)):
+            n = sum(other >= length for other in lengths)
+            seconds += float(self.of(n, length - done))
+            done = length
+        return seconds
+
+    def _single(self, rows: float) -> float:
+        return float(self._single_all(np.array(rows, float)))
+
+    def _single_all(self, rows: Seconds) -> Seconds:
+        known = self._lengths.get(1)
+        if not known:
+            return 1.0 + rows / 16  # nothing is known: a shape, no more
+        values = [self._means[1][length].value for length in known]
+        seconds = np.interp(rows, known, values)
+        if len(known) > 1:  # past the last, on along the line from the first
+            slope = max(0.0, (values[-1] - values[0]) / (known[-1] - known[0]))
+            seconds = seconds + slope * np.maximum(0, rows - known[-1])
+        return seconds
+
+
+class DraftTimes:
+    """Seconds of a decode of the MTP head, by sequences; each token it has to catch up on costs extra."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+        self.catch_up = Mean()
+        """Seconds a token."""
+
+    def add(self, n: int, seconds: float) -> None:
+        """A draft of one token for each of `n` sequences took so long."""
+        self._means.setdefault(_group(n), Mean()).add(seconds)
+
+    def of(self, n: int) -> float:
+        """Expected seconds for one token for each of `n` sequences."""
+        if not self._means:
+            return 0.0
+        group = _group(n)
+        nearest = min(self._means, key=lambda known: abs(known - group))
+        return self._means[nearest].value
+
+
+def _group(n: int) -> int:
+    """The power of two from `n` up."""
+    return 1 << (n - 1).bit_length()
