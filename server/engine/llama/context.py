@@ -141,7 +141,7 @@ class Context:
         return self._rows.fill([self.readouts.kinds[i] for i in sequences], indices, None)
 
     def keep_hidden(self) -> None:
-        """From now on every decoded token leaves the hidden row that the multi-token-prediction head reads."""
+        """From now on every decoded token leaves the hidden row that the draft head reads."""
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
 
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
