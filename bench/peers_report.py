@@ -7,6 +7,8 @@ from bench.peers_result import MEAN, Figure, Measured, PeersResult, at_once
 from bench.plot import PALETTE, figure
 from bench.table import Cell, Table, show
 
+LONGEST_NAME = 16  # of a reference that fits into a column's header
+
 
 def tables(result: PeersResult) -> list[Table]:
     """A table for each protocol or for the levels, one for the engine's ceiling, one for who took part."""
@@ -41,10 +43,10 @@ def latency_table(result: PeersResult, protocol: Protocol) -> Table | None:
         rows.append(row)
     if not rows:
         return None
-    header = ["peer", *(f"{name} ms" for name in names), f"x {result.reference}"]
+    header = ["peer", *(f"{name} ms" for name in names), _against(result)]
     header += ["of ceiling", "cached", "same answers"]
     notes = [
-        f"ratio and share of the engine's ceiling: of the {names[-1]}; above 1 is faster than the reference",
+        f"ratio to {result.reference} and share of the ceiling: of the {names[-1]}; above 1 is faster",
         "same answers: texts equal to the reference's, of those sent both",
     ]
     if result.baseline is not None:
@@ -78,11 +80,11 @@ def level_table(result: PeersResult) -> Table:
                     sum(level.errors for level in levels),
                 ]
             )
-    header = ["level, peer", "output tok/s", f"x {result.reference}", "of ceiling", "latency p50 s"]
+    header = ["level, peer", "output tok/s", _against(result), "of ceiling", "latency p50 s"]
     header += ["TTFT p50 ms", "per token ms", "cached", "errors"]
     lengths = f"{result.settings['input_tokens']} tokens in, {result.settings['output_tokens']} out"
     title = f"Throughput, {result.workload}, {lengths}, {_model(result)}"
-    return Table(header, rows, title=title, notes=["above 1 is faster than the reference"])
+    return Table(header, rows, title=title, notes=[f"ratio to {result.reference}; above 1 is faster"])
 
 
 def ceiling_table(result: PeersResult) -> Table:
@@ -190,6 +192,10 @@ def _errors(result: PeersResult, protocol: Protocol) -> list[str]:
         for line in one.summaries
         if line.errors and line.protocol == protocol
     ]
+
+
+def _against(result: PeersResult) -> str:
+    return f"x {result.reference}" if len(result.reference) <= LONGEST_NAME else "x reference"
 
 
 def _percent(share: float | None) -> str | None:

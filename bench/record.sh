@@ -1,0 +1,96 @@
+#!/bin/bash
+# The comparison that bench/README.md reads: our server and llama-server on the synthetic 4B, on one card.
+#
+#   bench/record.sh MODELS BINARIES OUT [PART...]
+#
+# MODELS   holds what bench/synthetic.py and llama-quantize made:
+#            python bench/synthetic.py --out MODELS/F16.gguf --mtp-acceptance 1.0,0.8,0.7,0.6,0.3
+#            llama-quantize MODELS/F16.gguf MODELS/Q4_K_M.gguf Q4_K_M   (and Q8_0)
+# BINARIES holds llama-server, llama-bench, llama-batched-bench (python -m bench.llama_cpp_build ...)
+# OUT      gets one JSON and one picture for each part; a part whose JSON is there is not run again
+# PART     which of the parts below, all by default
+#
+# Each part says how many seconds it needs on an H200. SECONDS_LEFT=500 leaves out what would not fit into that
+# time; RUNS sets the timed requests of a category (5 keep the whole record below 17 minutes); THREADS is for
+# machines without a card; AFTER is a command to run after each part.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+models=$1 binaries=$2 out=$3
+shift 3
+wanted=" $* "
+python=${PYTHON:-python3}
+runs=${RUNS:-5}
+mkdir -p "$out"
+
+# One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it without speculation,
+# and "plain", without its prompt cache too. llama-server's set-ups are explained by bench/peers.py --help.
+defaults="--parallel 8 --ctx-size 131072"
+no_spec="--speculation off"
+plain="--no-prefix-cache $no_spec"
+
+part() { # NAME SECONDS flags of bench/peers.py
+    local name=$1 seconds=$2
+    shift 2
+    [ "$wanted" != "  " ] && [[ $wanted != *" $name "* ]] && return
+    [ -e "$out/$name.json" ] && { echo "$name: is there"; return; }
+    if [ -n "${SECONDS_LEFT:-}" ] && [ $((SECONDS + seconds)) -gt "$SECONDS_LEFT" ]; then
+        echo "$name: LEFT OUT, $((SECONDS_LEFT - SECONDS)) s are left of the $seconds it needs"
+        return
+    fi
+    local from=$SECONDS status=0
+    timeout -s TERM -k 20 $((seconds * 3 / 2 + 20)) "$python" bench/peers.py --binaries "$binaries" \
+        --residency all --start-timeout 90 --warmup 1 --threads "${THREADS:-0}" \
+        --logs "$out/logs/$name" --out "$out/$name.json" "$@" \
+        > "$out/$name.txt" 2> "$out/$name.err" || { status=$?; tail -n 4 "$out/$name.err"; }
+    echo "$name: status $status, $((SECONDS - from)) s"
+    [ -z "${AFTER:-}" ] || eval "$AFTER"
+}
+
+words() { # ACCEPTANCE: the text whose words the MTP head drafts with that share of success
+    echo "$models/F16.words-$1.txt"
+}
+
+# What every speed-up is against: F16, nothing reused, nothing drafted.
+part baseline-F16 35 --gguf "$models/F16.gguf" --protocol official --runs "$runs" --no-ceiling \
+    --peer 'llama-plain=llama-server:plain'
+
+# One request at a time, every preset; every MTP draft is right.
+part latency-Q4_K_M 330 --gguf "$models/Q4_K_M.gguf" --runs "$runs" --text "$(words 1.0)" \
+    --baseline "$out/baseline-F16.json" \
+    --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
+    --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+    --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
+    --peer 'llama-ngram=llama-server:ngram-mod' --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
+    --peer "ours=server $defaults" --peer "ours-no-spec=server $defaults $no_spec" \
+    --peer "ours-plain=server $defaults $plain"
+
+# Many at once; the MTP head is right on 70% of the tokens.
+part throughput-Q4_K_M 170 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 --output-tokens 128 \
+    --levels 1,8,64 --waves 2 --text "$(words 0.7)" \
+    --peer 'llama-cache=llama-server:cache' --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+    --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
+    --peer 'ours=server' --peer "ours-no-spec=server $no_spec"
+
+# Few-shot questions: prefixes of 2,000 tokens.
+part shared-prefix-Q4_K_M 110 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
+    --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --waves 2 --text "$(words 0.7)" \
+    --peer 'llama-cache=llama-server:cache' --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
+    --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+    --peer 'ours=server' --peer "ours-plain=server $plain"
+
+# Drafts that are right less often: depths of llama-server's against our choice.
+for acceptance in 0.8 0.3 0.6; do
+    part "acceptance-$acceptance" 50 --gguf "$models/Q4_K_M.gguf" --protocol distinct --categories short,medium \
+        --runs "$runs" --no-ceiling --text "$(words $acceptance)" \
+        --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+        --peer 'llama-mtp-2=llama-server:mtp-2+backend-sampling' --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' \
+        --peer "ours=server $defaults" --peer "ours-no-spec=server $defaults $no_spec"
+done
+
+# The larger files: ours and llama-server's best.
+for quant in F16 Q8_0; do
+    part "latency-$quant" 65 --gguf "$models/$quant.gguf" --runs $((runs > 3 ? 3 : runs)) --no-ceiling \
+        --text "$(words 1.0)" --baseline "$out/baseline-F16.json" \
+        --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
+        --peer "ours=server $defaults"
+done
