@@ -1,8 +1,16 @@
-"""A comparison of peers as tables and as a picture."""
+"""A comparison of peers as tables and as a picture.
 
+    python -m bench.peers_report RESULT.json ...
+
+prints the tables of result files as Markdown.
+"""
+
+import argparse
+import sys
 from pathlib import Path
 
 from bench.latency_result import CATEGORIES, PROTOCOLS, Protocol, by_key, mean_speedup
+from bench.options import HelpFormatter, run
 from bench.peers_result import MEAN, Figure, Measured, PeersResult, at_once
 from bench.plot import PALETTE, figure
 from bench.table import Cell, Table, show
@@ -204,3 +212,25 @@ def _percent(share: float | None) -> str | None:
 
 def _model(result: PeersResult) -> str:
     return Path(result.gguf).stem if result.gguf else result.model or "the model"
+
+
+def show_files(args: argparse.Namespace) -> int:
+    """The tables of each file, as Markdown, on stdout."""
+    for path in args.results:
+        print("\n".join(table.markdown() for table in tables(PeersResult.load(path))))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m bench.peers_report", description=__doc__, formatter_class=HelpFormatter
+    )
+    made.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULT.json", help="written by bench/peers.py"
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(run(parser(), show_files))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import peers
+from bench import peers, peers_report
 from bench.options import run
 from bench.peers_report import draw, tables
 from bench.peers_result import PeersResult, read_any_baseline
@@ -81,7 +81,7 @@ def ratio(result: PeersResult, peer: str, what: str) -> float:
     return found
 
 
-def test_latency_of_running_servers(tmp_path: Path) -> None:
+def test_latency_of_running_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as fast, FakeServer(Script(token_delay=0.001)) as slow:
         named = ["--peer", f"slow={slow.url}", "--peer", f"fast={fast.url}"]
         result = compare(tmp_path, *named, *QUICK, "--rounds", "2")
@@ -102,6 +102,9 @@ def test_latency_of_running_servers(tmp_path: Path) -> None:
     text = "\n".join(str(table) for table in tables(result))
     assert "x slow" in text
     assert "3/3" in text
+    capsys.readouterr()
+    assert run(peers_report.parser(), peers_report.show_files, [str(tmp_path / "peers.json")]) == 0
+    assert "| peer | short ms |" in capsys.readouterr().out
     draw(result, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
