@@ -8,6 +8,8 @@ follows for a chosen share of the tokens, and a wrong one, as surely, for the ot
 Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths:
     python bench/synthetic.py --out /tmp/synthetic.gguf
     python bench/latency.py --protocol both --text /tmp/synthetic.words.txt
+With several shares for the MTP block, each holds for a region of that order and has a text of its own, named
+NAME.words-SHARE.txt: the last word of a prompt decides which region its answer goes through.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from convert.progress import duration, size
 from convert.stages import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 INTERVAL = 4  # every 4th layer is full attention
 K_QUANT_ROW = 256  # k-quants need rows of a multiple of this
 HEADER_ROOM = 64_000_000
+ANSWER = 512  # words at the end of a region that an answer may need
 WORDS = 1_200_000  # enough for `latency --protocol both --runs 50`: 106 prompts of 64, 2,048 and 8,192 tokens
 
 SMALL = {
@@ -87,14 +90,22 @@ class Synthetic:
     vocab: SyntheticVocab
     chain: Chain
     weights: Weights
-    mtp_acceptance: float
+    mtp_acceptance: tuple[float, ...]
     seed: int
 
     @classmethod
-    def make(cls, shape: Mapping[str, int], *, mtp_acceptance: float, seed: int) -> Synthetic:
-        """Raises BenchError: a shape that the architecture or k-quants cannot have, a share beyond 0..1."""
-        if not 0 <= mtp_acceptance <= 1:
-            raise BenchError(f"--mtp-acceptance {mtp_acceptance}: want a share from 0 to 1")
+    def make(
+        cls, shape: Mapping[str, int], *, mtp_acceptance: float | Sequence[float], seed: int
+    ) -> Synthetic:
+        """`mtp_acceptance`: one share for all tokens, or one for each of as many regions of the chain.
+
+        Raises:
+            BenchError: a shape that the architecture or k-quants cannot have, a share beyond 0..1, or more
+                shares than the chain has room for.
+        """
+        shares = (mtp_acceptance,) if isinstance(mtp_acceptance, int | float) else tuple(mtp_acceptance)
+        if wrong := [share for share in shares if not 0 <= share <= 1]:
+            raise BenchError(f"--mtp-acceptance {wrong[0]}: want a share from 0 to 1")
         config = model_config(shape)
         streams = [
             np.random.Generator(np.random.SFC64(part)) for part in np.random.SeedSequence(seed).spawn(3)
@@ -106,10 +117,15 @@ class Synthetic:
             config.vocab_size,
             n_layers=config.n_layers,
             ffn=config.intermediate_size,
-            mtp_acceptance=mtp_acceptance,
+            mtp_acceptance=shares,
             rng=streams[1],
         )
-        return cls(config, vocab, chain, Weights(config, chain, streams[2]), mtp_acceptance, seed)
+        if len(shares) > 1 and (room := chain.regions[-1].size) < 2 * ANSWER:
+            raise BenchError(
+                f"--mtp-acceptance: {len(shares)} shares of a chain of {chain.tokens.size:,} tokens leave "
+                f"{room} words to each; want at least {2 * ANSWER}: fewer shares, or more layers"
+            )
+        return cls(config, vocab, chain, Weights(config, chain, streams[2]), shares, seed)
 
     def write(self, path: Path, threads: int) -> int:
         """Writes the GGUF under a temporary name, then renames it; returns the number of weights.
@@ -124,9 +140,10 @@ class Synthetic:
         writer = gguf.GGUFWriter(path=None, arch=ARCH)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(f"Synthetic Qwen3.5, {plan.n_elements / 1e9:.3g}B weights, seed {self.seed}")
+        shares = ", ".join(f"{share:.0%}" for share in self.mtp_acceptance)
         writer.add_description(
             "Random weights with a planted chain of tokens, for measuring speed; "
-            f"the MTP block is right on {self.mtp_acceptance:.0%} of tokens."
+            f"the MTP block is right on {shares} of tokens."
         )
         add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), "F16")
         add_tokenizer(writer, self.vocab.vocab)
@@ -134,13 +151,16 @@ class Synthetic:
             write_file(part, writer, plan, self.config, threads)
         return plan.n_elements
 
-    def words_text(self, count: int) -> str:
-        """`count` of the chain's words, all of them in one random order after the other.
+    def words_text(self, region: int, count: int) -> str:
+        """`count` words of one of the chain's regions, all of them in one random order after the other.
 
-        In the chain's own order, a prompt would hold what the model answers to another one.
+        In the chain's own order, a prompt would hold what the model answers to another one. A region's last
+        words, from which an answer would run into the next region, are left out.
         """
-        rng = np.random.default_rng(self.seed)
-        words = self.chain.tokens[len(self.vocab.filler) :]
+        rng = np.random.default_rng([self.seed, region])
+        words = self.chain.regions[region]
+        if len(self.chain.regions) > 1:
+            words = words[:-ANSWER]
         passes = [rng.permutation(words) for _ in range(-(-count // words.size))]
         return self.vocab.text(np.concatenate(passes)[:count].tolist()) if passes else ""
 
@@ -182,25 +202,38 @@ def synthetic(args: argparse.Namespace) -> int:
     """The verb: make, write, say what it is."""
     began = perf_counter()
     named = {flag: getattr(args, flag) for flag in FIELDS if getattr(args, flag) is not None}
-    model = Synthetic.make(
-        {**SHAPES[args.shape], **named}, mtp_acceptance=args.mtp_acceptance, seed=args.seed
-    )
+    shares = [float(share) for share in args.mtp_acceptance]
+    model = Synthetic.make({**SHAPES[args.shape], **named}, mtp_acceptance=shares, seed=args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    texts = {region: text_path(args, region) for region in range(len(shares)) if args.words}
     try:
         n_elements = model.write(args.out, args.threads)
-        text = args.out.with_suffix(".words.txt")
-        if args.words:
+        for region, text in texts.items():
             with replacing(text) as part:
-                part.write_text(model.words_text(args.words), encoding="utf-8")
+                part.write_text(model.words_text(region, args.words), encoding="utf-8")
     except (ConvertError, OSError) as error:
         raise BenchError(f"--out {args.out}: {error}") from error
     took = duration(perf_counter() - began)
     print(f"wrote {args.out}: {n_elements / 1e9:.3g} B weights, {size(args.out.stat().st_size)}, in {took}")
     chain = model.chain.tokens.size - len(model.vocab.filler)
     print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
-    if args.words:
+    for text in texts.values():
         print(f"wrote {text}: {args.words:,} words, one token each")
     return 0
+
+
+def text_path(args: argparse.Namespace, region: int) -> Path:
+    """Where the text of one region goes: beside the GGUF."""
+    share = f"-{args.mtp_acceptance[region]}" if len(args.mtp_acceptance) > 1 else ""
+    return Path(args.out).with_suffix(f".words{share}.txt")
+
+
+def parse_shares(text: str) -> list[str]:
+    """An argparse type: numbers, comma-separated, no two alike; as they are spelt, for the texts' names."""
+    shares = [part.strip() for part in text.split(",")]
+    if len({float(share) for share in shares}) < len(shares):
+        raise argparse.ArgumentTypeError(f"{text}: want no share twice")
+    return shares
 
 
 def parser() -> argparse.ArgumentParser:
@@ -210,7 +243,11 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, required=True, help="the GGUF; the words go beside it as .words.txt"
     )
     made.add_argument(
-        "--mtp-acceptance", type=float, default=0.7, help="share of tokens the MTP block gets right"
+        "--mtp-acceptance",
+        metavar="A,B",
+        type=parse_shares,
+        default="0.7",
+        help="share of tokens the MTP block gets right; several shares: one for each region of the chain",
     )
     made.add_argument("--seed", type=natural, default=0, help="the same seed and flags: the same bytes")
     made.add_argument("--words", type=natural, default=WORDS, help="of the text beside the GGUF; 0 for none")

@@ -25,6 +25,8 @@ Ids = npt.NDArray[np.int64]
 class Chain:
     """`tokens`: those with a neuron, stretch by stretch; stretch s lies in layer `n_layers - 1 - s`.
 
+    `regions`: the path's words, cut into one part for each acceptance rate of the MTP block.
+
     By token id: `successor`, `anchor` (the word it leans on, itself if it has a neuron) and `drafted`
     (whether the MTP block drafts the successor, else `decoy`, the path's first word, no token's successor).
     """
@@ -32,6 +34,7 @@ class Chain:
     n_layers: int
     stretch: int
     tokens: Ids
+    regions: tuple[Ids, ...]
     successor: Ids
     anchor: Ids
     drafted: npt.NDArray[np.bool_]
@@ -58,12 +61,13 @@ def make_chain(
     *,
     n_layers: int,
     ffn: int,
-    mtp_acceptance: float,
+    mtp_acceptance: Sequence[float],
     rng: np.random.Generator,
 ) -> Chain:
     """The chain through `filler` (a cycle) and as many `words` as there are neurons for.
 
-    `mtp_acceptance` is kept to the token, for the filler and for the words: `rng` decides which.
+    Each share of `mtp_acceptance` holds for one of as many equal regions of the path and for the tokens that
+    lean on it, the first one also for the filler; it is kept to the token, `rng` decides which.
     """
     path = np.asarray(words, np.int64)[: n_layers * ffn - len(filler)]
     tokens = np.concatenate([np.asarray(filler, np.int64), path])
@@ -81,7 +85,11 @@ def make_chain(
     successor[tokens] = following
     successor[others] = successor[anchor[others]]
 
+    regions = tuple(np.array_split(path, len(mtp_acceptance)))
     drafted = np.zeros(vocab_size, np.bool_)
-    for group in (np.asarray(filler, np.int64), path, others):
-        drafted[rng.permutation(group)[: round(mtp_acceptance * group.size)]] = True
-    return Chain(n_layers, stretch, tokens, successor, anchor, drafted, int(path[0]))
+    groups = [(np.asarray(filler, np.int64), mtp_acceptance[0])]
+    for region, share in zip(regions, mtp_acceptance, strict=True):
+        groups += [(region, share), (others[np.isin(anchor[others], region)], share)]
+    for group, share in groups:
+        drafted[rng.permutation(group)[: round(share * group.size)]] = True
+    return Chain(n_layers, stretch, tokens, regions, successor, anchor, drafted, int(path[0]))

@@ -143,6 +143,25 @@ def test_the_text_never_tells_what_follows_a_word(f16: Path, made: Synthetic) ->
     assert (made.chain.successor[ids[:-1]] == ids[1:]).mean() < 0.002
 
 
+def test_each_share_holds_for_a_region_with_a_text_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "two.gguf"
+    command = ["--out", str(out), "--shape", "small", "--words", "500", "--mtp-acceptance", "1.0,0.3"]
+    assert run(parser(), synthetic, command) == 0
+    chain = Synthetic.make(SHAPES["small"], mtp_acceptance=[1, 0.3], seed=0).chain
+    assert chain.drafted[chain.tokens[:FILLER_TOKENS]].all()
+    for share, region in zip(("1.0", "0.3"), chain.regions, strict=True):
+        text = out.with_suffix(f".words-{share}.txt").read_text(encoding="utf-8")
+        with Model(out, RUNTIME) as model:
+            ids = np.array(model.tokenize(text))
+        assert ids.size == 500
+        assert np.isin(ids, region).all()
+        answers = np.array([chain.follow(token, 500) for token in ids.tolist()])
+        assert np.isin(answers, region).all()
+        assert chain.drafted[region].sum() == round(float(share) * region.size)
+        leaning = np.isin(chain.anchor, region)
+        assert chain.drafted[leaning].mean() == pytest.approx(float(share), abs=0.01)
+
+
 def test_the_path_is_long_and_meets_no_word_twice(made: Synthetic) -> None:
     words = made.chain.tokens[FILLER_TOKENS:].tolist()
     path = made.chain.follow(made.chain.decoy, len(words) - 1)
@@ -160,7 +179,7 @@ def test_a_successor_never_belongs_to_a_later_layer() -> None:
             n_words + 50,
             n_layers=4,
             ffn=ffn,
-            mtp_acceptance=0.5,
+            mtp_acceptance=[0.5],
             rng=np.random.default_rng(0),
         )
         layer_of = {int(token): layer for layer in range(4) for token in chain.neurons(layer)}
@@ -219,6 +238,7 @@ def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> No
     [
         (["--layers", "6"], "--layers 6: want a multiple of 4"),
         (["--mtp-acceptance", "1.5"], "--mtp-acceptance 1.5: want a share from 0 to 1"),
+        (["--mtp-acceptance", "0.7,0.5,0.3"], "--mtp-acceptance: 3 shares of a chain of 3,072 tokens leave"),
         (["--mtp-acceptance", "nan"], "--mtp-acceptance nan: want a share from 0 to 1"),
         (["--hidden", "300"], "--hidden: 300: want a multiple of 256"),
         (["--heads", "3"], "--heads times --head-dim: 192: want a multiple of 256"),
