@@ -33,6 +33,8 @@ Files go to --out, each under its final name only when it is complete:
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
+model over the tokens that they have.
 A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
 """
 
@@ -42,6 +44,7 @@ examples:
   python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
   python -m convert --src ./my-finetune --quant F16
   python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
+  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M-head4 --keep-vocab 131072
 """
 
 
@@ -72,6 +75,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         recipes=recipes,
         outtype=arguments.outtype,
         calibration=arguments.calibration,
+        keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
         measure=arguments.kld,
         force=arguments.force,
@@ -141,6 +145,13 @@ def _parser() -> argparse.ArgumentParser:
         help="type of the whole model's file, from which the rest is made (%(default)s)",
     )
     how.add_argument(
+        "--keep-vocab",
+        metavar="N",
+        type=_positive,
+        help="keep the first N regular tokens and all special ones, for a smaller embedding and output head; "
+        "other text is spelt in smaller pieces, bytes if need be (every token there is)",
+    )
+    how.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
@@ -162,10 +173,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quant_list(text: str) -> list[str]:
-    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    known = {name.upper(): name for name in (*FLOAT_TYPES, *known_recipes())}
+    names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise argparse.ArgumentTypeError("at least one name is needed")
-    return names
+    return [known.get(name.upper(), name.upper()) for name in names]
 
 
 def _positive(text: str) -> int:

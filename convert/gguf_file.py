@@ -20,6 +20,7 @@ from convert.errors import CheckpointError
 from convert.floats import RangeError, convert, to_f32
 from convert.metadata import ARCH, add_general, add_hyperparameters, add_tokenizer
 from convert.progress import BYTES, Progress
+from convert.prune_vocab import SOURCE_TOKENS, prune
 from convert.safetensors import NUMPY_TYPES
 from convert.vocab import Vocab
 
@@ -62,10 +63,15 @@ def write_gguf(
         not fit F16.
     """
     vocab = Vocab.load(checkpoint.folder, checkpoint.config)
+    n_tokens = len(vocab.tokens)
+    if plan.kept_tokens is not None:
+        vocab = prune(vocab, plan.kept_tokens)
     writer = gguf.GGUFWriter(path=None, arch=ARCH)
     add_general(writer, checkpoint, source, plan)
     add_hyperparameters(writer, checkpoint.config, plan, kept_layers, outtype)
     add_tokenizer(writer, vocab)
+    if plan.kept_tokens is not None:
+        writer.add_uint32(SOURCE_TOKENS, n_tokens)
     del vocab
     write_file(path, writer, plan, checkpoint.config, threads)
 

@@ -143,6 +143,7 @@ def compare(
     shape = (n_chunks, size - skip)
     losses = [np.full(shape, np.nan) for _ in range(2)]
     scores = Scores(np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape), *losses)
+    total, count = 0.0, 0
     with ExitStack() as stack:
         contexts = [
             stack.enter_context(Context(model, n_ctx=n_seq * size, n_batch=n_seq * n_step, n_seq=n_seq))
@@ -164,7 +165,8 @@ def compare(
                 found = zip(*pool.map(part.compare, blocks), strict=True)
                 for array, values in zip(vars(scores).values(), found, strict=True):
                     array[at] = np.concatenate(values).reshape(array[at].shape)
-                progress.note(f"mean {scores.divergence[at].mean():.5f}")
+                total, count = total + scores.divergence[at].sum(), count + scores.divergence[at].size
+                progress.note(f"mean {total / count:.5f}")
             progress.advance(chunks[rows, steps].size)
     return scores
 

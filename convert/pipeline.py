@@ -6,8 +6,9 @@
     F16 + imatrix     -> <name>-<QUANT>.gguf
     F16 + evaluation  -> <name>-<QUANT>.json
 
-Quants share all that does not bear their name. A recipe that prunes layers has a base and an imatrix of its
-own, named after what it drops; it is measured against the whole model all the same.
+Quants share all that does not bear their name. A recipe that prunes layers, and every output under
+--keep-vocab, has a base and an imatrix of its own, named after what is cut; it is measured against the whole
+model all the same, which writes the texts too.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ from convert.imatrix import collect_imatrix
 from convert.llama import LLAMA_VERSION, Runtime
 from convert.progress import size
 from convert.prune import kept_layers, label
+from convert.prune_vocab import kept_tokens
+from convert.prune_vocab import label as vocab_label
 from convert.quantize import quantize
 from convert.report import print_report, write_report
 from convert.stages import PART, StageRecord, file_digest, fingerprint, locked, replacing
 from convert.tensors import FloatType, TensorPlan, plan_tensors
+from convert.vocab import Vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from convert.checkpoint import Checkpoint
     from convert.recipes import Recipe
@@ -54,10 +61,26 @@ class Options:
     recipes: dict[str, Recipe]
     outtype: FloatType = "F16"
     calibration: Path | None = None
+    keep_vocab: int | None = None
     use_imatrix: bool = True
     measure: bool = True
     force: bool = False
     runtime: Runtime = field(default_factory=Runtime)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a base leaves out: trunk layers, and all regular tokens but the first so many (None: keep all)."""
+
+    layers: tuple[int, ...] = ()
+    tokens: int | None = None
+
+    @property
+    def label(self) -> str:
+        return "-".join(filter(None, (vocab_label(self.tokens), label(self.layers))))
+
+
+WHOLE = _Cut()
 
 
 @dataclass(frozen=True)
@@ -82,6 +105,10 @@ class Pipeline:
             raise ConvertError(f"--calibration {options.calibration}: no such file")
         self._kept = {r.layers: kept_layers(checkpoint.config, r.layers) for r in options.recipes.values()}
         self._kept[()] = tuple(range(checkpoint.config.n_layers))
+        self._kept_tokens: NDArray[np.int64] | None = None
+        if options.keep_vocab is not None:
+            vocab = Vocab.load(checkpoint.folder, checkpoint.config)
+            self._kept_tokens = kept_tokens(vocab, options.keep_vocab)
 
     def run(self) -> None:
         """Makes every output that is not there yet.
@@ -95,42 +122,48 @@ class Pipeline:
                 stale.unlink()  # left behind by a run that was killed
             self._check_room()
             for float_type in options.float_types:
-                base = self._make_base(float_type, ())
+                base = self._make_base(float_type, self._cut(None))
                 self._make_report(base, float_type, None)
             for name, recipe in options.recipes.items():
                 self._make_quant(name, recipe)
 
     # what each output is called and made from
 
-    def _base(self, float_type: FloatType, dropped: Sequence[int]) -> _Output:
-        parts = {
+    def _cut(self, recipe: Recipe | None) -> _Cut:
+        return _Cut(recipe.layers if recipe else (), self._options.keep_vocab)
+
+    def _base(self, float_type: FloatType, cut: _Cut) -> _Output:
+        parts: dict[str, Any] = {
             "converter": CONVERTER_VERSION,
             "checkpoint": self._checkpoint_fingerprint,
             "source": [self._source.name, self._source.repo_id, self._source.revision],
             "type": float_type,
-            "dropped": list(dropped),
+            "dropped": list(cut.layers),
         }
-        return _Output(self._path(f"{self._stem(dropped)}-{float_type}.gguf"), fingerprint(parts))
+        if cut.tokens is not None:
+            parts["kept_regular_tokens"] = cut.tokens
+        return _Output(self._path(f"{self._stem(cut)}-{float_type}.gguf"), fingerprint(parts))
 
     def _text(self, purpose: Purpose) -> _Output:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
         return _Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
-    def _imatrix(self, dropped: Sequence[int]) -> _Output:
-        base = self._base(self._options.outtype, dropped)
+    def _imatrix(self, cut: _Cut) -> _Output:
+        base = self._base(self._options.outtype, cut)
         calibration = self._options.calibration
         text = file_digest(calibration) if calibration else self._text("calibration").fingerprint
         parts = {"base": base.fingerprint, "text": text, "llama": LLAMA_VERSION}
-        return _Output(self._path(f"{self._stem(dropped)}.imatrix.gguf"), fingerprint(parts))
+        return _Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
 
     def _quant(self, name: str, recipe: Recipe) -> _Output:
+        cut = self._cut(recipe)
         parts = {
-            "base": self._base(self._options.outtype, recipe.layers).fingerprint,
-            "imatrix": self._imatrix(recipe.layers).fingerprint if self._uses_imatrix(recipe) else None,
+            "base": self._base(self._options.outtype, cut).fingerprint,
+            "imatrix": self._imatrix(cut).fingerprint if self._uses_imatrix(recipe) else None,
             "recipe": recipe.fingerprint,
             "llama": LLAMA_VERSION,
         }
-        return _Output(self._path(f"{self._options.name}-{name}.gguf"), fingerprint(parts))
+        return _Output(self._path(f"{self._name(name)}.gguf"), fingerprint(parts))
 
     @cached_property
     def _record(self) -> StageRecord:
@@ -147,10 +180,13 @@ class Pipeline:
     def _reference(self) -> _Output:
         """The whole model in the base type: it writes the texts, and quantized files are measured against
         it."""
-        return self._base(self._options.outtype, ())
+        return self._base(self._options.outtype, WHOLE)
 
-    def _stem(self, dropped: Sequence[int]) -> str:
-        return "-".join(filter(None, (self._options.name, label(dropped))))
+    def _stem(self, cut: _Cut) -> str:
+        return "-".join(filter(None, (self._options.name, cut.label)))
+
+    def _name(self, quant: str) -> str:
+        return f"{self._stem(_Cut(tokens=self._options.keep_vocab))}-{quant}"
 
     def _path(self, file_name: str) -> Path:
         return self._options.out / file_name
@@ -163,32 +199,33 @@ class Pipeline:
 
     # stages
 
-    def _make_base(self, float_type: FloatType, dropped: tuple[int, ...]) -> _Output:
-        plan = self._plan(float_type, dropped)
+    def _make_base(self, float_type: FloatType, cut: _Cut) -> _Output:
+        plan = self._plan(float_type, cut)
 
         def write(part: Path) -> None:
-            write_gguf(part, self._checkpoint, self._source, plan, self._kept[dropped], float_type)
+            write_gguf(part, self._checkpoint, self._source, plan, self._kept[cut.layers], float_type)
 
-        return self._make(self._base(float_type, dropped), write)
+        return self._make(self._base(float_type, cut), write)
 
     def _make_text(self, purpose: Purpose) -> _Output:
-        writer = self._make_base(self._options.outtype, ())
+        writer = self._make_base(self._options.outtype, WHOLE)
         return self._make(
             self._text(purpose),
             lambda part: write_text(writer.path, part, purpose=purpose, runtime=self._options.runtime),
         )
 
-    def _make_imatrix(self, dropped: tuple[int, ...]) -> _Output:
-        base = self._make_base(self._options.outtype, dropped)
+    def _make_imatrix(self, cut: _Cut) -> _Output:
+        base = self._make_base(self._options.outtype, cut)
         text = self._options.calibration or self._make_text("calibration").path
         return self._make(
-            self._imatrix(dropped),
+            self._imatrix(cut),
             lambda part: collect_imatrix(base.path, part, text=text, runtime=self._options.runtime),
         )
 
     def _make_quant(self, name: str, recipe: Recipe) -> None:
-        base = self._make_base(self._options.outtype, recipe.layers)
-        imatrix = self._make_imatrix(recipe.layers).path if self._uses_imatrix(recipe) else None
+        cut = self._cut(recipe)
+        base = self._make_base(self._options.outtype, cut)
+        imatrix = self._make_imatrix(cut).path if self._uses_imatrix(recipe) else None
         output = self._make(
             self._quant(name, recipe),
             lambda part: quantize(
@@ -198,12 +235,13 @@ class Pipeline:
         self._make_report(output, name, recipe)
 
     def _make_report(self, quantized: _Output, name: str, recipe: Recipe | None) -> None:
-        """Size, types, sha256; for a recipe also the KL divergence from the whole model in the base type."""
-        measured = recipe is not None and self._options.measure
+        """Size, types, sha256; for all but the whole model its KL divergence from that, in the base type."""
+        cut = self._cut(recipe)
+        measured = (recipe is not None or cut != WHOLE) and self._options.measure
         text = self._make_text("evaluation") if measured else None
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "text": text.fingerprint if text else None, "llama": LLAMA_VERSION}
-        output = _Output(self._path(f"{self._options.name}-{name}.json"), fingerprint(parts))
+        output = _Output(self._path(f"{self._name(name)}.json"), fingerprint(parts))
         self._make(
             output,
             lambda part: write_report(
@@ -221,17 +259,22 @@ class Pipeline:
     def _provenance(self, quantized: _Output, recipe: Recipe | None) -> dict[str, Any]:
         uses_imatrix = recipe is not None and self._uses_imatrix(recipe)
         calibration = self._options.calibration
-        return {
+        cut = self._cut(recipe)
+        provenance: dict[str, Any] = {
             "source": self._source.repo_id or self._source.name,
             "revision": self._source.revision,
             "checkpoint": self._checkpoint_fingerprint,
             "fingerprint": quantized.fingerprint,
-            "base": self._base(self._options.outtype, recipe.layers).path.name if recipe else None,
-            "imatrix": self._imatrix(recipe.layers).path.name if recipe and uses_imatrix else None,
+            "base": self._base(self._options.outtype, cut).path.name if recipe else None,
+            "imatrix": self._imatrix(cut).path.name if recipe and uses_imatrix else None,
             "calibration": (calibration.name if calibration else "the model's own text")
             if uses_imatrix
             else None,
         }
+        if self._kept_tokens is not None:
+            counts = {"tokens": len(self._kept_tokens), "of": self._checkpoint.config.vocab_size}
+            provenance["vocabulary"] = {"regular": cut.tokens, **counts}
+        return provenance
 
     def _make(self, output: _Output, write: Callable[[Path], None]) -> _Output:
         if output.path in self._settled:
@@ -263,19 +306,21 @@ class Pipeline:
 
     def _estimates(self) -> Iterator[tuple[_Output, int]]:
         options, recipes = self._options, self._options.recipes.values()
-        bases: set[tuple[FloatType, tuple[int, ...]]] = {(t, ()) for t in options.float_types}
-        bases |= {(options.outtype, recipe.layers) for recipe in recipes}
-        if any(options.measure or self._writes_calibration(recipe) for recipe in recipes):
-            bases.add((options.outtype, ()))
-        for float_type, dropped in bases:
-            n_bytes = self._plan(float_type, dropped).nbytes + HEADER_ROOM
-            yield self._base(float_type, dropped), n_bytes
+        bases: set[tuple[FloatType, _Cut]] = {(t, self._cut(None)) for t in options.float_types}
+        bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}
+        measured = options.measure and (recipes or self._cut(None) != WHOLE)
+        if measured or any(self._writes_calibration(recipe) for recipe in recipes):
+            bases.add((options.outtype, WHOLE))
+        for float_type, cut in bases:
+            n_bytes = self._plan(float_type, cut).nbytes + HEADER_ROOM
+            yield self._base(float_type, cut), n_bytes
         for name, recipe in options.recipes.items():
-            elements = self._plan(options.outtype, recipe.layers).n_elements
+            elements = self._plan(options.outtype, self._cut(recipe)).n_elements
             yield self._quant(name, recipe), int(elements * recipe.bits_per_weight / 8) + HEADER_ROOM
 
     def _is_finished(self, output: _Output) -> bool:
         return self._record.is_finished(output.path, output.fingerprint)
 
-    def _plan(self, float_type: FloatType, dropped: tuple[int, ...]) -> TensorPlan:
-        return plan_tensors(self._checkpoint, float_type, self._kept[dropped])
+    def _plan(self, float_type: FloatType, cut: _Cut) -> TensorPlan:
+        tokens = None if cut.tokens is None else self._kept_tokens
+        return plan_tensors(self._checkpoint, float_type, self._kept[cut.layers], tokens)

@@ -141,6 +141,8 @@ def print_report(path: Path) -> None:
     print(f"\n{report.file}")
     print(f"  size        {size(report.n_bytes)} ({report.n_bytes:,} bytes)")
     print(f"  weights     {report.elements:,} at {report.bits_per_weight:.3f} bits")
+    if vocabulary := report.provenance.get("vocabulary"):
+        print(f"  vocabulary  {vocabulary['tokens']:,} of {vocabulary['of']:,} tokens")
     print(f"  sha256      {report.sha256}")
     if (d := report.divergence) is not None:
         print(f"  mean KLD    {d.mean:.6f} nats from {report.reference} over {d.tokens:,} tokens")

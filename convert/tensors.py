@@ -6,12 +6,13 @@ block follows the trunk as block `n_layers`, with its own four tensors under `ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from convert.config import FULL, ModelConfig
 from convert.errors import CheckpointError
+from convert.prune_vocab import KeptRows
 from convert.safetensors import NUMPY_TYPES, StoredTensor
 from convert.transforms import (
     Array,
@@ -28,6 +29,9 @@ from convert.transforms import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from convert.checkpoint import Checkpoint
 
@@ -47,6 +51,8 @@ class Rule:
     reorder: Transform | None = None  # moves elements, in the checkpoint's dtype
     compute: Transform | None = None  # arithmetic, in float32; the result stays F32
     keep_f32: bool = False  # a matrix that llama.cpp wants in F32 all the same
+    per_token: bool = False  # a row for every token of the vocabulary
+    optional: bool = False
 
 
 def _value_dim(c: ModelConfig) -> int:
@@ -65,9 +71,9 @@ def _embedding(c: ModelConfig) -> Shape:
     return (c.vocab_size, c.hidden_size)
 
 
-EMBEDDING = Rule("embed_tokens.weight", "token_embd.weight", _embedding)
+EMBEDDING = Rule("embed_tokens.weight", "token_embd.weight", _embedding, per_token=True)
 OUTPUT_NORM = Rule("norm.weight", "output_norm.weight", _hidden, compute=add_one)
-OUTPUT = Rule("lm_head.weight", "output.weight", _embedding)
+OUTPUT = Rule("lm_head.weight", "output.weight", _embedding, per_token=True)
 
 EVERY_LAYER = (
     Rule("input_layernorm.weight", "attn_norm.weight", _hidden, compute=add_one),
@@ -136,6 +142,8 @@ MTP = (
     Rule("pre_fc_norm_embedding.weight", "nextn.enorm.weight", _hidden, compute=add_one),
     Rule("pre_fc_norm_hidden.weight", "nextn.hnorm.weight", _hidden, compute=add_one),
     Rule("norm.weight", "nextn.shared_head_norm.weight", _hidden, compute=add_one),
+    # where the configuration says mtp_use_dedicated_embeddings
+    Rule(EMBEDDING.source, "nextn.embed_tokens.weight", _embedding, per_token=True, optional=True),
 )
 
 TEXT_PREFIXES = ("model.language_model.", "model.")  # inside Qwen3_5ForConditionalGeneration, and alone
@@ -185,6 +193,8 @@ class TensorPlan:
     n_blocks: int
     n_mtp_layers: int
     skipped_vision: int
+    kept_tokens: NDArray[np.int64] | None = field(default=None, compare=False)
+    """Ids of the tokens whose rows stay, ascending; None for all."""
 
     @property
     def n_elements(self) -> int:
@@ -195,9 +205,14 @@ class TensorPlan:
         return sum(t.nbytes for t in self.tensors)
 
 
-def plan_tensors(checkpoint: Checkpoint, outtype: FloatType, kept_layers: Sequence[int]) -> TensorPlan:
-    """Matches every tensor of the checkpoint with its rule; trunk layers are renumbered to their place in
-    `kept_layers`.
+def plan_tensors(
+    checkpoint: Checkpoint,
+    outtype: FloatType,
+    kept_layers: Sequence[int],
+    kept_tokens: NDArray[np.int64] | None = None,
+) -> TensorPlan:
+    """Matches every tensor of the checkpoint with its rule; trunk layers and tokens are renumbered to their
+    place in `kept_layers` and `kept_tokens`.
 
     Raises: CheckpointError: a tensor is missing, has another shape or dtype than the configuration implies,
         or is unknown.
@@ -209,10 +224,16 @@ def plan_tensors(checkpoint: Checkpoint, outtype: FloatType, kept_layers: Sequen
     known: set[str] = set()
     for source, target, rule in expected_tensors(config, prefix, kept_layers, has_mtp):
         stored = checkpoint.tensors.get(source)
+        if stored is None and rule.optional:
+            continue
         if stored is None:
             raise CheckpointError(f"{checkpoint.folder}: tensor {source} is missing")
         known.add(source)
-        planned[source] = _plan_one(stored, target, rule, config, outtype)
+        tensor = _plan_one(stored, target, rule, config, outtype)
+        if rule.per_token and kept_tokens is not None:
+            rows = KeptRows(stored, kept_tokens)
+            tensor = replace(tensor, stored=rows, shape=rows.shape)
+        planned[source] = tensor
     vision = {name for name in checkpoint.tensors if name.startswith(VISION_PREFIX)}
     dropped = {f"{prefix}layers.{i}." for i in range(config.n_layers)} - {
         f"{prefix}layers.{i}." for i in kept_layers
@@ -229,6 +250,7 @@ def plan_tensors(checkpoint: Checkpoint, outtype: FloatType, kept_layers: Sequen
         n_blocks=len(kept_layers) + int(has_mtp),
         n_mtp_layers=int(has_mtp),
         skipped_vision=len(vision),
+        kept_tokens=kept_tokens,
     )
 
 

@@ -32,6 +32,7 @@ def write_checkpoint(
     *,
     layers: int = 8,
     mtp: bool = True,
+    mtp_embedding: bool = False,
     tied: bool = True,
     nested: bool = True,
     dtype: str = "BF16",
@@ -48,6 +49,8 @@ def write_checkpoint(
         tensors.append(_matrix("lm_head.weight", (VOCAB, HIDDEN), dtype, seed))
     if mtp:
         tensors += _mtp_tensors(dtype, seed)
+    if mtp_embedding:
+        tensors.append(_matrix("mtp.embed_tokens.weight", (VOCAB, HIDDEN), dtype, seed))
     if nested:
         tensors += [_matrix("model.visual.patch_embed.proj.weight", (8, 3, 2, 2, 2), dtype, seed)]
     _write_shards(folder, tensors)

@@ -84,3 +84,25 @@ def test_a_text_too_short_is_refused(nano_f16: Path, text: Path, monkeypatch: py
     monkeypatch.setattr(kld, "MIN_TOKENS", 10**6)
     with pytest.raises(ConvertError, match=r"text\.txt: \d+ tokens in whole chunks; 1000000 are needed"):
         measure_divergence(nano_f16, nano_f16, text=text, runtime=RUNTIME)
+
+
+def test_over_the_tokens_that_both_have() -> None:
+    """The candidate has tokens 1 and 3 of four; in the last row the reference all but rules both out."""
+    with np.errstate(divide="ignore"):
+        p = np.log(np.array([[0.4, 0.3, 0.2, 0.1], [0.1, 0.1, 0.2, 0.6], [0.5, 3e-70, 0.5, 1e-70]])).astype(
+            "f4"
+        )
+        q = np.log(np.array([[0.5, 0.5], [0.2, 0.8], [0.75, 0.25]])).astype("f4")
+    columns = np.array([1, 3])
+    part = kld._Part(p + 7, q - 3, np.array([1, 3, -1], np.int32), np.array([0, 1, -1], np.int32), columns)
+    divergence, same_top, dropped, p_loss, q_loss = part.compare(slice(None))
+    expected = [
+        0.75 * np.log(1.5) + 0.25 * np.log(0.5),
+        sum(a * np.log(a / b) for a, b in ((1 / 7, 0.2), (6 / 7, 0.8))),
+    ]
+    assert divergence == pytest.approx([*expected, 0], abs=1e-6)
+    assert same_top.tolist() == [False, True, False]
+    assert dropped == pytest.approx([0.6, 0.3, 1])
+    assert p_loss[:2] == pytest.approx([-np.log(0.3), -np.log(0.6)])
+    assert q_loss[:2] == pytest.approx([-np.log(0.5), -np.log(0.8)])
+    assert np.isnan([p_loss[2], q_loss[2]]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,15 +25,31 @@ LEVELS = [
     "Q3_K_S",
     "Q2_K",
 ]
+HEADS = {"Q4_K_M-head4": "Q4_K", "Q4_K_M-head3": "Q3_K"}
 
 
 def test_every_level_has_a_recipe_of_its_llama_cpp_type() -> None:
-    assert sorted(known_recipes()) == sorted(LEVELS)
+    assert sorted(known_recipes()) == sorted([*LEVELS, *HEADS])
     for level in LEVELS:
         recipe = load_recipe(level)
         assert recipe.type == level
         assert recipe.file_type.name == f"MOSTLY_{level}"
         assert recipe.layers == ()
+
+
+@pytest.mark.parametrize(("name", "kind"), HEADS.items())
+def test_a_smaller_head_is_all_that_differs(name: str, kind: str) -> None:
+    head, *others = load_recipe(name).overrides
+    level = load_recipe(name.partition("-")[0])
+    assert (others, load_recipe(name).type) == (level.overrides, level.type)
+    assert head[1].name == kind
+    for tensor, there in (
+        ("token_embd.weight", True),
+        ("output.weight", True),
+        ("blk.3.attn_output.weight", False),
+        ("output_norm.weight", False),
+    ):
+        assert bool(re.search(head[0], tensor)) == there
 
 
 def test_known_recipes_run_from_most_to_fewest_bits() -> None:

@@ -1,0 +1,112 @@
+"""A smaller vocabulary: the first so many regular tokens, every special one, and what both rest on.
+
+The embedding and the output head have a row a token, and the head is read in every step. Byte-level BPE can
+spell any text without its rarer tokens: where a merge's result is gone, the pieces it was made of remain,
+down to single bytes. Text whose tokens are all kept is cut into the very same ones, since all that its merges
+pass through is kept too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from convert.errors import ConvertError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from convert.tensors import TensorSource
+    from convert.transforms import Array
+    from convert.vocab import Vocab
+
+REGULAR = int(gguf.TokenType.NORMAL)
+SPECIAL = (int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED))
+SOURCE_TOKENS = "convert.vocab.source_tokens"
+"""Key of a pruned GGUF: how many tokens the whole vocabulary has."""
+
+
+def kept_tokens(vocab: Vocab, regular: int) -> NDArray[np.int64]:
+    """The ids that stay, ascending: the first `regular` regular tokens, all special ones, all single bytes,
+    the ids that metadata names, and every token that the merges of these pass through.
+
+    Rows that only pad the embedding go.
+
+    Raises:
+        ConvertError: the vocabulary has no more regular tokens than that.
+    """
+    normal = [id_ for id_, kind in enumerate(vocab.types) if kind == REGULAR]
+    if regular >= len(normal):
+        raise ConvertError(
+            f"--keep-vocab {regular}: the vocabulary has {len(normal)} regular tokens; "
+            "give fewer than that, or leave it out to keep them all"
+        )
+    kept = set(normal[:regular])
+    kept |= {id_ for id_ in normal if len(vocab.tokens[id_]) == 1}
+    kept |= {id_ for id_, kind in enumerate(vocab.types) if kind in SPECIAL}
+    kept |= set(vocab.special_ids.values())
+    id_of = {token: id_ for id_, token in enumerate(vocab.tokens)}
+    changed = True
+    while changed:
+        changed = False
+        for merge in reversed(
+            vocab.merges
+        ):  # results before parts: one round is enough for most vocabularies
+            left, right = merge.split(" ")
+            if id_of.get(left + right) in kept:
+                missing = {id_of[part] for part in (left, right) if part in id_of} - kept
+                kept |= missing
+                changed |= bool(missing)
+    return np.array(sorted(kept), np.int64)
+
+
+def prune(vocab: Vocab, kept: NDArray[np.int64]) -> Vocab:
+    """`vocab` with the tokens `kept` alone, renumbered in their order, and the merges among them."""
+    new_id = {int(old): new for new, old in enumerate(kept)}
+    tokens = [vocab.tokens[old] for old in new_id]
+    known = set(tokens)
+    return replace(
+        vocab,
+        tokens=tokens,
+        types=[vocab.types[old] for old in new_id],
+        merges=[
+            merge
+            for merge, (left, right) in zip(vocab.merges, map(str.split, vocab.merges), strict=True)
+            if {left, right, left + right} <= known
+        ],
+        special_ids={kind: new_id[old] for kind, old in vocab.special_ids.items()},
+    )
+
+
+def label(regular: int | None) -> str:
+    """A short name for file names: v131072; empty when every token is kept."""
+    return "" if regular is None else f"v{regular}"
+
+
+class KeptRows:
+    """Some rows of a matrix [tokens, width], as a tensor to read from."""
+
+    def __init__(self, source: TensorSource, kept: NDArray[np.int64]) -> None:
+        """`kept`: the rows, ascending."""
+        self.name, self.path, self.dtype = source.name, source.path, source.dtype
+        self.shape: tuple[int, ...] = (len(kept), source.shape[1])
+        self._source, self._width = source, source.shape[1]
+        # runs of neighbouring rows: where each begins here, and there
+        begins = np.flatnonzero(np.diff(kept, prepend=kept[0] - 2) != 1)
+        self._here, self._there = begins.tolist(), kept[begins].tolist()
+
+    def read(self, start: int, count: int) -> Array:
+        """Elements `start` to `start + count` of the rows that are kept, flat."""
+        pieces: list[Any] = []
+        end, width = start + count, self._width
+        run = bisect_right(self._here, start // width) - 1
+        while start < end:
+            stop = self._here[run + 1] * width if run + 1 < len(self._here) else end
+            offset = start + (self._there[run] - self._here[run]) * width
+            pieces.append(self._source.read(offset, min(stop, end) - start))
+            start, run = stop, run + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
