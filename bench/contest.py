@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import environment, latency, throughput
 from bench.client import Client
+from bench.counters import Counters, add, growth, read_counters
 from bench.errors import BenchError
 from bench.latency_result import FILLER, FILLER_TOKENS, PROTOCOLS, Baseline, Category, Protocol, summarize
 from bench.launch import Peer, ServerProcess, start_all
@@ -61,6 +62,12 @@ class Contender:
         """Out of the contest. Says so at once."""
         self.record = self.record.model_copy(update={"failed": reason})
         print(f"{self.peer.name}: OUT: {reason}", file=sys.stderr, flush=True)
+
+    def count(self, cell: str, grown: Counters) -> None:
+        """Take down what the server's own counters say of a cell."""
+        counters = self.measured.counters
+        update = {**counters, cell: add(counters.get(cell, {}), grown)}
+        self.measured = self.measured.model_copy(update={"counters": update})
 
     async def started(self) -> None:
         """Take down what the running server says of itself."""
@@ -279,6 +286,8 @@ async def _start(contenders: Sequence[Contender]) -> None:
 async def _visit(contender: Contender, cell: Cell, save: Callable[[], None]) -> None:
     if not contender.alive:
         return
+    ours = contender.peer.program == "server"
+    before = await read_counters(contender.client) if ours else {}
     try:
         said = await cell.run(contender)
     except BenchError as error:
@@ -286,6 +295,8 @@ async def _visit(contender: Contender, cell: Cell, save: Callable[[], None]) -> 
         contender.fail(f"{cell.name}: {error}{log}")
     else:
         print(f"{contender.peer.name}: {cell.name}: {said}", file=sys.stderr, flush=True)
+        if ours:
+            contender.count(cell.name, growth(before, await read_counters(contender.client)))
     save()
 
 

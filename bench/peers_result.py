@@ -51,6 +51,10 @@ class Measured(Record):
     levels: list[Level] = Field(default_factory=list)
     requests: list[Request] = Field(default_factory=list)
     same_answers: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    counters: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="of our server: what its own counters grew by in each part, warm-ups included",
+    )
 
 
 class Figure(Record):

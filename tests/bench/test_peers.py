@@ -276,6 +276,8 @@ def test_our_server(nano_q4_k_m: Path, tmp_path: Path) -> None:
     assert result.measured[1].summaries[0].completion_tokens == 128
     assert {one.peer for one in result.figures} == {"server", "narrow"}
     assert result.peers[0].about["model"] == nano_q4_k_m.stem
+    counted = result.measured[0].counters["short, official"]
+    assert counted["qwen_completion_tokens_total"] == 128
 
 
 def port_is_free(url: str) -> bool:
