@@ -145,6 +145,10 @@ class Planner:
         return Prospect([1.0, *tokens.tolist()], [0.0, *redo.tolist()])
 
     def _passes(self, lengths: list[int]) -> float:
+        """Seconds of a call whose sequences bring these numbers of tokens.
+
+        llama.cpp takes as many tokens of each as the shortest has left, again and again (`split_equal`).
+        """
         seconds, done = 0.0, 0
         for length in sorted(set(lengths)):
             n = sum(other >= length for other in lengths)

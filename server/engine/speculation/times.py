@@ -50,12 +50,13 @@ class StepTimes:
     def add(self, n: int, length: int, seconds: float) -> None:
         """A pass of `n` sequences with `length` tokens each took so long."""
         group = _group(n)
+        if n != group:  # what they took stands for what the group's largest would take
+            seconds *= self._single(group * length) / self._single(n * length)
         means = self._means.setdefault(group, {})
         if length not in means:
             means[length] = Mean()
             insort(self._lengths.setdefault(group, []), length)
-        # what n sequences took stands for as many as the group's largest
-        means[length].add(seconds * self._single(group * length) / self._single(n * length))
+        means[length].add(seconds)
 
     def of(self, n: int, lengths: npt.ArrayLike) -> Seconds:
         """Expected seconds for `n` sequences with each of `lengths` tokens."""
@@ -67,18 +68,6 @@ class StepTimes:
         known, means = self._lengths[group], self._means[group]
         factors = [means[length].value / self._single(group * length) for length in known]
         seconds: Seconds = base * np.interp(wanted, known, factors)
-        return seconds
-
-    def passes(self, lengths: list[int]) -> float:
-        """Seconds of a call whose sequences bring these numbers of tokens, not all the same.
-
-        llama.cpp takes as many tokens of each as the shortest has left, again and again (`split_equal`).
-        """
-        seconds, done = 0.0, 0
-        for length in sorted(set(lengths)):
-            n = sum(other >= length for other in lengths)
-            seconds += float(self.of(n, length - done))
-            done = length
         return seconds
 
     def _single(self, rows: float) -> float:

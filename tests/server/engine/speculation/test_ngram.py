@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.engine.sequence import Sequence
+from server.engine.speculation.base import Order
 from server.engine.speculation.ngram import NgramDrafter, SuffixIndex
 from server.engine.speculation.pool import BETWEEN, Pool
 from tests.server.engine.speculation.helpers import sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EVERYTHING = 10_000
 
@@ -21,7 +17,7 @@ texts = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, n), max_size
 """Over few different tokens, so that much repeats."""
 
 
-def longest_match(text: Sequence[int], end: int | None = None) -> int:
+def longest_match(text: list[int], end: int | None = None) -> int:
     """Most tokens at the end of `text[:end]` that also end somewhere before."""
     end = len(text) if end is None else end
     best = 0
@@ -94,41 +90,55 @@ def test_of_equal_matches_the_latest_counts() -> None:
     assert SuffixIndex([1, 2, 3, 9, 1, 2, 4, 8, 1, 2]).continuation(1) == [4]
 
 
+def propose(drafter: NgramDrafter, one: Sequence, limit: int) -> Order:
+    order = Order(one, limit)
+    drafter.propose([order])
+    return order
+
+
 def test_the_drafter_follows_a_sequence_and_forgets_it() -> None:
     drafter = NgramDrafter()
     one = sequence([5, 6, 7, 8, 5, 6])
-    assert drafter.propose([one], [3])[0].tokens == [7, 8, 5]
+    assert propose(drafter, one, 3).tokens == [7, 8, 5]
     one.tokens.append(9)
-    assert drafter.propose([one], [3])[0].tokens == []
+    assert propose(drafter, one, 3).tokens == []
     one.tokens += [7, 8]
-    draft = drafter.propose([one], [2])[0]
-    assert (draft.tokens, draft.match, draft.drafter) == ([5, 6], 2, "ngram")
-    assert drafter.propose([one], [0])[0].tokens == []
+    order = propose(drafter, one, 2)
+    assert (order.tokens, order.match, order.drafter) == ([5, 6], 2, "ngram")
+    assert len(drafter.chances(order)) == 2
+    assert propose(drafter, one, 0).tokens == []
     drafter.forget(one)
     drafter.forget(one)
 
 
-@pytest.mark.parametrize("min_match", [2, 3])
-def test_short_matches_can_be_ruled_out(min_match: int) -> None:
-    draft = NgramDrafter(min_match).propose([sequence([5, 6, 7, 5, 6])], [4])[0]
-    assert bool(draft.tokens) == (min_match == 2)
+def test_what_one_sequence_taught_helps_the_next() -> None:
+    drafter = NgramDrafter()
+    first, second = sequence([1, 2, 3] * 30), sequence([4, 5, 6] * 8)
+    before = drafter.chances(propose(drafter, second, 1)) if propose(drafter, second, 1).tokens else None
+    propose(drafter, first, 1)
+    first.tokens += [1, 2, 3] * 30
+    drafter.forget(first)
+    after = drafter.chances(propose(drafter, second, 1))
+    assert before is not None
+    assert after[0] > before[0]
 
 
 def test_the_pool_serves_what_other_requests_left() -> None:
     drafter = NgramDrafter(pool=Pool(100))
     first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([9, 2, 3, 4])
-    assert drafter.propose([first, second], [4, 4])[1].tokens == []
+    propose(drafter, first, 4)
+    assert propose(drafter, second, 4).tokens == []
     drafter.forget(first)
-    draft = drafter.propose([second], [4])[0]
-    assert (draft.tokens, draft.match) == ([5, 6], 3)
+    order = propose(drafter, second, 4)
+    assert (order.tokens, order.match) == ([5, 6], 3)
 
 
 def test_without_a_pool_requests_see_nothing_of_each_other() -> None:
     drafter = NgramDrafter()
     first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([9, 2, 3, 4])
-    drafter.propose([first], [4])
+    propose(drafter, first, 4)
     drafter.forget(first)
-    assert drafter.propose([second], [4])[0].tokens == []
+    assert propose(drafter, second, 4).tokens == []
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=12), st.integers(0, 50))

@@ -1,0 +1,67 @@
+"""Chances: assumed at first, learnt from events, faded when the text changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from server.engine.speculation.acceptance import ASSUMED, Confidence, Record
+
+
+def test_long_matches_are_trusted_more_and_grow_with_each_hit() -> None:
+    chances = Record().chances(2, 20, Record())
+    assert chances == pytest.approx([ASSUMED[0]] * 2 + [ASSUMED[1]] * 12 + [ASSUMED[2]] * 6)
+
+
+@pytest.mark.parametrize(("match", "truth"), [(2, 0.1), (5, 0.6), (40, 0.99)])
+def test_a_record_learns_its_own_rate(match: int, truth: float) -> None:
+    rng, record, broad = random.Random(0), Record(), Record()
+    for _ in range(500):
+        record.add(match, rng.random() < truth)
+    assert record.chances(match, 1, broad)[0] == pytest.approx(truth, abs=0.12)
+
+
+def test_what_others_experienced_serves_a_new_sequence() -> None:
+    broad, done = Record(), Record()
+    for _ in range(60):
+        done.add(3, True)
+    broad.merge(done)
+    assert Record().chances(3, 1, broad)[0] > 0.9
+    assert Record().chances(6, 1, broad)[0] == pytest.approx(ASSUMED[1])
+
+
+def test_a_record_follows_a_text_that_changes() -> None:
+    record = Record()
+    for _ in range(1000):
+        record.add(20, True)
+    for _ in range(60):
+        record.add(20, False)
+    assert record.chances(20, 1, Record())[0] < 0.5
+
+
+def test_confidence_is_taken_at_its_word_until_it_was_wrong() -> None:
+    own, broad = Confidence(), Confidence()
+    assert own.trust(broad) == 1
+    rng = random.Random(1)
+    for _ in range(200):  # sure of everything, right in six of ten
+        accepted = 0
+        while accepted < 4 and rng.random() < 0.6:
+            accepted += 1
+        for one in (own, broad):
+            one.add([1.0] * 4, accepted)
+    assert own.trust(broad) == pytest.approx(0.6, abs=0.1)
+    assert own.chance(broad) == pytest.approx(0.6, abs=0.1)
+    assert Confidence().trust(broad) == pytest.approx(0.6, abs=0.15)
+
+
+def test_an_honest_head_keeps_its_trust() -> None:
+    own, broad, rng = Confidence(), Confidence(), random.Random(2)
+    for _ in range(300):
+        sure = [rng.uniform(0.3, 1) for _ in range(4)]
+        accepted = 0
+        while accepted < 4 and rng.random() < sure[accepted]:
+            accepted += 1
+        own.add(sure, accepted)
+    assert own.trust(broad) == pytest.approx(1, abs=0.12)
+    assert own.chance(broad) == pytest.approx(0.65, abs=0.1)

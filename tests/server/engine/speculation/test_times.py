@@ -1,0 +1,70 @@
+"""Step times: what was measured comes back, what lies between is drawn from it, and noise does not stick."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from server.engine.speculation.times import DraftTimes, Mean, StepTimes
+
+
+def card(rows: float) -> float:
+    """A made-up card: three milliseconds for the weights, a tenth for each row, a jump at nine rows."""
+    return 3e-3 + 1e-4 * rows + (1e-3 if rows > 8 else 0)
+
+
+@pytest.fixture
+def times() -> StepTimes:
+    times = StepTimes()
+    for length in (1, 2, 4, 8, 9, 16, 64):
+        times.add(1, length, card(length))
+    return times
+
+
+def test_measured_points_come_back_and_lines_join_them(times: StepTimes) -> None:
+    assert times.of(1, [1, 8, 9, 64]) == pytest.approx([card(1), card(8), card(9), card(64)])
+    assert times.of(1, 32) == pytest.approx(card(32))
+
+
+def test_past_the_last_point_it_goes_on(times: StepTimes) -> None:
+    slope = (card(64) - card(1)) / 63
+    assert times.of(1, 256) == pytest.approx(card(64) + 192 * slope)
+
+
+def test_several_sequences_are_taken_for_as_many_rows_until_they_are_measured(times: StepTimes) -> None:
+    assert times.of(4, 2) == pytest.approx(card(8))
+    times.add(4, 1, 2 * card(4))
+    assert times.of(4, 1) == pytest.approx(2 * card(4))
+    assert times.of(4, 2) == pytest.approx(2 * card(8))
+    assert times.of(3, 1) == pytest.approx(2 * card(3))
+    assert times.of(2, 1) == pytest.approx(card(2))
+
+
+def test_before_anything_is_known_more_rows_cost_more() -> None:
+    guessed = StepTimes().of(1, np.arange(1, 100))
+    assert (np.diff(guessed) > 0).all()
+
+
+def test_a_mean_takes_the_least_at_first_and_then_follows() -> None:
+    mean = Mean()
+    for value in (9.0, 1.0, 5.0):
+        mean.add(value)
+    assert mean.value == 1
+    mean.add(1000.0)
+    assert mean.value < 1.06, "one late step"
+    for _ in range(100):
+        mean.add(2.0)
+    assert mean.value == pytest.approx(2, rel=0.01)
+    for _ in range(100):
+        mean.add(0.5)
+    assert mean.value == pytest.approx(0.5, rel=0.01)
+
+
+def test_drafts_of_as_many_sequences_or_the_nearest() -> None:
+    times = DraftTimes()
+    assert times.of(3) == 0
+    times.add(1, 1e-3)
+    times.add(8, 3e-3)
+    assert times.of(1) == 1e-3
+    assert times.of(2) == 1e-3
+    assert times.of(7) == 3e-3
