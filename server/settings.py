@@ -18,7 +18,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from server.engine.settings import CacheType, EngineSettings, FlashAttention
+from server.engine.settings import CacheType, EngineSettings, FlashAttention, Sampling
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -89,6 +89,11 @@ class Settings(BaseSettings):
     )
     mixed_steps: bool = _setting(
         EngineSettings.mixed_steps, "engine", "decodes and prompt tokens share a call, rather than take turns"
+    )
+    sampling: Sampling = _setting(
+        EngineSettings.sampling,
+        "engine",
+        "find the best tokens in the graph or on the host; auto measures both at start",
     )
     prefix_cache: bool = _setting(
         EngineSettings.prefix_cache, "engine", "go on from what earlier prompts and answers left computed"

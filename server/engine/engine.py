@@ -31,6 +31,7 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
 from .memory import context_options, n_sequences, plan_memory
 from .prefix_cache import PrefixCache, Spans
+from .profile import StepProfile
 from .runner import Runner
 from .sampling import Sampler
 from .scheduler import Scheduler
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
+    from .profile import Kind
     from .runner import Sampled
     from .sampling import SamplingParams
     from .scheduler import Step
@@ -71,6 +73,9 @@ class Engine:
         self.vocab = Vocab(self._model)
         self.metadata = self._model.metadata()
         """The GGUF's scalar keys, as text."""
+        if refused := self._context.readouts.refused:
+            log.warning("nothing is sampled on the device: %s", refused)
+            self._context.set_readouts(None)
         self.description = self._model.description()
         self.n_params = self._model.n_params
         self.size_bytes = self._model.size_bytes
@@ -78,13 +83,15 @@ class Engine:
         self.context_size = min(self._model.n_ctx_train, self._context.n_ctx)
         """Most tokens of one sequence, prompt and output together."""
 
-        self._runner = Runner(self._context)
+        self._profile = StepProfile()
+        self._runner = Runner(self._context, self.vocab.eog_ids, self._profile)
         self._scheduler = Scheduler(
             slots=self.settings.parallel,
             batch_size=self._context.n_batch,
             prefill_budget=self.settings.prefill_budget,
             cache=self._prefix_cache(),
             release=self._runner.forget,
+            place=self._runner.place,
             mixed_steps=self.settings.mixed_steps,
         )
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -98,6 +105,7 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
+        self._device_runs_alone = len(self.plan.usages) > 1
 
     def _load(self) -> tuple[Model, Context]:
         settings = self.settings
@@ -219,6 +227,8 @@ class Engine:
             kv_cells_used=self._scheduler.cells_used,
             kv_cells=self._scheduler.cells,
             prefix=self._scheduler.cache.stats(),
+            readout_changes=self._runner.readout_changes,
+            step_totals=self._profile.times(),
             finished=dict(self._finished),
         )
 
@@ -244,22 +254,43 @@ class Engine:
         try:
             self._warm_up()
             while self._receive():
-                started = perf_counter()
-                step = self._scheduler.schedule()
-                try:
-                    sampled = self._runner.run(step)
-                except NoMemorySlot as error:
-                    self._relieve(error)
-                    continue
-                self._postprocess(step, sampled, started)
+                self._step()
         except Exception as error:
             log.exception("the engine failed")
             self._fail(f"the engine failed: {error}")
 
+    def _step(self) -> None:
+        """Schedule, decode, postprocess. What the step before gave is sent off while the device computes."""
+        profile, started = self._profile, perf_counter()
+        profile.lap("receive")
+        step = self._scheduler.schedule()
+        kind = _kind(step)
+        profile.lap("schedule")
+        try:
+            self._runner.launch(step)
+        except NoMemorySlot as error:
+            self._relieve(error)
+            return
+        self._scheduler.postprocess(step)
+        profile.lap("schedule")
+        self._post()
+        profile.lap("post")
+        sampled = self._runner.collect(step)
+        self._postprocess(step, sampled, started)
+        profile.lap("finish")
+        profile.finish(kind, sum(chunk.n_rows for chunk in step.chunks), step.n_tokens)
+
     def _warm_up(self) -> None:
-        started = perf_counter()
-        budget = self.settings.ubatch_size if len(self.plan.usages) > 1 else WARM_UP_TOKENS_CPU
-        self._runner.warm_up(self.settings.parallel, min(budget, self._context.n_batch, self._context.n_ctx))
+        started, settings = perf_counter(), self.settings
+        on_gpu = len(self.plan.usages) > 1
+        # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
+        few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
+        many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
+        counts = sorted({*few, *many, settings.parallel})
+        prefill = min(
+            settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, self._context.n_batch, self._context.n_ctx
+        )
+        self._runner.warm_up(counts, prefill, choose=settings.sampling == "auto")
         log.info("warm after %.1f s", perf_counter() - started)
         self._warm.set()
 
@@ -267,15 +298,19 @@ class Engine:
         """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
         while not self._closing:
             if self._inbox.empty():
-                self._post()
                 if self._scheduler.running or self._scheduler.waiting:
+                    if not self._device_runs_alone:  # the tokens would wait for the whole next step
+                        self._post()
                     return True
-            self._inbox.get()()
+                self._post()
+                self._inbox.get()()
+                self._profile.start()
+            else:
+                self._inbox.get()()
         return False
 
     def _postprocess(self, step: Step, sampled: list[Sampled], started: float) -> None:
         """Append what was sampled, tell the listeners, and end what is complete."""
-        self._scheduler.postprocess(step)
         self._steps += 1
         now = perf_counter()
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
@@ -345,8 +380,8 @@ class Engine:
             if not mailbox.post():
                 with self._lock:
                     orphans = [sequence for sequence, (_, box) in self._open.items() if box is mailbox]
-                for sequence in orphans:
-                    self._finish(sequence, "cancelled")
+                for sequence in orphans:  # not now: they may be in the step that is being computed
+                    self._inbox.put(partial(self._finish, sequence, "cancelled"))
 
     def _fail(self, message: str) -> None:
         """End everything in flight with `message`, and refuse whatever comes."""
@@ -360,6 +395,13 @@ class Engine:
             mailbox.put(generation, [], GenerationError(message))
         self._post()
         self._warm.set()  # nobody needs to wait any longer
+
+
+def _kind(step: Step) -> Kind:
+    """What to book a step under, before it is accounted for."""
+    if not all(chunk.sequence.decoding for chunk in step.chunks):
+        return "prefill"
+    return "decode" if step.n_tokens == len(step.chunks) else "verify"
 
 
 def _decide(settings: EngineSettings) -> EngineSettings:
@@ -379,4 +421,6 @@ def _decide(settings: EngineSettings) -> EngineSettings:
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         prefill_budget=settings.prefill_budget or (512 if on_gpu else 128),
+        # without a GPU the logits are the host's already
+        sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )

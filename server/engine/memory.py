@@ -250,6 +250,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         flash_attn=settings.flash_attn,
         type_k=settings.cache_type_k,
         type_v=settings.cache_type_v,
+        n_readouts=0 if settings.sampling == "host" else settings.parallel,
     )
 
 

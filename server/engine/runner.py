@@ -2,111 +2,226 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from .llama import Readout
 
-    from .llama import Context
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from collections.abc import Sequence as ListLike
+
+    from .llama import Context, Rows
+    from .profile import StepProfile
     from .scheduler import Chunk, Step
+    from .sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 Sampled = list[int] | Exception | None
 """What a step gave one chunk: new tokens, what its sampler raised, or nothing, where the prompt goes on."""
 
+TRIALS = 5
+"""Steps timed for each way of sampling, after one that builds the graph."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """Where the rows of a batch are: sequence id and index in the batch of each, and each chunk's rows."""
+
+    slots: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+
 
 class Runner:
-    """The only user of the context while the engine runs."""
+    """The only user of the context while the engine runs. `ends` are the tokens that end a generation."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, ends: Collection[int], profile: StepProfile) -> None:
         self._context = context
+        self._ends = ends
+        self._profile = profile
+        self._layout = Layout()
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
+        self.readout_changes = 0
+        """How often a slot had to be given another readout for a request."""
 
-    def run(self, step: Step) -> list[Sampled]:
-        """One entry a chunk: the accepted part of its draft and the token after that.
+    def launch(self, step: Step) -> None:
+        """Start to compute a step. On a GPU this returns at once, without one when it is done.
+
+        Raises NoMemorySlot or LlamaError; nothing of the step was computed then.
+        """
+        self._set_readouts(step)
+        self._layout = self._fill(step)
+        self._profile.lap("fill")
+        self._context.decode(step.n_tokens)
+        self._profile.lap("decode")
+
+    def collect(self, step: Step) -> list[Sampled]:
+        """Wait for the step that was launched, and sample: for each chunk, what is accepted of its draft and
+        the token after that.
 
         A token of the draft is accepted if the request's own sampler chooses it from the row that it stands
         for: for a proposal that is certain of its token that is speculative sampling (Leviathan et al. 2023,
-        section 2.3), so the distribution of the output does not change, whatever the sampler. Raises
-        LlamaError when the step as a whole failed.
+        section 2.3), so the distribution of the output does not change, whatever the sampler. Nothing is
+        accepted behind the end of a generation. Raises LlamaError when the step as a whole failed.
         """
-        rows = self._fill(step)
-        context = self._context
-        context.decode(step.n_tokens)
-        logits = context.logits(sum(chunk.n_rows for chunk in step.chunks))
-        return [
-            self._sample(chunk, places, logits) if chunk.samples else None
-            for chunk, places in zip(step.chunks, rows, strict=True)
-        ]
+        layout = self._layout
+        if not layout.slots:  # chunks of prompts: the next step may follow at once
+            return [None] * len(step.chunks)
+        rows = self._context.rows(layout.slots, layout.indices)
+        self._profile.lap("wait")
+        sampled = self._sample_all(step.chunks, layout, rows)
+        self._profile.lap("sample")
+        return sampled
 
-    def _sample(
-        self, chunk: Chunk, rows: list[tuple[int, int]], logits: npt.NDArray[np.float32]
-    ) -> list[int] | Exception:
-        """`rows` are pairs: a row's index in `logits`, its token's index in the batch."""
-        new: list[int] = []
-        sampler = chunk.sequence.sampler
-        try:
-            for (row, index), guess in zip(rows, [*chunk.draft, None], strict=True):
-                token = sampler.sample(self._context, index, logits[row])
-                new.append(token)
-                if token != guess:
-                    break
-        except Exception as error:  # one sequence's trouble is not its batch mates'
-            return error
-        return new
-
-    def warm_up(self, slots: int, prefill: int) -> None:
-        """Touch the weights and every shape that the first requests need, then forget it all.
-
-        A decode of one and of all `slots` sequences, and a prompt of `prefill` tokens.
-        """
-        for n_sequences, length in ((1, prefill), (1, 1), (slots, 1)):
-            n = n_sequences * length
-            context = self._context
-            context.tokens[:n] = 0
-            context.positions[:n] = range(length) if n_sequences == 1 else 0
-            context.sequences[:n] = 0 if n_sequences == 1 else range(n_sequences)
-            context.outputs[:n] = n_sequences > 1
-            context.outputs[n - 1] = 1
-            context.decode(n)
-            context.logits(n_sequences)
-            context.clear()
+    def place(self, sequence: Sequence, free: ListLike[int]) -> int:
+        """The slot for a sequence: one whose readout is what it needs, or tells enough, or the first."""
+        if not self._context.readouts.active:
+            return free[0]
+        kinds, need = self._context.readouts.kinds, sequence.sampler.need
+        return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
     def forget(self, slot: int) -> None:
         """Free the cells and the recurrent state of a slot."""
         self._context.remove(slot)
 
-    def _fill(self, step: Step) -> list[list[tuple[int, int]]]:
-        """Lay the batch out; returns each chunk's rows: index among the outputs, index in the batch."""
+    # --- warming up ----------------------------------------------------------------------------------------
+
+    def warm_up(self, counts: ListLike[int], prefill: int, *, choose: bool) -> None:
+        """Touch the weights and every shape that the first requests need, then forget it all.
+
+        These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last.
+        With `choose`, the faster way to sample one row, and as many as that, is measured and kept.
+        """
+        self._decode(1, prefill)
+        chosen = self._context.readouts.active
+        if chosen and choose:
+            device = self._time(counts[0]), self._time(counts[-1])
+            self._context.set_readouts(None)
+            host = self._time(counts[0]), self._time(counts[-1])
+            chosen = sum(np.divide(device, host)) <= 2.02  # even is good enough: it leaves the host alone
+            if chosen:
+                self._context.set_readouts(Readout.BEST)
+            log.info(
+                "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms "
+                "with the device, %.2f and %.2f ms with the host",
+                "device" if chosen else "host",
+                *(counts[0], counts[-1]),
+                *(1000 * seconds for seconds in (*device, *host)),
+            )
+        for count in counts:
+            for _ in range(2):
+                self._decode(count, 1)
+        self._context.clear()
+
+    def _time(self, count: int) -> float:
+        """Seconds of a step that decodes and samples a token of each of `count` sequences, the median."""
+        times = []
+        for _ in range(1 + TRIALS):
+            started = perf_counter()
+            self._decode(count, 1)
+            times.append(perf_counter() - started)
+        return float(np.median(times[1:]))
+
+    def _decode(self, n_sequences: int, length: int) -> None:
+        """A step of `n_sequences`, from their beginning, sampled greedily at its end."""
+        context, n = self._context, n_sequences * length
+        context.clear()
+        context.tokens[:n] = 0
+        context.positions[:n] = np.tile(self._offsets[:length], n_sequences)
+        context.sequences[:n] = np.repeat(self._offsets[:n_sequences], length)
+        context.outputs[:n] = 0
+        context.outputs[length - 1 : n : length] = 1
+        context.decode(n)
+        indices = range(length - 1, n, length)
+        rows = context.rows(range(n_sequences), indices)
+        if rows.all_best() is None:
+            for row, kind in enumerate(rows.kinds):
+                if kind is Readout.ROW:
+                    rows.logits(row).argmax()
+
+    # --- sampling ------------------------------------------------------------------------------------------
+
+    def _set_readouts(self, step: Step) -> None:
+        """Have enough read out of each slot for the request that is in it now."""
+        readouts = self._context.readouts
+        if not readouts.active:
+            return
+        for chunk in step.chunks:
+            slot, need = chunk.sequence.slot or 0, chunk.sequence.sampler.need
+            kind = readouts.kinds[slot]
+            if kind is not need and chunk.samples and not kind.serves(need):
+                self._context.set_readout(slot, need)
+                self.readout_changes += 1
+
+    def _sample_all(self, chunks: list[Chunk], layout: Layout, rows: Rows) -> list[Sampled]:
+        if len(rows) == len(chunks) and (best := rows.all_best()) is not None:
+            return [[token] for token in best]
+        return [
+            self._sample(chunk, own, rows) if own else None
+            for chunk, own in zip(chunks, layout.rows, strict=True)
+        ]
+
+    def _sample(self, chunk: Chunk, own: list[int], rows: Rows) -> Sampled:
+        new: list[int] = []
+        sampler = chunk.sequence.sampler
+        try:
+            for row, guess in zip(own, [*chunk.draft, None], strict=True):
+                token = sampler.sample(rows, row)
+                new.append(token)
+                if token != guess or token in self._ends:
+                    break
+        except Exception as error:  # one sequence's trouble is not its batch mates'
+            return error
+        return new
+
+    # --- the batch -----------------------------------------------------------------------------------------
+
+    def _fill(self, step: Step) -> Layout:
         if step.n_tokens == len(step.chunks):
             return self._fill_decodes(step.chunks)
         return self._fill_rounds(step.chunks)
 
-    def _fill_decodes(self, chunks: list[Chunk]) -> list[list[tuple[int, int]]]:
+    def _fill_decodes(self, chunks: list[Chunk]) -> Layout:
         """A token of each."""
         context, n = self._context, len(chunks)
-        context.tokens[:n] = [chunk.sequence.tokens[chunk.sequence.cached] for chunk in chunks]
-        context.positions[:n] = [chunk.sequence.cached for chunk in chunks]
-        context.sequences[:n] = [chunk.sequence.slot or 0 for chunk in chunks]
-        context.outputs[:n] = [chunk.samples for chunk in chunks]
-        rows = iter(range(n))
-        return [[(next(rows), index)] if chunk.samples else [] for index, chunk in enumerate(chunks)]
+        slots = [chunk.sequence.slot or 0 for chunk in chunks]
+        cached = [chunk.sequence.cached for chunk in chunks]
+        context.tokens[:n] = [
+            chunk.sequence.tokens[place] for chunk, place in zip(chunks, cached, strict=True)
+        ]
+        context.positions[:n] = cached
+        context.sequences[:n] = slots
+        samples = [chunk.samples for chunk in chunks]
+        context.outputs[:n] = samples
+        if all(samples):
+            return Layout(slots, list(range(n)), [[index] for index in range(n)])
+        layout = Layout()
+        for index, chunk in enumerate(chunks):
+            layout.rows.append([])
+            if chunk.samples:
+                self._add_row(layout, len(layout.rows) - 1, slots[index], index)
+        return layout
 
-    def _fill_rounds(self, chunks: list[Chunk]) -> list[list[tuple[int, int]]]:
+    def _fill_rounds(self, chunks: list[Chunk]) -> Layout:
         """Round by round, as many tokens of each as the shortest has left: in the order of computation.
 
         That is how `split_equal` (llama-batch.cpp) cuts a batch for recurrent layers. Outputs that came in
         another order would have to be swapped back, row by row.
         """
         context = self._context
-        rows: list[list[tuple[int, int]]] = [[] for _ in chunks]
+        layout = Layout(rows=[[] for _ in chunks])
         tokens = [
             chunk.sequence.tokens[chunk.sequence.cached : chunk.sequence.cached + chunk.count] + chunk.draft
             for chunk in chunks
         ]
         done = [0] * len(chunks)
-        start = row = 0
+        start = 0
         while left := [i for i, mine in enumerate(tokens) if done[i] < len(mine)]:
             length = min(len(tokens[i]) - done[i] for i in left)
             length = min(length, max(1, context.n_ubatch // len(left)))
@@ -120,8 +235,13 @@ class Runner:
                 if chunks[i].samples:
                     for index in range(start + max(0, chunks[i].count - 1 - first), end):
                         context.outputs[index] = 1
-                        rows[i].append((row, index))
-                        row += 1
+                        self._add_row(layout, i, sequence.slot or 0, index)
                 done[i] += length
                 start = end
-        return rows
+        return layout
+
+    @staticmethod
+    def _add_row(layout: Layout, chunk: int, slot: int, index: int) -> None:
+        layout.rows[chunk].append(len(layout.slots))
+        layout.slots.append(slot)
+        layout.indices.append(index)

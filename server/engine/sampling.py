@@ -1,4 +1,4 @@
-"""How the next token is chosen: a request's parameters, and the sampler that carries them out on the CPU."""
+"""How the next token is chosen: a request's parameters, and the sampler that carries them out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import SamplerChain
+from .llama import N_CANDIDATES, Readout, SamplerChain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from .llama import Context
+    from .llama import Rows
     from .vocab import Vocab
 
 
@@ -68,6 +68,7 @@ class Sampler:
         self._banned = np.array(sorted(vocab.eog_ids), np.intp) if params.ignore_eos else None
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self._penalties = Penalties(params, vocab.n_real, prompt) if penalised else None
+        self._top_k = params.top_k
         self._chain: SamplerChain | None = None
         if not params.is_greedy:
             seed = secrets.randbits(32) if params.seed is None else params.seed
@@ -78,12 +79,31 @@ class Sampler:
                 min_p=params.min_p,
                 seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
             )
+        self.need = self._least_readout(params, len(vocab.eog_ids))
+        """The least that the device has to tell about a row; more does as well."""
 
-    def sample(self, context: Context, index: int, logits: npt.NDArray[np.float32]) -> int:
-        """The next token, from the logits of the batch's token `index`: shape [n_vocab], changed in place.
+    def _least_readout(self, params: SamplingParams, n_ends: int) -> Readout:
+        if self._penalties is not None:
+            return Readout.ROW  # any token may become the best
+        if params.is_greedy:
+            return Readout.BEST_BUT_END if params.ignore_eos else Readout.BEST
+        candidates = params.top_k + (n_ends if params.ignore_eos else 0)
+        return Readout.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else Readout.ROW
+
+    def sample(self, rows: Rows, row: int) -> int:
+        """The next token, from a row of what was decoded, whose readout must serve `need`.
 
         Raises FloatingPointError when the model computed no usable logits.
         """
+        kind = rows.kinds[row]
+        if kind is Readout.ROW:
+            return self.choose(rows.logits(row))
+        if kind is Readout.TOP_K:
+            return self.choose_among(*rows.candidates(row))
+        return rows.best(row)
+
+    def choose(self, logits: npt.NDArray[np.float32]) -> int:
+        """The next token, from all logits: shape [n_vocab], changed in place. Raises as `sample` does."""
         real = logits[: self._n_real]
         if self._banned is not None:
             real[self._banned] = -np.inf
@@ -93,16 +113,41 @@ class Sampler:
         if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
             raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
         if self._chain is not None:
-            logits[self._n_real :] = -np.inf
-            token = self._chain.sample(context, index)
+            ids = best_of(real, self._top_k) if self._top_k else np.arange(real.size, dtype=np.int32)
+            token = self._chain.draw(ids, real[ids] if self._top_k else real)
         if self._penalties is not None:
             self._penalties.accept(token)
         return token
+
+    def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int:
+        """The same from the best tokens, in any order: enough without penalties. `logits` are changed."""
+        if self._banned is not None:
+            logits[np.isin(ids, self._banned)] = -np.inf
+        if self._chain is None:
+            return int(ids[logits.argmax()])
+        return self._chain.draw(ids, logits)
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
         if self._chain is not None:
             self._chain.close()
+
+
+def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
+    """Ids of the `k` highest of many logits [n], in no order; all of them if there are no more.
+
+    The k-th highest of the maxima of blocks is a bound that at least k reach and few pass: one look at
+    everything, where a partial sort would move it.
+    """
+    width = 256
+    n_blocks = len(logits) // width
+    if k >= len(logits):
+        return np.arange(len(logits))
+    ids = np.arange(len(logits))
+    if n_blocks > 4 * k:
+        maxima = logits[: n_blocks * width].reshape(n_blocks, width).max(axis=1)
+        ids = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
+    return ids[np.argpartition(logits[ids], -k)[-k:]] if len(ids) > k else ids
 
 
 class Penalties:

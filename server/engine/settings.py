@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FlashAttention = Literal["auto", "on", "off"]
+Sampling = Literal["auto", "device", "host"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -52,6 +53,10 @@ class EngineSettings:
     0: 512 on a GPU, 128 without one."""
     mixed_steps: bool = True
     """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns."""
+
+    sampling: Sampling = "auto"
+    """Where the best tokens are found: in the graph, so that a row's token comes to the host and not its
+    logits, or on the host. "auto" measures both at start; without a GPU it is the host."""
 
     prefix_cache: bool = True
     """Keep states of what was computed, for requests that begin alike."""
@@ -105,6 +110,8 @@ class EngineSettings:
             raise ValueError(
                 f"flash_attn is {self.flash_attn!r}; allowed: {', '.join(get_args(FlashAttention))}"
             )
+        if self.sampling not in get_args(Sampling):
+            raise ValueError(f"sampling is {self.sampling!r}; allowed: {', '.join(get_args(Sampling))}")
         for name in ("cache_type_k", "cache_type_v"):
             if (value := getattr(self, name)) not in get_args(CacheType):
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(get_args(CacheType))}")

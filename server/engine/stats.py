@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .prefix_cache import PrefixStats
+
+if TYPE_CHECKING:
+    from .profile import StepTotals
 
 
 @dataclass(frozen=True)
@@ -22,5 +26,9 @@ class EngineStats:
     """Those of checkpoints in the prefix cache included."""
     kv_cells: int
     prefix: PrefixStats = field(default_factory=PrefixStats)
+    readout_changes: int = 0
+    """How often a slot had to be given another way of sampling on the device, which holds a step up."""
+    step_totals: tuple[StepTotals, ...] = ()
+    """Where the time of steps went."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

@@ -1,21 +1,35 @@
-"""llama.cpp's sampler chains."""
+"""llama.cpp's CPU samplers."""
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+
+from . import ggml
 
 if TYPE_CHECKING:
-    from .context import Context
+    import numpy.typing as npt
+
+_TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""`struct llama_token_data`."""
+
+_FEW = 1024
+"""So few candidates are sampled in microseconds: not worth giving up the interpreter's lock."""
+
+_apply_quickly = ggml.quick(
+    "llama_sampler_apply", None, ctypes.c_void_p, ctypes.POINTER(C.llama_token_data_array)
+)
 
 
 class SamplerChain:
-    """llama.cpp's CPU samplers, in this order: top-k, temperature, top-p, min-p, a seeded draw.
+    """In this order: top-k, temperature, top-p, min-p, a seeded draw.
 
     Temperature comes before top-p and min-p, as in transformers and vLLM, because that is what the sampling
-    defaults of a checkpoint were chosen for.
+    defaults of a checkpoint were chosen for. The k best candidates alone give the same draw as all of them.
     """
 
     def __init__(self, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> None:
@@ -32,10 +46,22 @@ class SamplerChain:
         if min_p > 0.0:
             add(C.llama_sampler_init_min_p(min_p, 1))
         add(C.llama_sampler_init_dist(seed))
+        self._address = ctypes.cast(self._handle, ctypes.c_void_p).value
+        self._data = np.zeros(0, _TOKEN_DATA)
+        self._array = C.llama_token_data_array()
 
-    def sample(self, context: Context, index: int) -> int:
-        """Draw from the logits of the batch's token `index`, which must be one of its outputs."""
-        return int(C.llama_sampler_sample(self._handle, context._handle, index))
+    def draw(self, ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]) -> int:
+        """One of `ids`, whose logits are given; any order."""
+        n, array = len(ids), self._array
+        if n > len(self._data):
+            self._data = np.zeros(n, _TOKEN_DATA)
+        data = self._data[:n]
+        data["id"], data["logit"] = ids, logits
+        array.data = self._data.ctypes.data_as(C.llama_token_data_p)
+        array.size, array.selected, array.sorted = n, -1, False
+        apply = _apply_quickly if n <= _FEW else C.llama_sampler_apply
+        apply(self._address if n <= _FEW else self._handle, ctypes.byref(array))
+        return int(self._data[array.selected]["id"])
 
     def close(self) -> None:
         """Free the chain. Idempotent."""

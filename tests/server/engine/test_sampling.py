@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-NO_CONTEXT = cast("Context", None)
-
 
 class SmallVocab:
     """Ten tokens, of which 8 and 9 are padding and 3 ends a generation."""
@@ -61,34 +59,34 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_greedy_takes_the_best() -> None:
-    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t5=2.0, t6=1.0)) == 5
+    assert sampler(SamplingParams()).choose(row(t5=2.0, t6=1.0)) == 5
 
 
 def test_padding_is_never_chosen() -> None:
-    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t9=9.0, t8=8.0, t2=1.0)) == 2
+    assert sampler(SamplingParams()).choose(row(t9=9.0, t8=8.0, t2=1.0)) == 2
 
 
 def test_the_end_is_chosen_unless_it_is_to_be_ignored() -> None:
-    assert sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t3=5.0, t4=1.0)) == 3
-    assert sampler(SamplingParams(ignore_eos=True)).sample(NO_CONTEXT, 0, row(t3=5.0, t4=1.0)) == 4
+    assert sampler(SamplingParams()).choose(row(t3=5.0, t4=1.0)) == 3
+    assert sampler(SamplingParams(ignore_eos=True)).choose(row(t3=5.0, t4=1.0)) == 4
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_unusable_logits_are_an_error_not_a_token(broken: float) -> None:
     with pytest.raises(FloatingPointError):
-        sampler(SamplingParams()).sample(NO_CONTEXT, 0, row(t5=broken))
+        sampler(SamplingParams()).choose(row(t5=broken))
 
 
 def test_repetition_penalty_sees_the_prompt_and_the_output() -> None:
     one = sampler(SamplingParams(repetition_penalty=2.0), prompt=[5])
-    assert one.sample(NO_CONTEXT, 0, row(t5=3.0, t6=2.0)) == 6
-    assert one.sample(NO_CONTEXT, 0, row(t5=3.0, t6=2.0)) == 5  # 1.5 against 1.0: both have been seen
+    assert one.choose(row(t5=3.0, t6=2.0)) == 6
+    assert one.choose(row(t5=3.0, t6=2.0)) == 5  # 1.5 against 1.0: both have been seen
 
 
 def test_presence_and_frequency_see_the_output_only() -> None:
     one = sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.4), prompt=[5, 5, 5])
     logits = {"t5": 3.0, "t6": 2.0}
-    chosen = [one.sample(NO_CONTEXT, 0, row(**logits)) for _ in range(4)]
+    chosen = [one.choose(row(**logits)) for _ in range(4)]
     # 5 stands at 3.0, then 2.1 (seen once), then 1.7 (twice), where 6 is ahead; then 6 is at 1.1
     assert chosen == [5, 5, 6, 5]
 
@@ -155,7 +153,7 @@ def draw(
         line = context.logits(1)[0]
         line[:] = -50.0
         line[: len(logits)] = logits
-        chosen.append(one.sample(context, 3, line))
+        chosen.append(one.choose(line))
     one.close()
     return chosen
 
@@ -203,7 +201,7 @@ def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Mo
     for _ in range(300):
         line = context.logits(1)[0]
         line[:] = 0.0
-        token = one.sample(context, 3, line)
+        token = one.choose(line)
         assert token < vocab.n_real
         assert token not in vocab.eog_ids
     one.close()

@@ -1,0 +1,69 @@
+"""Where the time of steps goes, by phase and by the number of rows, since the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal, get_args
+
+Phase = Literal["receive", "schedule", "fill", "decode", "post", "wait", "sample", "finish"]
+"""In the order of a step: take in what came; choose its tokens; write the batch; llama_decode; send off the
+tokens of the step before; wait for the device; read and sample its rows; end what is complete."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+Kind = Literal["decode", "verify", "prefill"]
+"""A token of each sequence; drafts among them; prompt tokens among them."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """All steps of a kind whose rows, rounded up to a power of two, are `rows`."""
+
+    kind: Kind
+    rows: int
+    steps: int
+    tokens: int
+    """In the batches, drafts included."""
+    seconds: tuple[float, ...]
+    """One for each of PHASES."""
+
+
+class StepProfile:
+    """A stop watch for the engine's thread; `times` may be read from any."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[Kind, int], list[float]] = {}  # steps, tokens, then the phases
+        self._laps = [0.0] * len(PHASES)
+        self._index = {phase: index for index, phase in enumerate(PHASES)}
+        self._last = perf_counter()
+
+    def start(self) -> None:
+        """Begin to measure a step: what went before does not count."""
+        self._laps = [0.0] * len(PHASES)
+        self._last = perf_counter()
+
+    def lap(self, phase: Phase) -> None:
+        """The time since the last lap went into `phase`."""
+        now = perf_counter()
+        self._laps[self._index[phase]] += now - self._last
+        self._last = now
+
+    def finish(self, kind: Kind, rows: int, tokens: int) -> None:
+        """Book the laps since `start`."""
+        key = kind, 1 << max(0, rows - 1).bit_length()
+        total = self._totals.get(key)
+        if total is None:
+            total = self._totals[key] = [0.0] * (2 + len(PHASES))
+        total[0] += 1
+        total[1] += tokens
+        for index, seconds in enumerate(self._laps, 2):
+            total[index] += seconds
+        self.start()
+
+    def times(self) -> tuple[StepTotals, ...]:
+        """Totals so far."""
+        return tuple(
+            StepTotals(kind, rows, int(total[0]), int(total[1]), tuple(total[2:]))
+            for (kind, rows), total in sorted(self._totals.copy().items())
+        )
