@@ -13,6 +13,8 @@ from prometheus_client import (
     generate_latest,
 )
 
+from server.api.engine_metrics import EngineCollector
+
 if TYPE_CHECKING:
     from server.chat import TextGeneration
     from server.engine import EngineStats
@@ -29,6 +31,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._engine = EngineCollector()
+        self._registry.register(self._engine)
         self.requests = Counter(
             "qwen_requests",
             "HTTP requests answered; status 499: the client left first",
@@ -85,4 +89,5 @@ class Metrics:
             self._waiting.set(stats.waiting)
             self._cells_used.set(stats.kv_cells_used)
             self._cells.set(stats.kv_cells)
+            self._engine.stats = stats
         return generate_latest(self._registry)
