@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bench import environment, latency, throughput
@@ -46,7 +47,7 @@ class Contender:
         record = PeerRecord(
             name=peer.name,
             program=peer.program,
-            command=process.command,
+            command=[Path(word).name if i == 0 else word for i, word in enumerate(process.command)],
             url=process.url,
             log=str(process.log) if process.log else None,
         )
