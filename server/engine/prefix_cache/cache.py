@@ -263,19 +263,17 @@ class PrefixCache:
         saved = node.saved
         if saved is None or not self.make_room(node.depth):
             return False
+        self._host.touch(node)  # the one that makes room for it may go to the host, and drive out another
         holder = self._take_id(node)
-        if node.saved is None:  # it fell out of host memory when another was put there
-            self._free.append(holder)
-            return False
         try:
             self._memory.restore(holder, saved)
         except LlamaError as error:
             log.warning("a checkpoint of %d tokens could not be restored: %s", node.depth, error)
             self._memory.remove(holder)
             self._free.append(holder)
-            self._host.discard(node)
+            if node.saved is not None:
+                self._host.discard(node)
             return False
-        self._host.touch(node)
         self.spans.append(holder, node.depth)
         node.holder = holder
         self._held[node] = None

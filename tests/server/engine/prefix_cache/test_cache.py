@@ -1,0 +1,305 @@
+"""What the cache keeps and who starts from it, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.sequence import Sequence
+from tests.server.engine.prefix_cache.world import World
+
+COMMON = list(range(1000, 1100))
+A = [*COMMON, *range(2000, 2050)]
+B = [*COMMON, *range(3000, 3050)]
+
+
+def test_the_same_prompt_again_is_one_decode_step() -> None:
+    world = World()
+    first = world.serve(A)
+    again = world.add(A)
+    assert world.finish() == 1
+    assert (first.reused, again.reused) == (0, len(A) - 1)
+
+
+def test_off_means_off() -> None:
+    world = World(ids=0)
+    world.serve(A)
+    assert world.serve(A).reused is None
+    assert (world.spans.used, world.cache.stats().misses) == (0, 0)
+
+
+def test_a_prompt_that_leaves_a_known_path_leaves_a_checkpoint_there() -> None:
+    world = World()
+    world.serve(A)
+    assert world.serve(B).reused == 0  # nothing was kept in the middle of A
+    assert world.serve([*COMMON, 5, 6]).reused == len(COMMON)
+
+
+def test_a_prompt_that_is_the_beginning_of_a_known_one_leaves_one_too() -> None:
+    world = World()
+    world.serve(A)
+    world.serve(A[:80])
+    assert world.serve(A[:80]).reused == 79
+
+
+def test_a_shared_prefix_is_computed_once_for_all_that_wait() -> None:
+    world = World(slots=6, batch=64, budget=16)
+    prompts = [[*COMMON, *range(n * 10, n * 10 + 20)] for n in range(6)]
+    sequences = [world.add(prompt) for prompt in prompts]
+    world.finish()
+    assert world.computed == len(COMMON) + 6 * 20
+    assert [sequence.reused for sequence in sequences] == [0, *[len(COMMON)] * 5]
+
+
+def test_so_is_a_prompt_that_all_share() -> None:
+    world = World(slots=4)
+    sequences = [world.add(A, 3) for _ in range(4)]
+    world.finish()
+    assert [sequence.reused for sequence in sequences] == [0, 149, 149, 149]
+
+
+def test_one_that_comes_while_the_prefix_is_computed_waits_for_it_too() -> None:
+    world = World(batch=40, budget=40)
+    world.add(A)
+    world.step()
+    late = world.add(B)
+    world.finish()
+    assert late.reused == len(COMMON)
+
+
+def test_one_that_comes_too_late_computes_it_again() -> None:
+    world = World(batch=120, budget=120)
+    world.add(A, 30)
+    world.step()
+    late = world.add(B)
+    world.finish()
+    assert late.reused == 0  # A was beyond the place where they part
+
+
+@pytest.mark.parametrize("when", ["at once", "half way"])
+def test_when_the_one_that_computes_goes_away_the_next_goes_on(when: str) -> None:
+    world = World(batch=40, budget=40)
+    leader = world.add(A)
+    followers = [world.add([*COMMON, n]) for n in range(3)]
+    world.step()
+    if when == "half way":
+        world.step()
+    done = leader.cached
+    world.scheduler.remove(leader)
+    world.finish()
+    assert [follower.reused for follower in followers] == [done, 100, 100]
+
+
+def test_waiting_holds_nobody_else_up() -> None:
+    world = World(batch=40, budget=40)
+    world.add(A)
+    follower, stranger = world.add(B), world.add(list(range(30)))
+    world.step()
+    assert (follower.begun, stranger.begun) == (False, True)
+    while stranger.generated == 0:
+        world.step()
+    assert not follower.begun
+
+
+def test_the_next_turn_goes_on_from_the_end_of_the_answer() -> None:
+    world = World()
+    first = world.serve(A, 40)
+    turn = [*first.tokens, *range(500, 540)]
+    assert world.serve(turn).reused == len(first.tokens) - 1  # the last token was never decoded
+
+
+def test_turns_and_intervals_leave_checkpoints() -> None:
+    world = World(interval=64, turn_ids=[1], ids=16)
+    system, user = [1, *range(100, 180)], [1, *range(200, 240)]
+    world.serve([*system, *user, 1, 5, 6])
+    assert world.serve([*system, 77, 78]).reused == len(system)  # after the first message
+    assert world.serve([*system, *user, 9, 9]).reused == len(system) + len(user)  # before the answer's turn
+    assert world.serve([*system[:70], 9]).reused == 64
+
+
+def test_checkpoints_a_few_tokens_apart_are_not_worth_it() -> None:
+    world = World()
+    world.serve(A)
+    world.serve(B)
+    taken = world.cache.stats().checkpoints
+    world.serve([*A[:105], *range(40)])  # leaves A five tokens behind where B did
+    assert world.cache.stats().checkpoints == taken + 1  # at its end
+
+
+def test_the_least_recently_used_goes_when_ids_run_short() -> None:
+    world = World(ids=3)
+    prompts = [[n, *range(50)] for n in range(4)]
+    for prompt in prompts[:3]:
+        world.serve(prompt)
+    world.serve(prompts[0])
+    world.serve(prompts[3])
+    assert [world.serve(prompts[n]).reused for n in (3, 0)] == [50, 50]
+    assert world.serve(prompts[1]).reused == 0
+    assert world.cache.stats().evictions >= 2
+
+
+def test_what_is_held_stays_within_its_budget_of_cells() -> None:
+    world = World(cells=120)
+    for n in range(4):
+        world.serve([n, *range(50)])
+        assert world.spans.idle <= 120
+    assert [world.serve([n, *range(50)]).reused for n in (3, 2)] == [50, 50]
+
+
+def test_a_prompt_larger_than_the_budget_does_not_drive_out_the_others() -> None:
+    world = World(cells=120)
+    world.serve(list(range(100)))
+    world.serve(list(range(500, 700)))
+    assert world.serve(list(range(100))).reused == 99
+
+
+def test_running_sequences_take_cells_from_the_cache_before_anybody_is_preempted() -> None:
+    world = World(slots=2, total_cells=256)
+    for n in range(5):
+        world.serve([n, *range(40)])
+    assert world.spans.idle > 150
+    long = world.serve(list(range(600, 700)), 100)
+    assert long.generated == 100
+    assert world.scheduler.preemptions == 0
+    assert world.cache.stats().evictions > 0
+
+
+def test_a_checkpoint_in_use_keeps_its_cells_for_those_who_use_it() -> None:
+    world = World(slots=2, total_cells=256)
+    world.serve(A)
+    two = [world.add([*A, n], 60) for n in range(2)]
+    world.finish()
+    assert all(sequence.reused in (149, 150) for sequence in two)
+    assert world.scheduler.preemptions == 0
+
+
+def test_evicted_checkpoints_come_back_from_host_memory() -> None:
+    world = World(ids=2, host_bytes=600, slots=1)
+    long = list(range(300))
+    world.serve(long)
+    for n in range(3):
+        world.serve([n + 5000, *range(60)])
+    assert world.serve(long).reused == 299
+    stats = world.cache.stats()
+    assert (stats.restores, stats.host_bytes) == (1, 299)
+
+
+def test_host_memory_has_its_own_budget_and_order() -> None:
+    world = World(ids=1, host_bytes=450, slots=1)
+    prompts = [[n, *range(200)] for n in range(4)]
+    for prompt in prompts:
+        world.serve(prompt)
+    assert world.cache.stats().host_bytes <= 450
+    assert world.serve(prompts[0]).reused == 0
+    assert world.serve(prompts[2]).reused == 200
+
+
+def test_a_state_larger_than_host_memory_is_gone() -> None:
+    world = World(ids=1, host_bytes=100, slots=1)
+    world.serve(list(range(300)))
+    world.serve(list(range(500, 550)))
+    assert world.serve(list(range(300))).reused == 0
+    assert world.cache.stats().host_bytes == 0
+
+
+def test_counters() -> None:
+    world = World(cell_bytes=10, state_bytes=1000)
+    for _ in range(3):
+        world.serve(A)
+    stats = world.cache.stats()
+    assert (stats.hits, stats.misses, stats.tokens_saved) == (2, 1, 2 * 149)
+    assert (stats.resident, stats.resident_cells) == (1, 149)
+    assert stats.resident_bytes == 149 * 10 + 1000
+
+
+# --- any mix of requests -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    pieces: list[int]
+    cut: int
+    answer: int
+    arrives: int
+    cancelled: int | None
+
+
+plans = st.builds(
+    Plan,
+    pieces=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    cut=st.integers(0, 20),
+    answer=st.integers(1, 30),
+    arrives=st.integers(0, 40),
+    cancelled=st.none() | st.integers(0, 60),
+)
+
+
+def prompt(plan: Plan) -> list[int]:
+    """Stretches that many prompts share, in any order; the last one is cut somewhere."""
+    tokens = [token for piece in plan.pieces for token in range(piece * 100, piece * 100 + 21)]
+    return tokens[: len(tokens) - plan.cut]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    mix=st.lists(plans, min_size=1, max_size=12),
+    slots=st.integers(1, 4),
+    ids=st.integers(1, 5),
+    total_cells=st.integers(120, 300),
+    cells=st.integers(0, 200),
+    batch=st.integers(5, 64),
+    budget=st.integers(1, 64),
+    interval=st.sampled_from([0, 17]),
+    host_bytes=st.sampled_from([0, 300]),
+    mixed_steps=st.booleans(),
+)
+def test_every_request_computes_on_from_what_it_really_holds(
+    mix: list[Plan],
+    slots: int,
+    ids: int,
+    total_cells: int,
+    cells: int,
+    batch: int,
+    budget: int,
+    interval: int,
+    host_bytes: int,
+    mixed_steps: bool,
+) -> None:
+    world = World(
+        slots=slots,
+        ids=ids,
+        total_cells=total_cells,
+        cells=cells,
+        batch=batch,
+        budget=budget,
+        interval=interval,
+        host_bytes=host_bytes,
+        mixed_steps=mixed_steps,
+        turn_ids=[100],
+    )
+    started: dict[int, Sequence] = {}
+    cancelled: set[int] = set()
+    now = 0
+    while len(started) < len(mix) or world.scheduler.running or world.scheduler.waiting:
+        for i, plan in enumerate(mix):
+            if plan.arrives <= now and i not in started:
+                started[i] = world.add(prompt(plan), plan.answer)
+            live = i in started and (started[i].slot is not None or started[i] in world.scheduler.waiting)
+            if live and plan.cancelled == now:
+                world.scheduler.remove(started[i])
+                world.check()
+                cancelled.add(i)
+        if world.scheduler.running or world.scheduler.waiting:
+            assert world.step().chunks, "there is work, but nothing was scheduled"
+        now += 1
+        assert now < 20_000
+    assert all(i in cancelled or one.generated == mix[i].answer for i, one in started.items())
+    assert world.spans.used == world.spans.idle <= cells
+    kept = world.cache.stats()
+    nodes = [*world.cache._tree.nodes()]
+    assert kept.resident == sum(node.holder is not None for node in nodes)
+    assert kept.host_checkpoints == sum(node.saved is not None for node in nodes)
+    assert all(node._needed or len(node.children) > 1 for node in nodes), "something was left behind"

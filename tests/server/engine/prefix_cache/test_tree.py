@@ -1,0 +1,95 @@
+"""The radix tree, against a plain dict of prefixes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.prefix_cache import Node, Tree
+
+Prefix = tuple[int, ...]
+
+
+def tokens(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(ids, np.int32)
+
+
+def prefix(node: Node) -> Prefix:
+    """All tokens from the root to the node."""
+    return tuple(int(token) for above in reversed([*node.path()]) for token in above.tokens)
+
+
+def test_a_path_splits_where_another_leaves_it() -> None:
+    tree = Tree()
+    one = tree.insert(tokens(1, 2, 3, 4))
+    other = tree.insert(tokens(1, 2, 7))
+    assert one.parent is other.parent
+    assert one.parent is not None
+    assert prefix(one.parent) == (1, 2)
+    assert (one.depth, other.depth, one.parent.depth) == (4, 3, 2)
+
+
+def test_a_node_in_the_middle_of_an_edge() -> None:
+    tree = Tree()
+    deep = tree.insert(tokens(1, 2, 3, 4))
+    middle = tree.insert(tokens(1, 2))
+    assert deep.parent is middle
+    assert tree.insert(tokens(1, 2)) is middle
+    assert tree.insert(tokens(3, 4), middle) is deep
+
+
+def test_the_root_is_the_node_of_nothing() -> None:
+    tree = Tree()
+    assert tree.insert(tokens()) is tree.root
+    tree.prune(tree.root)
+    assert [*tree.root.path()] == []
+
+
+def test_what_nobody_needs_goes_and_edges_grow_together() -> None:
+    tree = Tree()
+    a, b = tree.insert(tokens(1, 2, 3)), tree.insert(tokens(1, 2, 4, 5))
+    a.marks = b.marks = 1
+    a.marks = 0
+    tree.prune(a)
+    assert [*tree.nodes()] == [b]
+    assert prefix(b) == (1, 2, 4, 5)
+    b.marks = 0
+    tree.prune(b)
+    assert [*tree.nodes()] == []
+
+
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(paths, st.booleans()), max_size=25))
+def test_the_tree_holds_what_is_needed_and_where_paths_part(operations: list[tuple[Prefix, bool]]) -> None:
+    tree = Tree()
+    wanted: dict[Prefix, Node] = {}
+    for path, keep in operations:
+        if keep:
+            node = tree.insert(tokens(*path))
+            node.marks = 1
+            assert wanted.setdefault(path, node) is node
+        elif path in wanted:
+            node = wanted.pop(path)
+            node.marks = 0
+            tree.prune(node)
+        nodes = {prefix(node): node for node in tree.nodes()}
+        assert len(nodes) == sum(1 for _ in tree.nodes())
+        assert all(nodes[path] is node for path, node in wanted.items())
+        assert all(len(path) == node.depth for path, node in nodes.items())
+        for path, node in nodes.items():
+            assert path in wanted or len(node.children) > 1, "a node that nothing needs"
+            assert {first: child.parent for first, child in node.children.items()} == {
+                int(child.tokens[0]): node for child in node.children.values()
+            }
+        branches = {
+            a[:depth]
+            for a in wanted
+            for b in wanted
+            for depth in range(1, min(len(a), len(b)))
+            if a[:depth] == b[:depth] and a[depth] != b[depth]
+        }
+        assert branches <= set(nodes)

@@ -1,0 +1,148 @@
+"""The prefix cache in the engine: what it saves, and that no answer changes because of it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.engine import Engine
+from tests.server.engine.helpers import EXACT, Alone, Request, ask, ask_all, random_prompt, running
+from tests.server.engine.test_exactness import differ_by_no_more_than_noise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def engine(nano_f32: Path) -> Iterator[Engine]:
+    with running(nano_f32, **EXACT, ctx_size=8192) as engine:
+        yield engine
+
+
+async def test_the_same_prompt_again_takes_one_decode_step_and_no_prefill(engine: Engine) -> None:
+    prompt = random_prompt(random.Random(1), 400)
+    first = await ask(engine, Request(prompt, 10))
+    before = engine.stats()
+    again = await ask(engine, Request(prompt, 10))
+    after = engine.stats()
+    assert again == first
+    assert after.steps - before.steps == 10
+    assert after.prompt_tokens - before.prompt_tokens == 1
+    assert after.prefix.tokens_saved == 399
+    assert after.prefix.hits == 1
+
+
+async def test_cached_tokens_are_told(engine: Engine) -> None:
+    prompt = random_prompt(random.Random(2), 100)
+    for cached in (0, 99):
+        generation = engine.submit(prompt, Request(prompt).params, 5)
+        assert [token async for tokens in generation for token in tokens]
+        assert generation.cached_tokens == cached
+
+
+async def test_a_shared_prefix_is_computed_once_however_many_use_it_at_once(engine: Engine) -> None:
+    rng = random.Random(3)
+    shared = random_prompt(rng, 500)
+    requests = [Request([*shared, 256 + n, *random_prompt(rng, 20)], 8) for n in range(12)]
+    answers = await ask_all(engine, requests)
+    stats = engine.stats()
+    assert stats.prompt_tokens == 500 + 12 * 21
+    assert stats.prefix.tokens_saved == 11 * 500
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+
+
+async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> None:
+    prompt = random_prompt(random.Random(4), 60)
+    answer = await ask(engine, Request(prompt, 40))
+    before = engine.stats()
+    await ask(engine, Request([*prompt, *answer.tokens, 300, 301, 302], 5))
+    assert (
+        engine.stats().prompt_tokens - before.prompt_tokens == 4
+    )  # the answer's last token was not computed
+
+
+async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:
+    prompt = random_prompt(random.Random(5), 100)
+    with running(nano_f32, **EXACT, prefix_cache=False) as engine:
+        answers = [await ask(engine, Request(prompt, 10)) for _ in range(2)]
+        stats = engine.stats()
+    assert answers[0] == answers[1]
+    assert stats.prompt_tokens == 200
+    assert (stats.kv_cells_used, stats.prefix.resident, stats.prefix.hits) == (0, 0, 0)
+
+
+# --- the same answers --------------------------------------------------------------------------------------
+
+
+def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
+    """Prompts that share beginnings, part on the way, repeat, and go on from others; some are cancelled."""
+    stems = [random_prompt(rng, rng.randint(30, 120)) for _ in range(3)]
+    requests: list[Request] = []
+    for _ in range(count):
+        stem = rng.choice(stems)
+        kind = rng.randrange(4)
+        if kind == 0 and requests:
+            prompt = list(rng.choice(requests).prompt)
+        elif kind == 1 and requests:
+            earlier = rng.choice(requests).prompt
+            prompt = [*earlier[: rng.randint(1, len(earlier))], *random_prompt(rng, rng.randint(1, 30))]
+        else:
+            prompt = [*stem, *random_prompt(rng, rng.randint(1, 60))]
+        gone = rng.randint(1, 15) if rng.random() < 0.2 else None
+        requests.append(Request(prompt, rng.randint(1, longest), rng.uniform(0, 0.4), cancel_after=gone))
+    return requests
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "roomy": {"ctx_size": 8192, "parallel": 6, "prefix_checkpoints": 100, "prefix_cells": 8192},
+    "few ids": {"ctx_size": 4096, "parallel": 4, "prefix_checkpoints": 3, "prefix_interval": 32},
+    "few cells": {"ctx_size": 4096, "parallel": 4, "prefix_cells": 200, "prefill_budget": 20},
+    "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64},
+    "host": {"ctx_size": 1024, "parallel": 3, "prefix_checkpoints": 2, "prefix_host_mib": 4},
+    "apart": {"ctx_size": 2048, "parallel": 4, "mixed_steps": False, "prefill_budget": 48},
+}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+async def test_answers_are_those_without_the_cache(
+    configuration: str, nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    rng = random.Random(configuration)
+    count, longest = (8, 250) if configuration == "preempted" else (20, 25)
+    requests = mixture(rng, count, longest)
+    reference = Alone(nano_f32, **EXACT)
+    known: dict[tuple[int, ...], list[int]] = {}
+    for request in sorted(requests, key=lambda request: -request.max_tokens):
+        if tuple(request.prompt) not in known:
+            known[tuple(request.prompt)] = reference.greedy(request.prompt, request.max_tokens)
+    reference.close()
+    with running(nano_f32, **EXACT, **CONFIGURATIONS[configuration]) as engine:
+        for again in range(2):
+            answers = await ask_all(engine, requests)
+            for request, answer in zip(requests, answers, strict=True):
+                expected = known[tuple(request.prompt)][: request.max_tokens]
+                if request.cancel_after is None:
+                    assert answer.tokens == expected, f"{len(request.prompt)} prompt tokens, round {again}"
+                else:
+                    assert answer.tokens == expected[: len(answer.tokens)]
+        stats = engine.stats()
+    assert stats.prefix.hits > len(requests) / 2
+    assert stats.kv_cells_used == stats.prefix.resident_cells
+    assert (stats.preemptions > 0) == (configuration == "preempted")
+    assert stats.prefix.evictions > 0 or configuration in ("roomy", "apart")
+    assert (stats.prefix.restores > 0) == (configuration == "host")
+
+
+@pytest.mark.parametrize("quant", ["q4_k_m"])
+async def test_in_other_types_they_differ_by_no_more_than_the_noise_of_shapes(
+    quant: str, request: pytest.FixtureRequest
+) -> None:
+    rng = random.Random(7)
+    stem = random_prompt(rng, 150)
+    prompts = [stem, [*stem, *random_prompt(rng, 30)], [*stem[:90], *random_prompt(rng, 50)], list(stem)]
+    types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16"}
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts)
