@@ -18,7 +18,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from server.engine.settings import CacheType, EngineSettings, FlashAttention, Sampling
+from server.engine.settings import CacheType, EngineSettings, FlashAttention, Sampling, Speculation
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -94,6 +94,24 @@ class Settings(BaseSettings):
         EngineSettings.sampling,
         "engine",
         "find the best tokens in the graph or on the host; auto measures both at start",
+    )
+    speculation: Speculation = _setting(
+        EngineSettings.speculation,
+        "engine",
+        "guess tokens ahead from the text, by the MTP head, or by what pays; answers stay the same",
+    )
+    draft_max: int = _setting(EngineSettings.draft_max, "engine", "most tokens guessed from the text")
+    mtp_depth: int = _setting(EngineSettings.mtp_depth, "engine", "most tokens guessed by the MTP head")
+    mtp_window: int = _setting(
+        EngineSettings.mtp_window, "engine", "most tokens that the MTP head reads before its first guess"
+    )
+    draft_pool: int = _setting(
+        EngineSettings.draft_pool,
+        "engine",
+        "tokens of finished requests to guess from, too; how fast an answer is may then tell of others'",
+    )
+    draft_always: bool = _setting(
+        EngineSettings.draft_always, "engine", "guess as far as possible, rather than by what pays"
     )
     prefix_cache: bool = _setting(
         EngineSettings.prefix_cache, "engine", "go on from what earlier prompts and answers left computed"

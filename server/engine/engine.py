@@ -29,13 +29,23 @@ from .generation import Generation, Mailbox
 from .gguf import read_header
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
-from .memory import context_options, n_sequences, plan_memory
+from .llama.mtp import MtpContext
+from .memory import (
+    context_options,
+    drafts_by_head,
+    head_options,
+    n_holders,
+    n_sequences,
+    plan_memory,
+    verified_rows,
+)
 from .prefix_cache import PrefixCache, Spans
 from .profile import StepProfile
 from .runner import Runner
 from .sampling import Sampler
-from .scheduler import Scheduler
+from .scheduler import Scheduler, no_drafts
 from .sequence import Sequence
+from .speculation import DraftingMemory, Speculator, build_speculator
 from .stats import EngineStats
 from .vocab import Vocab
 
@@ -69,7 +79,7 @@ class Engine:
         self.settings = self.plan.settings
         """The settings with every choice made."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
-        self._model, self._context = self._load()
+        self._model, self._context, self._head = self._load()
         self.vocab = Vocab(self._model)
         self.metadata = self._model.metadata()
         """The GGUF's scalar keys, as text."""
@@ -84,7 +94,8 @@ class Engine:
         """Most tokens of one sequence, prompt and output together."""
 
         self._profile = StepProfile()
-        self._runner = Runner(self._context, self.vocab.eog_ids, self._profile)
+        self._speculator = self._build_speculator()
+        self._runner = Runner(self._context, self.vocab.eog_ids, self._profile, self._speculator)
         self._scheduler = Scheduler(
             slots=self.settings.parallel,
             batch_size=self._context.n_batch,
@@ -93,6 +104,7 @@ class Engine:
             release=self._runner.forget,
             place=self._runner.place,
             mixed_steps=self.settings.mixed_steps,
+            propose=no_drafts if self._speculator is None else self._speculator.propose,
         )
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
@@ -107,17 +119,20 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._device_runs_alone = len(self.plan.usages) > 1
 
-    def _load(self) -> tuple[Model, Context]:
+    def _load(self) -> tuple[Model, Context, MtpContext | None]:
         settings = self.settings
+        by_head = drafts_by_head(settings, self.plan.shape)
         model = Model(
             settings.model,
             n_gpu_layers=settings.n_gpu_layers,
             main_gpu=settings.main_gpu,
             use_mmap=settings.use_mmap,
             mlock=settings.mlock,
+            load_mtp=by_head,
         )
         try:
-            return model, Context(model, context_options(settings))
+            context = Context(model, context_options(settings))
+            return model, context, MtpContext(model, head_options(settings)) if by_head else None
         except LlamaError as error:
             model.close()
             raise DoesNotFit(
@@ -127,12 +142,20 @@ class Engine:
                 f"The plan was:\n{self.plan}"
             ) from error
 
+    def _build_speculator(self) -> Speculator | None:
+        settings, n = self.settings, n_holders(self.settings)
+        if not n:
+            return None
+        holders = range(settings.parallel, settings.parallel + n)
+        rows = verified_rows(settings)
+        return build_speculator(settings, self._context, self._head, holders=holders, most_rows=rows)
+
     def _prefix_cache(self) -> PrefixCache:
         settings, shape = self.settings, self.plan.shape
         return PrefixCache(
-            self._context,
+            DraftingMemory(self._context, self._speculator) if self._speculator else self._context,
             Spans(settings.parallel),
-            ids=range(n_sequences(settings))[-settings.prefix_checkpoints :] if settings.prefix_cache else (),
+            ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
             total_cells=self._context.n_ctx,
             cells=settings.prefix_cells,
             interval=settings.prefix_interval,
@@ -245,6 +268,8 @@ class Engine:
             self._inbox.put(lambda: None)  # wakes it
             self._thread.join()
         self._fail("the engine was closed")
+        if self._head is not None:
+            self._head.close()
         self._context.close()
         self._model.close()
 
@@ -266,11 +291,19 @@ class Engine:
         step = self._scheduler.schedule()
         kind = _kind(step)
         profile.lap("schedule")
+        self._runner.prepare(step)
+        profile.lap("fill")
+        if not self._device_runs_alone:  # the tokens would wait for the whole step; this thread does anyway
+            self._post()
+            profile.lap("post")
         try:
             self._runner.launch(step)
         except NoMemorySlot as error:
+            if self._speculator is not None:
+                self._speculator.abandon()
             self._relieve(error)
             return
+        profile.lap("decode")
         self._scheduler.postprocess(step)
         profile.lap("schedule")
         self._post()
@@ -299,8 +332,6 @@ class Engine:
         while not self._closing:
             if self._inbox.empty():
                 if self._scheduler.running or self._scheduler.waiting:
-                    if not self._device_runs_alone:  # the tokens would wait for the whole next step
-                        self._post()
                     return True
                 self._post()
                 self._inbox.get()()
@@ -315,6 +346,8 @@ class Engine:
         now = perf_counter()
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
             sequence = chunk.sequence
+            if chunk.draft:
+                self._scheduler.settle(chunk, len(tokens) - 1 if isinstance(tokens, list) else 0)
             if chunk.count > 1 or not sequence.generated:
                 self._prompt_tokens += chunk.count
                 sequence.timings.started = sequence.timings.started or started
@@ -356,6 +389,8 @@ class Engine:
         if entry is None:
             return
         self._scheduler.remove(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         sequence.sampler.close()
         sequence.timings.finished = perf_counter()
         self._finished["error" if isinstance(done, Exception) else done] += 1

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import CACHE_TYPES, Context, ContextOptions, Device, Model, devices, row_bytes
+from .llama import CACHE_TYPES, Context, ContextOptions, Device, Model, Readout, devices, row_bytes
+from .llama.mtp import MtpContext
 from .settings import MAX_SEQUENCES
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ SLOWDOWN = 0.1
 """How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
 such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
 
+MAX_DRAFTING = 16
+"""Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
+
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
 
@@ -52,8 +56,10 @@ class Shape:
     output_weights: int
     """The final norm and the head, which is a second copy of the embedding when the two are tied."""
     output_is_tied: bool
-    skipped_weights: int
-    """In the file, but not loaded: the multi-token-prediction blocks."""
+    mtp_weights: int
+    """The multi-token-prediction blocks; loaded only if they are to draft."""
+    mtp_kv_elements: tuple[int, int]
+    """Keys and values of one token in those blocks, in elements."""
     kv_elements: tuple[tuple[int, int], ...]
     """Keys and values of one token, in elements; zero in recurrent layers."""
     layer_state: tuple[int, ...]
@@ -61,14 +67,18 @@ class Shape:
 
     def kv_cell(self, layer: int, settings: EngineSettings) -> int:
         """Bytes that one token takes in one layer's cache."""
-        keys, values = self.kv_elements[layer]
-        return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
-            CACHE_TYPES[settings.cache_type_v], values
-        )
+        return _kv_bytes(self.kv_elements[layer], settings)
 
     def cell(self, settings: EngineSettings) -> int:
         """Bytes of one token in all layers."""
         return sum(self.kv_cell(layer, settings) for layer in range(len(self.kv_elements)))
+
+
+def _kv_bytes(elements: tuple[int, int], settings: EngineSettings) -> int:
+    keys, values = elements
+    return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
+        CACHE_TYPES[settings.cache_type_v], values
+    )
 
 
 def shape_of(header: Header) -> Shape:
@@ -122,7 +132,8 @@ def shape_of(header: Header) -> Shape:
         input_weights=input_weights,
         output_weights=output_weights + (input_weights if is_tied else 0),
         output_is_tied=is_tied,
-        skipped_weights=sum(layers[n_trunk:]),
+        mtp_weights=sum(layers[n_trunk:]),
+        mtp_kv_elements=(sum(heads_kv[n_trunk:]) * key_length, sum(heads_kv[n_trunk:]) * value_length),
         kv_elements=tuple(
             (0, 0) if recurrent[layer] else (heads_kv[layer] * key_length, heads_kv[layer] * value_length)
             for layer in range(n_trunk)
@@ -181,8 +192,11 @@ class MemoryPlan:
                 f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
                 + (f", {settings.prefix_host_mib:,} MiB on the host" if settings.prefix_host_mib else "")
             )
-        if shape.skipped_weights:
-            lines.append(f"not loaded: multi-token-prediction head, {_size(shape.skipped_weights)}")
+        if holders := n_holders(settings):
+            head = " and the multi-token-prediction head" if drafts_by_head(settings, shape) else ""
+            lines.append(f"speculation: {holders} states to go back to{head}")
+        if shape.mtp_weights and not drafts_by_head(settings, shape):
+            lines.append(f"not loaded: multi-token-prediction head, {_size(shape.mtp_weights)}")
         return "\n".join(lines)
 
     def check(self) -> None:
@@ -208,7 +222,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         plan = _arrange(settings, shape, places, {})
         affordable = all(usage.states < usage.device.free for usage in plan.usages)
         # A rehearsal does allocate the states; the compute buffers hardly depend on their number.
-        compute = _rehearse(settings if affordable else replace(settings, parallel=1, prefix_checkpoints=0))
+        few = settings if affordable else replace(settings, parallel=1, prefix_checkpoints=0)
+        compute = _rehearse(few, shape)
         plan = _arrange(settings, shape, places, compute)
         if not any(usage.short for usage in plan.usages):
             break
@@ -223,15 +238,37 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
 
 
 def n_sequences(settings: EngineSettings) -> int:
-    """Sequence ids of the context, each with a recurrent state: those that run, then those of checkpoints."""
-    return settings.parallel + settings.prefix_checkpoints
+    """Sequence ids of the context, each with a recurrent state: those that run, then those that hold what
+    the first of these go back to after a wrong draft, then those of checkpoints."""
+    return settings.parallel + n_holders(settings) + settings.prefix_checkpoints
+
+
+def n_holders(settings: EngineSettings) -> int:
+    """Sequences that may draft: in a larger crowd it does not pay."""
+    if settings.speculation == "off":
+        return 0
+    return min(settings.parallel, MAX_DRAFTING, MAX_SEQUENCES - settings.parallel)
+
+
+def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
+    """Whether the multi-token-prediction head is loaded."""
+    return settings.speculation in ("auto", "mtp") and shape.mtp_weights > 0
+
+
+def verified_rows(settings: EngineSettings) -> int:
+    """Most rows of a verification: one long draft, or a few tokens of the head for everyone who drafts."""
+    if (holders := n_holders(settings)) == 0:
+        return 0
+    return min(settings.ubatch_size, max(settings.draft_max + 1, holders * (settings.mtp_depth + 1)))
 
 
 def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:
     """Decide what the prefix cache may hold, where that is left open."""
     if not settings.prefix_cache:
         return replace(settings, prefix_checkpoints=0, prefix_cells=0)
-    checkpoints = min(settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel)
+    checkpoints = min(
+        settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel - n_holders(settings)
+    )
     weights = sum(shape.layer_weights) + shape.output_weights
     cells = settings.prefix_cells or _padded(int(SLOWDOWN * weights / shape.cell(settings)))
     return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
@@ -244,7 +281,9 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         n_seq=n_sequences(settings),
         n_batch=settings.batch_size,
         n_ubatch=settings.ubatch_size,
-        n_outputs=n_sequences(settings),  # llama.cpp reserves a row for each id, whatever is asked for
+        # llama.cpp reserves a row for each id, whatever is asked for
+        n_outputs=max(n_sequences(settings), verified_rows(settings)),
+        n_outputs_per_seq=max(1, min(settings.draft_max + 1, verified_rows(settings))),
         threads=settings.threads,
         threads_batch=settings.threads_batch,
         flash_attn=settings.flash_attn,
@@ -252,6 +291,12 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         type_v=settings.cache_type_v,
         n_readouts=0 if settings.sampling == "host" else settings.parallel,
     )
+
+
+def head_options(settings: EngineSettings) -> ContextOptions:
+    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each."""
+    options = context_options(settings)
+    return replace(options, n_outputs=options.n_seq, n_outputs_per_seq=1, readout=Readout.GUESS)
 
 
 def _places(settings: EngineSettings) -> list[Device]:
@@ -281,6 +326,9 @@ def _arrange(
         weights[on_host] += size
         kv[on_host] += shape.kv_cell(layer, settings) * settings.ctx_size
         states[on_host] += shape.layer_state[layer] * n_sequences(settings)
+    if drafts_by_head(settings, shape):
+        weights[int(n_gpu == 0)] += shape.mtp_weights
+        kv[int(n_gpu == 0)] += _kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
     weights[1] += shape.input_weights
     weights[int(n_gpu == 0)] += shape.output_weights
     if n_gpu == 0 and shape.output_is_tied:
@@ -304,20 +352,31 @@ def _first_on_gpu(settings: EngineSettings, shape: Shape) -> int:
 _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
 
 
-def _rehearse(settings: EngineSettings) -> dict[str, int]:
+def _rehearse(settings: EngineSettings, shape: Shape) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
+    by_head = drafts_by_head(settings, shape)
     model = Model(
-        settings.model, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.main_gpu, rehearse=True
+        settings.model,
+        n_gpu_layers=settings.n_gpu_layers,
+        main_gpu=settings.main_gpu,
+        rehearse=True,
+        load_mtp=by_head,
     )
+    log: list[str] = []
     try:
         context = Context(model, context_options(settings))
+        log += context.log
         context.close()
+        if by_head:
+            head = MtpContext(model, head_options(settings))
+            log += head.log
+            head.close()
     except LlamaError as error:
         raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
     finally:
         model.close()
     sizes: dict[str, int] = {}
-    for line in context.log:
+    for line in log:
         if match := _BUFFER.search(line):
             sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * _MIB)
     return sizes

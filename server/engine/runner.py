@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .profile import StepProfile
     from .scheduler import Chunk, Step
     from .sequence import Sequence
+    from .speculation import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -36,30 +37,44 @@ class Layout:
     slots: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    """Where each chunk's tokens are in the batch."""
 
 
 class Runner:
     """The only user of the context while the engine runs. `ends` are the tokens that end a generation."""
 
-    def __init__(self, context: Context, ends: Collection[int], profile: StepProfile) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ends: Collection[int],
+        profile: StepProfile,
+        speculator: Speculator | None = None,
+    ) -> None:
         self._context = context
         self._ends = ends
         self._profile = profile
+        self._speculator = speculator
+        self._launched = 0.0
         self._layout = Layout()
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self.readout_changes = 0
         """How often a slot had to be given another readout for a request."""
 
+    def prepare(self, step: Step) -> None:
+        """Write the step's batch."""
+        self._set_readouts(step)
+        self._layout = self._fill(step)
+
     def launch(self, step: Step) -> None:
-        """Start to compute a step. On a GPU this returns at once, without one when it is done.
+        """Start to compute what was prepared. On a GPU this returns at once, without one when it is done.
 
         Raises NoMemorySlot or LlamaError; nothing of the step was computed then.
         """
-        self._set_readouts(step)
-        self._layout = self._fill(step)
-        self._profile.lap("fill")
+        if self._speculator is not None:
+            self._speculator.prepare(step)
+        self._launched = perf_counter()
         self._context.decode(step.n_tokens)
-        self._profile.lap("decode")
 
     def collect(self, step: Step) -> list[Sampled]:
         """Wait for the step that was launched, and sample: for each chunk, what is accepted of its draft and
@@ -71,12 +86,16 @@ class Runner:
         accepted behind the end of a generation. Raises LlamaError when the step as a whole failed.
         """
         layout = self._layout
-        if not layout.slots:  # chunks of prompts: the next step may follow at once
-            return [None] * len(step.chunks)
-        rows = self._context.rows(layout.slots, layout.indices)
-        self._profile.lap("wait")
-        sampled = self._sample_all(step.chunks, layout, rows)
-        self._profile.lap("sample")
+        sampled: list[Sampled] = [None] * len(step.chunks)
+        if layout.slots:  # else chunks of prompts: the next step may follow at once
+            rows = self._context.rows(layout.slots, layout.indices)
+            self._profile.lap("wait")
+            sampled = self._sample_all(step.chunks, layout, rows)
+            self._profile.lap("sample")
+        if self._speculator is not None:
+            seconds = perf_counter() - self._launched
+            self._speculator.conclude(step, layout.places, sampled, seconds)
+            self._profile.lap("settle")
         return sampled
 
     def place(self, sequence: Sequence, free: ListLike[int]) -> int:
@@ -89,6 +108,8 @@ class Runner:
     def forget(self, slot: int) -> None:
         """Free the cells and the recurrent state of a slot."""
         self._context.remove(slot)
+        if self._speculator is not None:
+            self._speculator.empty(slot)
 
     # --- warming up ----------------------------------------------------------------------------------------
 
@@ -200,8 +221,9 @@ class Runner:
         samples = [chunk.samples for chunk in chunks]
         context.outputs[:n] = samples
         if all(samples):
-            return Layout(slots, list(range(n)), [[index] for index in range(n)])
-        layout = Layout()
+            own = [[index] for index in range(n)]
+            return Layout(slots, list(range(n)), own, own)
+        layout = Layout(places=[[index] for index in range(n)])
         for index, chunk in enumerate(chunks):
             layout.rows.append([])
             if chunk.samples:
@@ -215,7 +237,7 @@ class Runner:
         another order would have to be swapped back, row by row.
         """
         context = self._context
-        layout = Layout(rows=[[] for _ in chunks])
+        layout = Layout(rows=[[] for _ in chunks], places=[[] for _ in chunks])
         tokens = [
             chunk.sequence.tokens[chunk.sequence.cached : chunk.sequence.cached + chunk.count] + chunk.draft
             for chunk in chunks
@@ -232,6 +254,7 @@ class Runner:
                 context.positions[start:end] += sequence.cached + first
                 context.sequences[start:end] = sequence.slot or 0
                 context.outputs[start:end] = 0
+                layout.places[i] += range(start, end)
                 if chunks[i].samples:
                     for index in range(start + max(0, chunks[i].count - 1 - first), end):
                         context.outputs[index] = 1

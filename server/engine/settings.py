@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
+Speculation = Literal["auto", "off", "ngram", "mtp"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -72,6 +73,21 @@ class EngineSettings:
     prefix_host_mib: int = 0
     """MiB of host memory for states that had to leave the device. 0: they are gone."""
 
+    speculation: Speculation = "off"
+    """What guesses tokens ahead, to be verified many at a time: the text itself where it repeats, the
+    checkpoint's own MTP head, either by what pays ("auto"), or nothing. Answers do not depend on it."""
+    draft_max: int = 127
+    """Most tokens that are guessed at once from the text."""
+    mtp_depth: int = 8
+    """Most tokens that are guessed at once by the MTP head."""
+    mtp_window: int = 1024
+    """Most tokens that the MTP head reads before it guesses for a sequence for the first time."""
+    draft_pool: int = 0
+    """Tokens of finished requests to guess from, too. 0: requests see nothing of each other. Otherwise how
+    fast an answer comes may tell that another was alike, and repeated benchmarks profit from old answers."""
+    draft_always: bool = False
+    """Guess as far as possible whenever possible, rather than by what pays."""
+
     threads: int = 0
     """CPU threads for steps of one token. 0: one less than the physical cores this process may use."""
     threads_batch: int = 0
@@ -91,6 +107,10 @@ class EngineSettings:
             "prefix_cells": 0,
             "prefix_interval": 0,
             "prefix_host_mib": 0,
+            "draft_max": 1,
+            "mtp_depth": 1,
+            "mtp_window": 1,
+            "draft_pool": 0,
             "threads": 0,
             "threads_batch": 0,
         }
@@ -112,6 +132,10 @@ class EngineSettings:
             )
         if self.sampling not in get_args(Sampling):
             raise ValueError(f"sampling is {self.sampling!r}; allowed: {', '.join(get_args(Sampling))}")
+        if self.speculation not in get_args(Speculation):
+            raise ValueError(
+                f"speculation is {self.speculation!r}; allowed: {', '.join(get_args(Speculation))}"
+            )
         for name in ("cache_type_k", "cache_type_v"):
             if (value := getattr(self, name)) not in get_args(CacheType):
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(get_args(CacheType))}")

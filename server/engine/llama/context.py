@@ -60,8 +60,11 @@ class Context:
     llama.cpp refuses the options.
     """
 
+    _type = C.LLAMA_CONTEXT_TYPE_DEFAULT
+
     def __init__(self, model: Model, options: ContextOptions) -> None:
         params = C.llama_context_default_params()
+        params.ctx_type = self._type
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq
         params.n_batch = options.n_batch

@@ -113,11 +113,26 @@ class MtpDrafter:
     def forget(self, sequence: Sequence) -> None:
         """Nothing to do: what is known belongs to slots, see `remove`."""
 
+    def measure(self, most: int) -> None:
+        """Time drafts of 1, 2, 4... up to `most` sequences: of nothing, which takes as long as any."""
+        context, n = self._context, 1
+        while n <= most:
+            for position in range(4):
+                started = perf_counter()
+                context.tokens[:n], context.positions[:n] = 0, position
+                context.sequences[:n], context.outputs[:n] = range(n), 1
+                context.decode(n)
+                context.best(range(n), range(n))
+                context.beside[:n] = context.hidden(n)
+                self.times.add(n, perf_counter() - started)
+            context.clear()
+            n *= 2
+
     def _draft(self, alive: list[Order], floors: Floors | None) -> None:
         drafting, rows = alive, self._catch_up(alive)
         for depth in range(max(order.limit for order in alive)):
             started = perf_counter()
-            tokens, confidence = self._context.best(rows)
+            tokens, confidence = self._context.best([order.slot for order in alive], rows)
             for order, token, sure in zip(alive, tokens, confidence, strict=True):
                 order.tokens.append(token)
                 order.sure.append(sure)
@@ -171,9 +186,9 @@ class MtpDrafter:
     def _next_round(self, alive: list[Order], going_on: list[int], tokens: list[int]) -> list[int]:
         """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
         context = self._context
-        hidden = context.drafted(len(alive))
+        hidden = context.hidden(len(alive))
         n = len(going_on)
-        context.hidden[:n] = hidden[going_on]
+        context.beside[:n] = hidden[going_on]
         for index, k in enumerate(going_on):
             order = alive[k]
             context.tokens[index] = tokens[k]
@@ -190,7 +205,7 @@ class MtpDrafter:
         context.tokens[at:end] = tokens
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
-        context.hidden[at:end] = hidden
+        context.beside[at:end] = hidden
 
     def _restart(self, slot: int, reading: Reading, start: int) -> None:
         """What comes next begins at `start`: nothing before it is known."""

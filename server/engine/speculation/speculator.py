@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from .base import Order
 from .plan import Candidate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from server.engine.scheduler import Chunk, Step
     from server.engine.sequence import Sequence
 
+    from .eager import Eager
     from .mtp import MtpDrafter
     from .ngram import NgramDrafter
     from .plan import Plan, Planner
@@ -38,6 +41,9 @@ first and, doubling while it does not help, at most."""
 
 HOPE = 0.95
 """Acceptance under which the head must at least be able to pay, for such a trial."""
+
+MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows that the warm-up times: around the sizes at which kernels change."""
 
 CROWD, PAUSE = 8, 16
 """Where so many sequences decode and drafting does not pay, up to so many steps pass before the next look."""
@@ -75,18 +81,20 @@ class Speculator:
         self,
         context: Context,
         rollback: Rollback,
-        planner: Planner,
+        planner: Planner | Eager,
         times: StepTimes,
         *,
         ngram: NgramDrafter | None,
         mtp: MtpDrafter | None,
+        slots: int,
         longest: int,
         deepest: int,
         most_rows: int,
     ) -> None:
+        """Sequences in the first `slots` draft, at most `longest` tokens, by the head at most `deepest`."""
         self._context, self._rollback, self._planner, self.times = context, rollback, planner, times
         self._ngram, self._mtp = ngram, mtp
-        self._longest, self._deepest, self._most_rows = longest, deepest, most_rows
+        self._slots, self._longest, self._deepest, self._most_rows = slots, longest, deepest, most_rows
         self.totals: dict[str, DraftCounts] = {d.name: DraftCounts() for d in (ngram, mtp) if d is not None}
         """By drafter."""
         self.counts: dict[Sequence, DraftCounts] = {}
@@ -101,6 +109,25 @@ class Speculator:
         self._since_head, self._probe_after = 0, PROBE_FIRST
         self._pause = self._paused = 0
 
+    # --- warming up ----------------------------------------------------------------------------------------
+
+    def measure(self, run: Callable[[int, int], float], parallel: int, seconds: float) -> None:
+        """Time verifications of more and more rows, and drafts of the head, for about so many seconds.
+
+        `run(n, length)` decodes and samples `length` tokens of each of `n` sequences and returns the seconds.
+        """
+        deadline = perf_counter() + seconds
+        several = [(n, MEASURED[:3]) for n in (2, 4, 8, 16, 32, 64) if n <= parallel]
+        for n, lengths in [(1, MEASURED), *several]:
+            for length in lengths:
+                late = perf_counter() > deadline and length > MEASURED[1]
+                if length > self._longest + 1 or n * length > self._most_rows or late:
+                    break
+                for _ in range(2):
+                    self.times.add(n, length, run(n, length))
+        if self._mtp is not None:
+            self._mtp.measure(min(parallel, self._slots))
+
     # --- making a step -------------------------------------------------------------------------------------
 
     def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
@@ -109,10 +136,7 @@ class Speculator:
         if self._paused > 0:
             self._paused -= 1
             return [[] for _ in sequences]
-        orders = [
-            Order(sequence, max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1)))
-            for sequence in sequences
-        ]
+        orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
         if self._ngram is not None:
             self._ngram.propose(orders)
         candidates = [self._candidate(order) for order in orders]
@@ -126,6 +150,12 @@ class Speculator:
             self._pause = 0
         plan = self._probe(plan, candidates, most_rows)
         return self._carry_out(plan, orders)
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Tokens that a draft for it may have: the one after the last is sampled too."""
+        if sequence.slot is None or sequence.slot >= self._slots:
+            return 0
+        return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
 
     def _candidate(self, order: Order) -> Candidate:
         sequence, ngram, mtp = order.sequence, NONE, NONE
@@ -189,7 +219,7 @@ class Speculator:
                 self._rollback.save(chunk.sequence.slot, chunk.sequence.cached)
 
     def conclude(
-        self, step: Step, places: ListLike[npt.NDArray[np.intp]], sampled: ListLike[Sampled], seconds: float
+        self, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled], seconds: float
     ) -> None:
         """After its tokens are known: go back where a draft was wrong, and learn.
 

@@ -1,0 +1,44 @@
+"""A speculator from the engine's settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .eager import Eager
+from .mtp import MtpDrafter
+from .ngram import NgramDrafter
+from .plan import Planner
+from .pool import Pool
+from .rollback import Rollback
+from .speculator import Speculator
+from .times import DraftTimes, StepTimes
+
+if TYPE_CHECKING:
+    from server.engine.llama import Context
+    from server.engine.llama.mtp import MtpContext
+    from server.engine.settings import EngineSettings
+
+
+def build_speculator(
+    settings: EngineSettings, context: Context, head: MtpContext | None, *, holders: range, most_rows: int
+) -> Speculator:
+    """Drafters and planner as the settings want them; without a `head` the text alone is drafted from.
+
+    `holders` are the sequence ids that slots from 0 on are saved in; `most_rows` bounds a verification.
+    """
+    times, draft_times = StepTimes(), DraftTimes()
+    pool = Pool(settings.draft_pool) if settings.draft_pool else None
+    if head is not None:
+        context.keep_hidden()
+    return Speculator(
+        context,
+        Rollback(context, holders.start),
+        Eager() if settings.draft_always else Planner(times, draft_times),
+        times,
+        ngram=NgramDrafter(pool) if settings.speculation in ("auto", "ngram") else None,
+        mtp=None if head is None else MtpDrafter(head, settings.mtp_window, draft_times),
+        slots=len(holders),
+        longest=settings.draft_max,
+        deepest=settings.mtp_depth,
+        most_rows=most_rows,
+    )
