@@ -277,3 +277,117 @@ def test_a_flood_of_long_prompts_neither_starves_a_stream_nor_is_starved_by_it()
         advance(s)
         assert stream.generated == generated + 1
     assert all(one.generated == 2 for one in flood)
+
+
+def test_half_of_the_budget_is_the_oldest_prompt_s_and_the_rest_the_shortest_one_s() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.add(sequence(2, max_tokens=100))
+    advance(s)
+    s.add(sequence(200))
+    s.add(sequence(100))
+    s.add(sequence(12))
+    assert counts(advance(s)) == [1, 8, 8]
+    assert counts(advance(s)) == [1, 8, 4, 4]
+    assert counts(advance(s)) == [1, 1, 8, 8]
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_flood_of_long_ones() -> None:
+    s = scheduler(slots=6, cells=4000, batch=64, budget=16)
+    s.add(sequence(4, max_tokens=400))
+    advance(s)
+    for _ in range(4):
+        s.add(sequence(600))
+    advance(s)
+    s.add(short := sequence(24))
+    for _ in range(4):
+        advance(s)
+    assert short.generated >= 1
+
+
+def test_a_long_prompt_is_not_starved_by_a_flood_of_short_ones() -> None:
+    s = scheduler(slots=4, cells=4000, batch=64, budget=16)
+    s.add(sequence(4, max_tokens=400))
+    advance(s)
+    s.add(long := sequence(200))
+    for step in range(1, 25):
+        s.add(sequence(10, max_tokens=1))
+        advance(s)
+        assert long.cached >= 8 * step
+
+
+def test_apart_decodes_and_prompts_take_turns() -> None:
+    s = scheduler(slots=4, batch=64, budget=16, mixed_steps=False)
+    s.add(stream := sequence(4, max_tokens=100))
+    advance(s)
+    for _ in range(3):
+        s.add(sequence(60))
+    kinds = []
+    while s.waiting or any(x.pending > 1 for x in s.running):
+        ready = [x for x in s.running if x.ready]
+        in_step = [chunk.sequence for chunk in advance(s).chunks]
+        assert in_step == ready or not set(in_step) & set(ready)
+        kinds.append(stream in in_step)
+    assert kinds[:6] == [True, False] * 3
+
+
+def test_without_prompts_nobody_waits_for_a_turn() -> None:
+    s = scheduler(mixed_steps=False)
+    s.add(stream := sequence(1, max_tokens=20))
+    for n in range(20):
+        assert stream.generated == n
+        advance(s)
+
+
+# --- drafts ------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_verified_apart_from_prompts() -> None:
+    s = scheduler(batch=64, budget=16, propose=lambda ready, rows: [[8, 9] for _ in ready])
+    s.add(stream := sequence(4, max_tokens=100))
+    advance(s)
+    s.add(sequence(40))
+    step = s.schedule()
+    assert step.chunks == [Chunk(stream, 1, True, [8, 9])]
+    s.postprocess(step)
+    s.settle(step.chunks[0], 0)
+    step = s.schedule()
+    assert counts(step) == [16]
+    s.postprocess(step)
+    assert s.schedule().chunks[0].draft == [8, 9]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_a_draft_is_kept_as_a_whole_or_not_at_all(accepted: int) -> None:
+    s = scheduler(propose=lambda ready, rows: [[8, 9] for _ in ready])
+    s.add(stream := sequence(4, max_tokens=100))
+    step = s.schedule()
+    s.postprocess(step)
+    stream.tokens.append(7)
+    step = s.schedule()
+    s.postprocess(step)
+    stream.tokens += [8, 9, 10][: accepted + 1]
+    s.settle(step.chunks[0], accepted)
+    if accepted == 2:
+        assert (stream.cached, stream.pending, s.cells_used) == (7, 1, 7)
+    else:
+        assert (stream.cached, stream.pending, s.cells_used) == (4, 1 + accepted + 1, 4)
+        assert stream.ready, "it catches up, which is no prefill"
+        assert s.schedule().chunks[0].count == accepted + 2
+
+
+def test_drafts_give_way_when_a_step_or_the_cells_are_full() -> None:
+    asked: list[int] = []
+
+    def propose(ready: list[Sequence], rows: int) -> list[list[int]]:
+        asked.append(rows)
+        return [[8] * 20 for _ in ready]
+
+    s = scheduler(slots=3, batch=32, cells=64, propose=propose)
+    for _ in range(3):
+        s.add(sequence(1, max_tokens=20))
+    step = s.schedule()
+    assert asked == [32 - 3]
+    assert [len(chunk.draft) for chunk in step.chunks] == [20, 0, 0]
+    crowded = scheduler(slots=1, batch=32, cells=18, propose=propose)
+    crowded.add(sequence(1, max_tokens=10))
+    assert [chunk.draft for chunk in crowded.schedule().chunks] == [[]]
