@@ -327,7 +327,7 @@ def test_apart_decodes_and_prompts_take_turns() -> None:
         in_step = [chunk.sequence for chunk in advance(s).chunks]
         assert in_step == ready or not set(in_step) & set(ready)
         kinds.append(stream in in_step)
-    assert kinds[:6] == [True, False] * 3
+    assert kinds[:6] in ([True, False] * 3, [False, True] * 3)
 
 
 def test_without_prompts_nobody_waits_for_a_turn() -> None:
