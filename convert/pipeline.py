@@ -105,10 +105,11 @@ class Pipeline:
             raise ConvertError(f"--calibration {options.calibration}: no such file")
         self._kept = {r.layers: kept_layers(checkpoint.config, r.layers) for r in options.recipes.values()}
         self._kept[()] = tuple(range(checkpoint.config.n_layers))
-        self._kept_tokens: NDArray[np.int64] | None = None
-        if options.keep_vocab is not None:
+        self._kept_tokens: dict[int | None, NDArray[np.int64] | None] = {None: None}
+        counts = [self._cut(recipe).tokens for recipe in (None, *options.recipes.values())]
+        if any(counts):
             vocab = Vocab.load(checkpoint.folder, checkpoint.config)
-            self._kept_tokens = kept_tokens(vocab, options.keep_vocab)
+            self._kept_tokens |= {count: kept_tokens(vocab, count) for count in counts if count}
 
     def run(self) -> None:
         """Makes every output that is not there yet.
@@ -130,7 +131,9 @@ class Pipeline:
     # what each output is called and made from
 
     def _cut(self, recipe: Recipe | None) -> _Cut:
-        return _Cut(recipe.layers if recipe else (), self._options.keep_vocab)
+        if recipe is None:
+            return _Cut(tokens=self._options.keep_vocab)
+        return _Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
 
     def _base(self, float_type: FloatType, cut: _Cut) -> _Output:
         parts: dict[str, Any] = {
@@ -163,7 +166,7 @@ class Pipeline:
             "recipe": recipe.fingerprint,
             "llama": LLAMA_VERSION,
         }
-        return _Output(self._path(f"{self._name(name)}.gguf"), fingerprint(parts))
+        return _Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
 
     @cached_property
     def _record(self) -> StageRecord:
@@ -185,8 +188,10 @@ class Pipeline:
     def _stem(self, cut: _Cut) -> str:
         return "-".join(filter(None, (self._options.name, cut.label)))
 
-    def _name(self, quant: str) -> str:
-        return f"{self._stem(_Cut(tokens=self._options.keep_vocab))}-{quant}"
+    def _name(self, quant: str, recipe: Recipe | None) -> str:
+        # what a recipe says of itself, its own name stands for
+        tokens = None if recipe and recipe.keep_vocab else self._options.keep_vocab
+        return f"{self._stem(_Cut(tokens=tokens))}-{quant}"
 
     def _path(self, file_name: str) -> Path:
         return self._options.out / file_name
@@ -241,7 +246,7 @@ class Pipeline:
         text = self._make_text("evaluation") if measured else None
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "text": text.fingerprint if text else None, "llama": LLAMA_VERSION}
-        output = _Output(self._path(f"{self._name(name)}.json"), fingerprint(parts))
+        output = _Output(self._path(f"{self._name(name, recipe)}.json"), fingerprint(parts))
         self._make(
             output,
             lambda part: write_report(
@@ -271,8 +276,8 @@ class Pipeline:
             if uses_imatrix
             else None,
         }
-        if self._kept_tokens is not None:
-            counts = {"tokens": len(self._kept_tokens), "of": self._checkpoint.config.vocab_size}
+        if (kept := self._kept_tokens[cut.tokens]) is not None:
+            counts = {"tokens": len(kept), "of": self._checkpoint.config.vocab_size}
             provenance["vocabulary"] = {"regular": cut.tokens, **counts}
         return provenance
 
@@ -322,5 +327,5 @@ class Pipeline:
         return self._record.is_finished(output.path, output.fingerprint)
 
     def _plan(self, float_type: FloatType, cut: _Cut) -> TensorPlan:
-        tokens = None if cut.tokens is None else self._kept_tokens
-        return plan_tensors(self._checkpoint, float_type, self._kept[cut.layers], tokens)
+        layers, tokens = self._kept[cut.layers], self._kept_tokens[cut.tokens]
+        return plan_tensors(self._checkpoint, float_type, layers, tokens)

@@ -80,6 +80,12 @@ class Layers(_Table):
     prune: list[Annotated[int, Field(ge=0)]] = []
 
 
+class Vocabulary(_Table):
+    """How many regular tokens to keep, the first ones; None for all. `--keep-vocab` for one recipe."""
+
+    keep: Annotated[int, Field(ge=1)] | None = None
+
+
 class Recipe(_Table):
     """One file of `quant_recipes/`, or a user's own."""
 
@@ -88,11 +94,17 @@ class Recipe(_Table):
     imatrix: bool = True
     override: list[Override] = []
     layers_table: Layers = Field(default=Layers(), alias="layers")
+    vocab_table: Vocabulary = Field(default=Vocabulary(), alias="vocab")
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Trunk layers to drop, ascending; empty for none."""
         return tuple(sorted(set(self.layers_table.prune)))
+
+    @property
+    def keep_vocab(self) -> int | None:
+        """Regular tokens to keep; None where the recipe does not say."""
+        return self.vocab_table.keep
 
     @property
     def uses_imatrix(self) -> bool:
@@ -120,7 +132,14 @@ class Recipe(_Table):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all that decides the output; the prose does not."""
-        what = (self.type, self.imatrix, [(o.pattern, o.type) for o in self.override], self.layers)
+        what: tuple[object, ...] = (
+            self.type,
+            self.imatrix,
+            [(o.pattern, o.type) for o in self.override],
+            self.layers,
+        )
+        if self.keep_vocab is not None:
+            what += (self.keep_vocab,)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
 
 
@@ -155,7 +174,8 @@ def _explain(error: Any) -> str:
     location = error["loc"]
     table: type[_Table] = Recipe
     if len(location) > 1:
-        table = Override if location[0] == "override" else Layers
+        tables: dict[str, type[_Table]] = {"override": Override, "layers": Layers, "vocab": Vocabulary}
+        table = tables[location[0]]
     key = ".".join(str(part) for part in location)
     allowed = ", ".join(field.alias or name for name, field in table.model_fields.items())
     match error["type"]:

@@ -177,6 +177,17 @@ def test_stages_are_named_after_it_and_resumed(
     assert "Random-1B-v257-Q4_K_M-head4.gguf: already there" in capsys.readouterr().err
 
 
+def test_a_recipe_may_say_it_too(checkpoint: Path, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "out", tmp_path / "short.toml"
+    recipe.write_text('type = "Q8_0"\nabout = "a test"\nimatrix = false\n[vocab]\nkeep = 257\n')
+    convert(checkpoint, out, "--recipe", recipe, "--no-kld")
+    assert times(out).keys() == {"Random-1B-v257-F16.gguf", "Random-1B-short.gguf", "Random-1B-short.json"}
+    convert(checkpoint, out, "--recipe", recipe, "--no-kld", "--keep-vocab", 256)  # its own goes before
+    assert times(out).keys() == {"Random-1B-v257-F16.gguf", "Random-1B-short.gguf", "Random-1B-short.json"}
+    with Model(out / "Random-1B-short.gguf", RUNTIME) as model:
+        assert model.n_vocab == 263
+
+
 def test_too_many_is_said_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
