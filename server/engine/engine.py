@@ -42,7 +42,7 @@ from .memory import (
 from .prefix_cache import PrefixCache, Spans
 from .profile import StepProfile
 from .runner import Runner
-from .sampling import Sampler
+from .sampling import Sampler, SamplingParams
 from .scheduler import Scheduler, no_drafts
 from .sequence import Sequence
 from .speculation import DraftingMemory, Speculator, build_speculator
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from .profile import Kind
     from .runner import Sampled
-    from .sampling import SamplingParams
     from .scheduler import Step
     from .sequence import FinishReason
     from .settings import EngineSettings
@@ -324,6 +323,9 @@ class Engine:
             settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, self._context.n_batch, self._context.n_ctx
         )
         self._runner.warm_up(counts, prefill, choose=settings.sampling == "auto")
+        if self._speculator is not None:
+            greedy = Sampler(SamplingParams(), self.vocab, [])
+            self._speculator.measure(partial(self._runner.rehearse, greedy), 1.0 if on_gpu else 0.1)
         log.info("warm after %.1f s", perf_counter() - started)
         self._warm.set()
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .llama import Readout
+from .scheduler import Step
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
     from .llama import Context, Rows
     from .profile import StepProfile
-    from .scheduler import Chunk, Step
-    from .sequence import Sequence
+    from .sampling import Sampler
+    from .scheduler import Chunk
     from .speculation import Speculator
 
 log = logging.getLogger(__name__)
@@ -139,6 +141,19 @@ class Runner:
             for _ in range(2):
                 self._decode(count, 1)
         self._context.clear()
+
+    def rehearse(self, sampler: Sampler, n: int, length: int) -> None:
+        """Verify `length` - 1 made-up tokens for each of `n` sequences, and forget it all."""
+        step = Step()
+        for slot in range(n):
+            sequence = Sequence([0], length, sampler)
+            sequence.slot = slot
+            step.add(sequence, 1, [0] * (length - 1))
+        self.prepare(step)
+        self.launch(step)
+        self.collect(step)
+        for slot in range(n):
+            self.forget(slot)
 
     def _time(self, count: int) -> float:
         """Seconds of a step that decodes and samples a token of each of `count` sequences, the median."""

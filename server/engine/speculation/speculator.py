@@ -111,22 +111,22 @@ class Speculator:
 
     # --- warming up ----------------------------------------------------------------------------------------
 
-    def measure(self, run: Callable[[int, int], float], parallel: int, seconds: float) -> None:
-        """Time verifications of more and more rows, and drafts of the head, for about so many seconds.
+    def measure(self, rehearse: Callable[[int, int], None], seconds: float) -> None:
+        """Time verifications of more and more rows, and drafts of the head, in about so many seconds.
 
-        `run(n, length)` decodes and samples `length` tokens of each of `n` sequences and returns the seconds.
+        `rehearse(n, length)` verifies `length` rows of each of `n` sequences; `conclude` learns from it.
         """
         deadline = perf_counter() + seconds
-        several = [(n, MEASURED[:3]) for n in (2, 4, 8, 16, 32, 64) if n <= parallel]
+        several = [(n, MEASURED[:3]) for n in (2, 4, 8, 16) if n <= self._slots]
         for n, lengths in [(1, MEASURED), *several]:
             for length in lengths:
                 late = perf_counter() > deadline and length > MEASURED[1]
                 if length > self._longest + 1 or n * length > self._most_rows or late:
                     break
                 for _ in range(2):
-                    self.times.add(n, length, run(n, length))
+                    rehearse(n, length)
         if self._mtp is not None:
-            self._mtp.measure(min(parallel, self._slots))
+            self._mtp.measure(self._slots)
 
     # --- making a step -------------------------------------------------------------------------------------
 
