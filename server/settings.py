@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     prefix_cells: int = _setting(
         EngineSettings.prefix_cells,
         "engine",
-        "KV cells that it holds beyond those in use; 0 is what makes a lone step at most a tenth slower",
+        "KV cells that it holds beyond those in use; 0 is a tenth of the weights' bytes, but 9216 at least",
     )
     prefix_interval: int = _setting(
         EngineSettings.prefix_interval,

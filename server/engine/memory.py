@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import CACHE_TYPES, Context, ContextOptions, Device, Model, Readout, devices, row_bytes
+from .llama import Context, ContextOptions, Device, Model, Readout, devices
 from .llama.mtp import MtpContext
 from .settings import MAX_SEQUENCES
+from .shape import Shape, kv_bytes, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ SLOWDOWN = 0.1
 """How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
 such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
 
+LEAST_CELLS = 9_216
+"""What it may hold in any case: a prompt of 8,192 tokens and its answer."""
+
 MAX_DRAFTING = 16
 """Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
 
@@ -42,104 +46,6 @@ CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
 
 _MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model, in bytes unless said otherwise; lists are by layer of the trunk."""
-
-    n_blocks: int
-    """Layers in the file, multi-token-prediction blocks included."""
-    n_ctx_train: int
-    layer_weights: tuple[int, ...]
-    input_weights: int
-    output_weights: int
-    """The final norm and the head, which is a second copy of the embedding when the two are tied."""
-    output_is_tied: bool
-    mtp_weights: int
-    """The multi-token-prediction blocks; loaded only if they are to draft."""
-    mtp_kv_elements: tuple[int, int]
-    """Keys and values of one token in those blocks, in elements."""
-    kv_elements: tuple[tuple[int, int], ...]
-    """Keys and values of one token, in elements; zero in recurrent layers."""
-    layer_state: tuple[int, ...]
-    """One sequence's recurrent state, F32; zero in attention layers."""
-
-    def kv_cell(self, layer: int, settings: EngineSettings) -> int:
-        """Bytes that one token takes in one layer's cache."""
-        return _kv_bytes(self.kv_elements[layer], settings)
-
-    def cell(self, settings: EngineSettings) -> int:
-        """Bytes of one token in all layers."""
-        return sum(self.kv_cell(layer, settings) for layer in range(len(self.kv_elements)))
-
-
-def _kv_bytes(elements: tuple[int, int], settings: EngineSettings) -> int:
-    keys, values = elements
-    return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
-        CACHE_TYPES[settings.cache_type_v], values
-    )
-
-
-def shape_of(header: Header) -> Shape:
-    """Read a model's shape from its metadata. Raises ModelLoadError when a key is missing.
-
-    Key names: gguf-py's constants.py; what the layers keep: llama.cpp's llama-hparams.cpp.
-    """
-    arch = header.metadata.get("general.architecture")
-
-    def integer(key: str, default: int | None = None) -> int:
-        value = header.metadata.get(f"{arch}.{key}", default)
-        if not isinstance(value, int):
-            raise ModelLoadError(f"model: its metadata has no usable {arch}.{key}")
-        return value
-
-    def by_layer(key: str, default: int | bool) -> list[int]:
-        value = header.metadata.get(f"{arch}.{key}", default)
-        return [int(v) for v in value] if isinstance(value, tuple) else [int(value or 0)] * n_blocks
-
-    n_blocks = integer("block_count")
-    n_trunk = n_blocks - integer("nextn_predict_layers", 0)
-    heads = by_layer("attention.head_count", 0)
-    heads_kv = by_layer("attention.head_count_kv", heads[0])
-    head_size = integer("embedding_length") // max(heads[0], 1)
-    key_length = integer("attention.key_length", head_size)
-    value_length = integer("attention.value_length", head_size)
-    recurrent = by_layer("attention.recurrent_layers", False)
-    if (
-        f"{arch}.attention.recurrent_layers" not in header.metadata
-        and f"{arch}.ssm.state_size" in header.metadata
-    ):
-        interval = integer("full_attention_interval", 4)
-        recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
-    inner, state = integer("ssm.inner_size", 0), integer("ssm.state_size", 0)
-    convolution = (integer("ssm.conv_kernel", 1) - 1) * (inner + 2 * integer("ssm.group_count", 0) * state)
-
-    layers = [0] * n_blocks
-    input_weights = output_weights = 0
-    for name, size in header.tensors.items():
-        if match := re.match(r"blk\.(\d+)\.", name):
-            layers[int(match[1])] += size
-        elif name.startswith("token_embd"):
-            input_weights += size
-        else:
-            output_weights += size
-    is_tied = "output.weight" not in header.tensors
-    return Shape(
-        n_blocks=n_blocks,
-        n_ctx_train=integer("context_length"),
-        layer_weights=tuple(layers[:n_trunk]),
-        input_weights=input_weights,
-        output_weights=output_weights + (input_weights if is_tied else 0),
-        output_is_tied=is_tied,
-        mtp_weights=sum(layers[n_trunk:]),
-        mtp_kv_elements=(sum(heads_kv[n_trunk:]) * key_length, sum(heads_kv[n_trunk:]) * value_length),
-        kv_elements=tuple(
-            (0, 0) if recurrent[layer] else (heads_kv[layer] * key_length, heads_kv[layer] * value_length)
-            for layer in range(n_trunk)
-        ),
-        layer_state=tuple(4 * (convolution + inner * state) if recurrent[i] else 0 for i in range(n_trunk)),
-    )
 
 
 @dataclass(frozen=True)
@@ -151,11 +57,13 @@ class Usage:
     kv: int
     states: int
     compute: int
+    saved: int = 0
+    """What the prefix cache may put aside in host memory."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv + self.states + self.compute
+        return self.weights + self.kv + self.states + self.compute + self.saved
 
     @property
     def short(self) -> int:
@@ -175,10 +83,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         names = [f"{u.device.name} ({u.device.description})" for u in self.usages]
         width = max(len(name) for name in names)
-        columns = ("weights", "KV cache", "states", "compute", "total", "free")
+        columns = ("weights", "KV cache", "states", "compute", "saved", "total", "free")
         lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
         for name, u in zip(names, self.usages, strict=True):
-            sizes = (u.weights, u.kv, u.states, u.compute, u.total, u.device.free)
+            sizes = (u.weights, u.kv, u.states, u.compute, u.saved, u.total, u.device.free)
             lines.append(f"{name:<{width}}" + "".join(f"{_size(size):>12}" for size in sizes))
         settings, shape = self.settings, self.shape
         types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
@@ -190,7 +98,6 @@ class MemoryPlan:
         if settings.prefix_cache:
             lines.append(
                 f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
-                + (f", {settings.prefix_host_mib:,} MiB on the host" if settings.prefix_host_mib else "")
             )
         if holders := n_holders(settings):
             head = " and the multi-token-prediction head" if drafts_by_head(settings, shape) else ""
@@ -270,7 +177,7 @@ def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings
         settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel - n_holders(settings)
     )
     weights = sum(shape.layer_weights) + shape.output_weights
-    cells = settings.prefix_cells or _padded(int(SLOWDOWN * weights / shape.cell(settings)))
+    cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / shape.cell(settings))))
     return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
@@ -328,7 +235,7 @@ def _arrange(
         states[on_host] += shape.layer_state[layer] * n_sequences(settings)
     if drafts_by_head(settings, shape):
         weights[int(n_gpu == 0)] += shape.mtp_weights
-        kv[int(n_gpu == 0)] += _kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
+        kv[int(n_gpu == 0)] += kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
     weights[1] += shape.input_weights
     weights[int(n_gpu == 0)] += shape.output_weights
     if n_gpu == 0 and shape.output_is_tied:
@@ -340,7 +247,8 @@ def _arrange(
             buffers = compute.get(device.name, 0)
         else:  # plain, or pinned for the GPU's sake (CUDA_Host)
             buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
-        usages.append(Usage(device, weights[i], kv[i], states[i], buffers))
+        saved = 0 if device.is_gpu or not settings.prefix_cache else settings.prefix_host_mib * _MIB
+        usages.append(Usage(device, weights[i], kv[i], states[i], buffers, saved))
     return MemoryPlan(settings, shape, tuple(usages))
 
 
@@ -402,6 +310,8 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
         helps.append("prefix_cache=false")
     if surplus < settings.parallel:
         helps.append(f"parallel={settings.parallel - surplus}")
+    if usage.saved > short:
+        helps.append(f"prefix_host_mib={(usage.saved - short) // _MIB}")
     if usage.compute > 2 * short and settings.ubatch_size > 128:
         helps.append(f"ubatch_size={settings.ubatch_size // 2}")
     if usage.device.is_gpu:

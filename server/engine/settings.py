@@ -66,8 +66,8 @@ class EngineSettings:
     0: 32, or what fits."""
     prefix_cells: int = 0
     """KV cells that it may hold beyond those of running sequences. All cells up to the highest occupied one
-    are read in every step, so that holding more makes every step slower. 0: as many as slow a step of a
-    single sequence down by a tenth, by their size and that of the weights."""
+    are read in every step, so that holding more makes every step slower. 0: a tenth of the bytes of the
+    weights, which each step reads too; at least 9,216, a long prompt and its answer."""
     prefix_interval: int = 4096
     """Tokens between the states kept while a long prompt is read. 0: none on the way."""
     prefix_host_mib: int = 0

@@ -12,7 +12,8 @@ from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, me
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
-from server.engine.memory import MemoryPlan, context_options, plan_memory, shape_of
+from server.engine.memory import MemoryPlan, context_options, plan_memory
+from server.engine.shape import shape_of
 from tests.server.engine.helpers import settings
 
 ON_GPU = [
@@ -120,7 +121,7 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     gpu, host = plan.usages
     assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
     assert plan.settings.prefix_checkpoints == 32
-    assert plan.settings.prefix_cells == pytest.approx(0.1 * gpu.weights / (32 * 1024), abs=256)
+    assert plan.settings.prefix_cells == 9216  # a tenth of the weights' bytes is less
     assert gpu.weights == (32 * 70 + 500) * MIB + 10240  # the tied head is a copy on the card
     assert host.weights == 500 * MIB
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024, 0)
@@ -171,6 +172,43 @@ def test_when_only_the_number_of_sequences_is_too_large_that_is_said(card: Any) 
     suggested = re.search(r"parallel=(\d+)", str(caught.value))
     assert suggested
     four_b_plan(ctx_size=16_384, parallel=int(suggested[1]))
+
+
+def test_checkpoints_give_way_to_what_must_fit_unless_they_are_asked_for(card: Any) -> None:
+    card(6 * GIB)
+    assert 0 < four_b_plan().settings.prefix_checkpoints < 32
+    card(5 * GIB)
+    with pytest.raises(DoesNotFit, match=r"prefix_checkpoints=\d") as caught:
+        four_b_plan(ctx_size=16_384, prefix_checkpoints=60)
+    suggested = re.search(r"prefix_checkpoints=(\d+)", str(caught.value))
+    assert suggested
+    four_b_plan(ctx_size=16_384, prefix_checkpoints=int(suggested[1]))
+    assert four_b_plan(ctx_size=16_384, prefix_cache=False).usages[0].states < GIB
+
+
+def test_a_large_model_may_hold_more_cells_for_the_same_slowdown(card: Any) -> None:
+    card(23 * GIB)
+    header = Header(FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
+    plan = plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, parallel=2), header)
+    weights = 3 * ((32 * 70 + 500) * MIB + 10240)
+    assert plan.settings.prefix_cells == pytest.approx(0.1 * weights / (32 * 1024), abs=256)
+
+
+def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
+    card(23 * GIB)
+    assert four_b_plan(prefix_host_mib=4096).usages[1].saved == 4 * GIB
+    with pytest.raises(DoesNotFit, match=r"CPU: .*prefix_host_mib=\d+") as caught:
+        four_b_plan(prefix_host_mib=40_000)
+    suggested = re.search(r"prefix_host_mib=(\d+)", str(caught.value))
+    assert suggested
+    four_b_plan(prefix_host_mib=int(suggested[1]))
+
+
+@pytest.mark.parametrize("parallel", [1, 240, 256])
+def test_there_are_never_more_than_256_sequences(card: Any, parallel: int) -> None:
+    card(100 * GIB)
+    plan = four_b_plan(parallel=parallel, ctx_size=4096)
+    assert memory.n_sequences(plan.settings) <= 256
 
 
 def test_weights_that_are_too_large_call_for_a_smaller_quantization(card: Any) -> None:
