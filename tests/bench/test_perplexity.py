@@ -96,6 +96,20 @@ def test_no_batching_changes_it(
     assert result.perplexity.value == pytest.approx(measured.perplexity.value, rel=1e-3)
 
 
+def test_a_model_of_fewer_tokens_is_read_in_its_own(files: Files, tmp_path: Path) -> None:
+    source = files.reference.with_name("one")
+    flags = ["--quant", "F32", "--outtype", "F32", "--keep-vocab", "257", "--no-kld", "--threads", "1"]
+    assert convert(["--src", str(source), "--out", str(tmp_path), *flags]) == 0
+    result = measure(tmp_path / "one-v257-F32.gguf", files.reference, files.text, SETTINGS)
+    assert result.text_tokens > result.reference_text_tokens  # "the" is gone
+    assert result.kld.maximum < 1e-4  # the same weights, over what both have
+    assert 0 < result.dropped < 1
+    assert result.perplexity.value < result.reference_perplexity.value
+    shown = str(tables(result)[0])
+    assert f"the text is {result.text_tokens} tokens here, {result.reference_text_tokens} there" in shown
+    assert f"gives {100 * result.dropped:.4f}% to tokens that the model does not have" in shown
+
+
 def test_an_error_is_the_spread_between_chunks() -> None:
     found = estimate(np.array([[1.0, 3.0], [4.0, 4.0], [5.0, 7.0]]))
     assert found.value == 4.0
