@@ -16,7 +16,6 @@ the mean of what is found, times what stands after the last *. `check` reads it 
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -32,6 +31,7 @@ from pydantic import ValidationError
 
 from bench.environment import card, versions
 from bench.errors import BenchError
+from bench.figures import read_document
 from bench.history_record import Experiment, Figure, Source, schema
 from bench.history_report import (
     details,
@@ -125,13 +125,8 @@ def print_schema(_: argparse.Namespace) -> int:
 
 def _head(path: Path) -> dict[str, Any]:
     """What a result file says of its making: command, started, card (or processor), versions."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"--from {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BenchError(f"--from {path}: not JSON ({error})") from error
-    if not isinstance(document, dict) or "command" not in document:
+    document = dict(read_document(path))
+    if "command" not in document:
         raise BenchError(f"--from {path}: not a result file, it has no command")
     if document.get("card") is None and isinstance(host := document.get("host"), dict):
         document["card"] = f"none: {host.get('processor')}, {host.get('cores')} cores"

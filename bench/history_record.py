@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AwareDatetime, Field, FiniteFloat, model_validator
 
 from bench.errors import BenchError
+from bench.figures import read_document
 from bench.results import Record
 
 Text = Annotated[str, Field(min_length=1)]
@@ -37,13 +38,7 @@ class Source(Record):
     def read(self, folder: Path) -> float:
         """The figure. Raises BenchError: the file is no JSON, or holds no numbers there."""
         path = Path(os.path.normpath(folder / self.file))
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BenchError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise BenchError(f"{path}: not JSON ({error})") from error
-        found = list(_find(document, self.path.split("/")[1:]))
+        found = list(_find(read_document(path), self.path.split("/")[1:]))
         numbers = [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
         if not numbers or len(numbers) < len(found):
             raise BenchError(f"{path}: {self.path} finds {json.dumps(found)[:80]}; numbers are needed")

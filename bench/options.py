@@ -27,10 +27,15 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     server.add_argument("--api-key", help="sent as a bearer token")
     server.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take")
     server.add_argument("--card", help="the server's graphics card, for the record (asked locally otherwise)")
+    add_output_options(parser)
+    return parser
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Where the result goes, in every verb."""
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="results file (JSON); the picture goes beside it as .png")
     output.add_argument("--plot", type=Path, help="the picture's own file (.png, .svg or .pdf)")
-    return parser
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from bench.environment import card, host, versions
 from bench.errors import BenchError
-from bench.options import HelpFormatter, natural, positive, run
+from bench.options import HelpFormatter, add_output_options, natural, positive, run
 from bench.perplexity_result import FEW_TOKENS, Estimate, Histogram, Kld, PerplexityResult, draw, tables
 from bench.publish import publish
 from convert.chunks import read_chunks
@@ -184,9 +184,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--threads", type=positive, metavar="N", help="CPU threads (every CPU there is)")
     how.add_argument("--gpu-layers", type=int, default=-1, metavar="N", help="layers on the GPU, -1 for all")
     how.add_argument("--card", help="the graphics card, for the record (nvidia-smi is asked otherwise)")
-    output = made.add_argument_group("output")
-    output.add_argument("--out", type=Path, help="results file (JSON); the picture goes beside it as .png")
-    output.add_argument("--plot", type=Path, help="the picture's own file (.png, .svg or .pdf)")
+    add_output_options(made)
     return made
 
 

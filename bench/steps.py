@@ -27,7 +27,7 @@ if not __package__:  # run as a file
 from bench.ceiling import BatchedRow, parse_batched
 from bench.environment import card, host, versions
 from bench.errors import BenchError
-from bench.options import HelpFormatter, positive, positives, run
+from bench.options import HelpFormatter, add_output_options, positive, positives, run
 from bench.plot import PALETTE, figure
 from bench.progress import Progress
 from bench.publish import publish
@@ -234,9 +234,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-layers", type=int, default=99, metavar="N", help="layers on the GPU")
     made.add_argument("--timeout", type=float, default=600.0, help="seconds a run may take")
     made.add_argument("--card", help="the graphics card, for the record (nvidia-smi is asked otherwise)")
-    output = made.add_argument_group("output")
-    output.add_argument("--out", type=Path, help="results file (JSON); the picture goes beside it as .png")
-    output.add_argument("--plot", type=Path, help="the picture's own file (.png, .svg or .pdf)")
+    add_output_options(made)
     return made
 
 

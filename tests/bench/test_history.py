@@ -242,7 +242,7 @@ def test_add_reads_the_result_file_and_check_reads_it_again(
         (["--figure", "mean=fast"], "want NAME=VALUE UNIT lower"),
         (["--figure", "mean=fast ms lower"], "want a number, or a path"),
         (["--figure", "mean=/a ms lower"], "give --from FILE"),
-        (["--figure", "mean=1 ms lower", "--from", "/none.json"], "--from /none.json: cannot be read"),
+        (["--figure", "mean=1 ms lower", "--from", "/none.json"], "error: /none.json: cannot be read"),
         (["--figure", "mean=1 ms lower", "--parent", "none"], "--parent none: not on record"),
         (["--figure", "mean=1 ms lower", "--card", "A10G"], "command: .*; give --command or --from"),
         (["--card", "A10G", "--command", "make it"], "figures: "),
