@@ -224,27 +224,31 @@ class Scheduler:
         while True:
             ready = [sequence for sequence in self.running if sequence.ready]
             counts = self._shares(ready)
-            if not ready or self.cache.make_room(sum(counts)):
+            taken = sum(counts)
+            if not ready or self.cache.make_room(taken):
                 break
             self.preempt_youngest()
         if not ready:
             return
-        rows = self._batch_size - sum(counts)
+        rows = self._batch_size - taken
         drafts = self._propose(ready, rows)
-        if not self.cache.make_room(sum(counts) + sum(map(len, drafts))):
+        if not self.cache.make_room(taken + sum(map(len, drafts))):
             drafts = no_drafts(ready, 0)
         for sequence, count, draft in zip(ready, counts, drafts, strict=True):
-            whole = count == sequence.pending and len(draft) <= rows
-            step.add(sequence, count, draft if whole else [])
-            rows -= len(draft) if whole else 0
+            if draft and (len(draft) > rows or count < sequence.pending):
+                draft = []
+            rows -= len(draft)
+            step.add(sequence, count, draft)
 
     def _shares(self, ready: list[Sequence]) -> list[int]:
-        """Pending tokens of each that fit into a batch; at least one."""
+        """Pending tokens of each, as far as they fit into a batch; at least one."""
+        counts = [sequence.pending for sequence in ready]
         room = self._batch_size - len(ready)
-        counts = []
-        for sequence in ready:
-            counts.append(1 + min(sequence.pending - 1, room))
-            room -= counts[-1] - 1
+        if sum(counts) <= self._batch_size:
+            return counts
+        for i, count in enumerate(counts):
+            counts[i] = 1 + min(count - 1, room)
+            room -= counts[i] - 1
         return counts
 
     def _schedule_prefills(self, step: Step) -> None:
