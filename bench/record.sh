@@ -25,6 +25,7 @@ mkdir -p "$out"
 # One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it without speculation,
 # and "plain", without its prompt cache too. llama-server's set-ups are explained by bench/peers.py --help.
 defaults="--parallel 8 --ctx-size 131072"
+spec="--speculation auto"
 no_spec="--speculation off"
 plain="--no-prefix-cache $no_spec"
 
@@ -61,7 +62,7 @@ part latency-Q4_K_M 330 --gguf "$models/Q4_K_M.gguf" --runs "$runs" --text "$(wo
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
     --peer 'llama-ngram=llama-server:ngram-mod' --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
-    --peer "ours=server $defaults" --peer "ours-no-spec=server $defaults $no_spec" \
+    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec" \
     --peer "ours-plain=server $defaults $plain"
 
 # Many at once; the MTP head is right on 70% of the tokens.
@@ -69,14 +70,14 @@ part throughput-Q4_K_M 170 --gguf "$models/Q4_K_M.gguf" --workload random --inpu
     --levels 1,8,64 --waves 2 --text "$(words 0.7)" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
-    --peer 'ours=server' --peer "ours-no-spec=server $no_spec"
+    --peer "ours=server $spec" --peer "ours-no-spec=server $no_spec"
 
 # Few-shot questions: prefixes of 2,000 tokens.
 part shared-prefix-Q4_K_M 110 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
     --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --waves 2 --text "$(words 0.7)" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
-    --peer 'ours=server' --peer "ours-plain=server $plain"
+    --peer "ours=server $spec" --peer "ours-plain=server $plain"
 
 # Drafts that are right less often: depths of llama-server's against our choice.
 for acceptance in 0.8 0.3 0.6; do
@@ -84,13 +85,18 @@ for acceptance in 0.8 0.3 0.6; do
         --runs "$runs" --no-ceiling --text "$(words $acceptance)" \
         --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
         --peer 'llama-mtp-2=llama-server:mtp-2+backend-sampling' --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' \
-        --peer "ours=server $defaults" --peer "ours-no-spec=server $defaults $no_spec"
+        --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
 done
 
-# The larger files: ours and llama-server's best.
-for quant in F16 Q8_0; do
-    part "latency-$quant" 65 --gguf "$models/$quant.gguf" --runs $((runs > 3 ? 3 : runs)) --no-ceiling \
-        --text "$(words 1.0)" --baseline "$out/baseline-F16.json" \
-        --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
-        --peer "ours=server $defaults"
-done
+# The larger files: ours and llama-server's best. The engine's ceiling at F16 calibrates bench/roofline.py.
+larger() { # QUANT SECONDS flags
+    local quant=$1 seconds=$2
+    shift 2
+    part "latency-$quant" "$seconds" --gguf "$models/$quant.gguf" --runs $((runs > 3 ? 3 : runs)) \
+        --text "$(words 1.0)" --baseline "$out/baseline-F16.json" "$@" \
+        --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
+        --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
+        --peer "ours=server $defaults $spec"
+}
+larger F16 80
+larger Q8_0 65 --no-ceiling
