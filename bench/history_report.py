@@ -193,7 +193,7 @@ def draw_lineage(found: Sequence[Point], name: str, path: Path) -> None:
         last = found[-1].figure.value
         axis.bar(len(found), last, color=TOTAL)
         axis.annotate(show(float(last)), (len(found), last), ha="center", va="bottom", fontsize=8)
-        names = [*(point.record.name for point in found), "now"]
+        names = [*(point.record.name for point in found), "result"]
         axis.set_xticks(range(len(names)), names, rotation=25, ha="right")
         axis.set_ylabel(one.unit)
         axis.grid(visible=False, axis="x")
