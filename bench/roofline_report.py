@@ -1,4 +1,4 @@
-"""The floor model's result file, its tables and its picture."""
+"""The floor model's result file, tables and picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,10 @@ class StepRecord(Record):
 
 
 class Prediction(Record):
-    """The floor of one category's request on one card. `first` is the first token, `rest` all others."""
+    """One category's request on one card. `first` is the first token, `rest` all others.
+
+    `datasheet`: seconds of the whole if the card reached its datasheet's figures and launches took no time.
+    """
 
     card: str
     category: str
@@ -54,10 +57,11 @@ class Prediction(Record):
     first: Times
     rest: Times
     total: Times
+    datasheet: float
 
 
 class Comparison(Record):
-    """A measured median (seconds) beside the floors of its card; `cached`: most of its prompt was."""
+    """A measured median (seconds) beside the predictions for its card; `cached`: most of its prompt was."""
 
     who: str
     card: str
@@ -116,13 +120,11 @@ def steps_table(result: RooflineResult) -> Table:
     header = ["one pass", "GB", "GFLOP", "kernels"]
     for name in names:
         header += [f"{label(name)} ms", "binds"]
-    return Table(
-        header, rows, title=f"What a pass of {result.model} costs at least", notes=_card_notes(result)
-    )
+    return Table(header, rows, title=f"What a pass of {result.model} costs", notes=_card_notes(result))
 
 
 def predictions_table(result: RooflineResult) -> Table:
-    """The floor of every category and case."""
+    """Every category and case."""
     rows: list[list[Cell]] = [
         [
             label(line.card),
@@ -133,11 +135,13 @@ def predictions_table(result: RooflineResult) -> Table:
             line.rest.binds,
             1000 * line.total.total,
             line.total.binds,
+            1000 * line.datasheet,
         ]
         for line in result.predictions
     ]
     header = ["card", "category", "first token ms", "binds", "per token ms", "binds", "request ms", "binds"]
-    return Table(header, rows, title="Floor of one request at a time")
+    header.append("datasheet's floor ms")
+    return Table(header, rows, title="One request at a time", notes=_transfer_notes(result))
 
 
 def comparisons_table(result: RooflineResult) -> Table:
@@ -154,15 +158,15 @@ def comparisons_table(result: RooflineResult) -> Table:
         ]
         for line in result.comparisons
     ]
-    header = ["measured", "category", "measured ms", "floor ms", "ratio", "floor with drafts ms", "ratio"]
+    header = ["who", "category", "measured ms", "predicted ms", "ratio", "predicted with drafts ms", "ratio"]
     cards = ", ".join(dict.fromkeys(line.card for line in result.comparisons))
-    return Table(header, rows, title=f"Measured on {cards}, beside its floor")
+    return Table(header, rows, title=f"Measured on {cards}, beside the prediction")
 
 
 def draw(result: RooflineResult, path: Path) -> None:
     """A panel a card: stacked bars of what a request's time goes into, measured medians as dots."""
     names = [card.name for card in result.cards]
-    title = f"{result.model}: floor of one request (prediction)"
+    title = f"{result.model}: what a request's time goes into (prediction)"
     with figure(path, title=title, columns=len(names), width=4.4 * len(names) + 1, height=5) as axes:
         for axis, name in zip(axes, names, strict=True):
             lines = [line for line in result.predictions if line.card == name]
@@ -189,6 +193,16 @@ def draw(result: RooflineResult, path: Path) -> None:
 def _matches(line: Prediction, seen: Comparison) -> bool:
     case = CASES[1] if seen.cached else CASES[0]
     return (line.card, line.category, line.case) == (seen.card, seen.category, case)
+
+
+def _transfer_notes(result: RooflineResult) -> Sequence[str]:
+    fit = result.calibration
+    if fit is None or all(card.name == fit.card for card in result.cards):
+        return []
+    return [
+        f"other cards are taken to be used as well as the {fit.card}; a smaller one is easier to fill, so of "
+        "its compute it may reach more: the truth lies between this and the datasheet's floor"
+    ]
 
 
 def _card_notes(result: RooflineResult) -> Sequence[str]:

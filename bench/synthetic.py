@@ -204,9 +204,9 @@ def synthetic(args: argparse.Namespace) -> int:
     named = {flag: getattr(args, flag) for flag in FIELDS if getattr(args, flag) is not None}
     shares = [float(share) for share in args.mtp_acceptance]
     model = Synthetic.make({**SHAPES[args.shape], **named}, mtp_acceptance=shares, seed=args.seed)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     texts = {region: text_path(args, region) for region in range(len(shares)) if args.words}
     try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         n_elements = model.write(args.out, args.threads)
         for region, text in texts.items():
             with replacing(text) as part:

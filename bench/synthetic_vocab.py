@@ -64,10 +64,15 @@ def make_vocab(size: int, rng: np.random.Generator) -> SyntheticVocab:
     """A vocabulary of exactly `size` tokens; `rng` decides which words come, and in which order.
 
     Raises:
-        BenchError: too small for words beside bytes, syllables and special tokens, or more than can be spelt.
+        BenchError: too small for words beside bytes, syllables and special tokens, more than can be spelt, or
+            models/nano is missing.
     """
-    tokenizer = json.loads((NANO / "tokenizer.json").read_text(encoding="utf-8"))
-    settings = json.loads((NANO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    try:
+        tokenizer = json.loads((NANO / "tokenizer.json").read_text(encoding="utf-8"))
+        settings = json.loads((NANO / "tokenizer_config.json").read_text(encoding="utf-8"))
+        template = (NANO / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"special tokens and chat template come from {NANO}: {error}") from error
     added: list[dict[str, Any]] = tokenizer["added_tokens"]
     alphabet = _byte_symbols()
     merges: list[tuple[str, str]] = [(syllable[0], syllable[1]) for syllable in SYLLABLES]
@@ -109,7 +114,7 @@ def make_vocab(size: int, rng: np.random.Generator) -> SyntheticVocab:
         pre_tokenizer="qwen35",
         special_ids=special,
         add_special={"bos": False, "eos": False},
-        chat_template=(NANO / "chat_template.jinja").read_text(encoding="utf-8"),
+        chat_template=template,
     )
     return SyntheticVocab(vocab, filler, range(filler.stop, filler.stop + n_words))
 

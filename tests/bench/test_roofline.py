@@ -424,6 +424,7 @@ def test_the_command_predicts_and_puts_measured_beside_it(
     for line in result.predictions:
         assert line.total.total == pytest.approx(line.first.total + line.rest.total)
         assert line.total.total == pytest.approx(line.total.memory + line.total.compute + line.total.launch)
+        assert line.datasheet < line.total.total
     assert [(line.card, line.category, line.cached, line.measured) for line in result.comparisons] == [
         ("H200", "short", False, 0.5),
         ("H200", "long", True, 0.25),
@@ -439,6 +440,7 @@ def test_the_command_predicts_and_puts_measured_beside_it(
             assert "(prediction)" in line
     assert "A10G (prediction) ms" in shown
     assert "calibrated on the H200 with measured.json" in shown
+    assert "the truth lies between this and the datasheet's floor" in shown
     assert json.loads(out.read_text())["calibration"]["card"] == "H200"
 
 

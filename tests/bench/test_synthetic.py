@@ -257,6 +257,12 @@ def test_a_wrong_flag_is_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert run(parser(), synthetic, ["--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
+    assert f"error: --out {tmp_path}/file/x.gguf: " in capsys.readouterr().err
+
+
 def test_a_full_disk_is_told_before_anything_is_written(
     made: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
