@@ -57,6 +57,7 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(_name(field), text, value=_value(stats, field))
         for field, text in GAUGES.items():
             yield GaugeMetricFamily(_name(field), text, value=_value(stats, field))
+        yield from _drafts(stats)
         yield from _steps(stats)
 
 
@@ -70,6 +71,19 @@ def _value(stats: EngineStats, field: str) -> float:
         value = getattr(value, part)
     assert isinstance(value, int | float)
     return value
+
+
+def _drafts(stats: EngineStats) -> Iterator[Metric]:
+    """Mean accepted length: accepted tokens by verifications."""
+    labels = ("drafter",)
+    steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
+    drafted = CounterMetricFamily("qwen_drafted_tokens", "Tokens guessed ahead", labels=labels)
+    accepted = CounterMetricFamily("qwen_accepted_draft_tokens", "Those that were right", labels=labels)
+    for drafter, counts in stats.drafts.items():
+        steps.add_metric((drafter,), counts.steps)
+        drafted.add_metric((drafter,), counts.drafted)
+        accepted.add_metric((drafter,), counts.accepted)
+    yield from (steps, drafted, accepted)
 
 
 def _steps(stats: EngineStats) -> Iterator[Metric]:

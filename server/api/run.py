@@ -57,11 +57,14 @@ class Run:
         raise ApiError(503, "the server stopped before the answer was complete", code="draining")
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the whole request; a prompt with several answers counts once."""
+        """Tokens of the whole request; a prompt with several answers counts once.
+
+        `speculation`, an extension: what became of tokens guessed ahead, where there were any.
+        """
         prompts = self.generations[:: self._per_prompt]
         prompt_tokens = sum(generation.prompt_tokens for generation in prompts)
         completion_tokens = sum(generation.completion_tokens for generation in self.generations)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
@@ -69,6 +72,16 @@ class Run:
                 "cached_tokens": sum(generation.cached_tokens for generation in prompts)
             },
         }
+        drafts = [generation.generation.drafts for generation in self.generations]
+        if steps := sum(counts.steps for counts in drafts):
+            accepted = sum(counts.accepted for counts in drafts)
+            usage["speculation"] = {
+                "steps": steps,
+                "drafted": sum(counts.drafted for counts in drafts),
+                "accepted": accepted,
+                "mean_accepted_length": round(accepted / steps, 3),
+            }
+        return usage
 
     def extras(self) -> dict[str, Any]:
         """llama-server's `timings` extension, for requests with a single answer."""

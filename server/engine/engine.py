@@ -209,7 +209,7 @@ class Engine:
             room = self.context_size - len(prompt)
             sequence = Sequence(list(prompt), min(max_tokens or room, room), sampler)
             cancel = partial(self._inbox.put, partial(self._finish, sequence, "cancelled"))
-            generation = Generation(len(prompt), sequence.timings, cancel)
+            generation = Generation(len(prompt), sequence.timings, cancel, sequence.drafts)
             mailbox = self._mailbox(loop)
             self._open[sequence] = generation, mailbox
             self._inbox.put(partial(self._scheduler.add, sequence))
@@ -251,6 +251,7 @@ class Engine:
             prefix=self._scheduler.cache.stats(),
             readout_changes=self._runner.readout_changes,
             step_totals=self._profile.times(),
+            drafts={} if self._speculator is None else dict(self._speculator.totals),
             finished=dict(self._finished),
         )
 

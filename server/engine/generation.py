@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from .errors import GenerationError
+from .speculation.counts import DraftCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +23,16 @@ class Generation:
     sequence in it, fails. One listener, on the event loop that submitted the request.
     """
 
-    def __init__(self, prompt_tokens: int, timings: Timings, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        timings: Timings,
+        cancel: Callable[[], None],
+        drafts: DraftCounts | None = None,
+    ) -> None:
         self.prompt_tokens = prompt_tokens
+        self.drafts = drafts or DraftCounts()
+        """What became of tokens guessed ahead."""
         self.cached_tokens = 0
         """Prompt tokens that did not have to be computed."""
         self.timings = timings

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from .speculation.counts import DraftCounts
+
 if TYPE_CHECKING:
     from .sampling import Sampler
 
@@ -54,6 +56,7 @@ class Sequence:
         "begun",
         "cached",
         "decoding",
+        "drafts",
         "finish_reason",
         "limit",
         "prompt_length",
@@ -81,6 +84,7 @@ class Sequence:
         """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
         self.finish_reason: FinishReason | None = None
         self.timings = Timings(submitted=perf_counter())
+        self.drafts = DraftCounts()
 
     @property
     def pending(self) -> int:

@@ -9,6 +9,7 @@ from .prefix_cache import PrefixStats
 
 if TYPE_CHECKING:
     from .profile import StepTotals
+    from .speculation import DraftCounts
 
 
 @dataclass(frozen=True)
@@ -30,5 +31,7 @@ class EngineStats:
     """How often a slot had to be given another way of sampling on the device, which holds a step up."""
     step_totals: tuple[StepTotals, ...] = ()
     """Where the time of steps went."""
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
+    """What became of tokens guessed ahead, by drafter; none where speculation is off."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

@@ -7,8 +7,9 @@
 
 from .base import Drafter, Floors, Order
 from .build import build_speculator
+from .counts import DraftCounts
 from .memory import DraftingMemory
-from .speculator import DraftCounts, Speculator
+from .speculator import Speculator
 
 __all__ = [
     "DraftCounts",

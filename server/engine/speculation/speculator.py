@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from .acceptance import Confidence
 from .base import Order
+from .counts import DraftCounts
 from .plan import Candidate
 
 if TYPE_CHECKING:
@@ -49,27 +50,6 @@ CROWD, PAUSE = 8, 16
 """Where so many sequences decode and drafting does not pay, up to so many steps pass before the next look."""
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """What became of drafts, for one request or all."""
-
-    steps: int = 0
-    """Steps that verified a draft."""
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """A step verified a draft."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-
-    @property
-    def mean_accepted(self) -> float:
-        """Accepted tokens a draft."""
-        return self.accepted / self.steps if self.steps else 0.0
-
-
 class Speculator:
     """Asks the drafters, chooses by cost, keeps the way back open, and learns from what comes out.
 
@@ -97,8 +77,6 @@ class Speculator:
         self._slots, self._longest, self._deepest, self._most_rows = slots, longest, deepest, most_rows
         self.totals: dict[str, DraftCounts] = {d.name: DraftCounts() for d in (ngram, mtp) if d is not None}
         """By drafter."""
-        self.counts: dict[Sequence, DraftCounts] = {}
-        """By sequence, for those that drafted and have not ended."""
         self._confidences: dict[Sequence, Confidence] = {}
         self._experience = Confidence()
         self._orders: dict[Sequence, Order] = {}
@@ -254,21 +232,20 @@ class Speculator:
         order = self._orders.get(sequence)
         if order is not None:
             self.totals[order.drafter].add(drafted, accepted)
-            self.counts.setdefault(sequence, DraftCounts()).add(drafted, accepted)
+            sequence.drafts.add(drafted, accepted)
             if order.sure:
                 self._confidence(sequence).add(order.sure[:drafted], accepted)
                 self._experience.add(order.sure[:drafted], accepted)
 
     # --- what becomes of sequences and ids -----------------------------------------------------------------
 
-    def forget(self, sequence: Sequence) -> DraftCounts:
-        """The sequence has ended; what became of its drafts."""
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         for drafter in (self._ngram, self._mtp):
             if drafter is not None:
                 drafter.forget(sequence)
         self._confidences.pop(sequence, None)
         self._orders.pop(sequence, None)
-        return self.counts.pop(sequence, DraftCounts())
 
     def empty(self, slot: int) -> None:
         """A slot was emptied."""

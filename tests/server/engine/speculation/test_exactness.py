@@ -117,7 +117,6 @@ async def test_drafts_change_no_answer(
     counts = speculator.totals
     assert mix == "what pays" or all(count.steps and count.drafted for count in counts.values())
     assert all(count.accepted <= count.drafted for count in counts.values())
-    assert not speculator.counts
     print(mix, counts)
 
 
