@@ -198,6 +198,23 @@ def steps(document: Document) -> Found:
             yield from known(where, step["seconds"], "ms", "lower", MS)
 
 
+def phases(document: Document) -> Found:
+    """Of ``bench.phases``: what the clients saw, and the engine's thread by kind of step."""
+    for rate in document["rates"]:
+        yield from known(f"{rate['level']} at once: per token", rate["ms_per_token"], "ms", "lower")
+    for step in document["steps"]:
+        where = f"{step['level']} at once: {step['kind']} of {step['rows']}"
+        for phase, value in step["milliseconds"].items():
+            yield from known(f"{where}: {phase}", value, "ms", "lower")
+
+
+def roofline(document: Document) -> Found:
+    """Of ``bench.roofline``: the floor of each category on each card."""
+    for one in document["predictions"]:
+        where = f"{one['card']}: {one['category']}, {one['case']}"
+        yield from known(f"{where}: floor", one["total"]["total"], "ms", "lower", MS)
+
+
 def conformance(document: Document) -> Found:
     """Of ``bench.conformance``: how many checks went which way."""
     outcomes = [outcome["status"] for outcome in document["outcomes"]]
@@ -261,6 +278,8 @@ READERS: dict[str, Callable[[Document], Found]] = {
     "sweep": sweep,
     "peers": peers,
     "steps": steps,
+    "phases": phases,
+    "roofline": roofline,
     "conformance": conformance,
     "record": record,
 }

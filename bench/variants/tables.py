@@ -37,6 +37,7 @@ def standings_table(sweep: SweepResult, results: Results) -> Table:
 def latency_table(results: Results) -> Table:
     """A row a variant: the median of each category under each protocol, milliseconds."""
     columns = latency_columns(results)
+    streamed = any(line.first_token for result in results for line in by_column(result).values())
     rows: list[list[Cell]] = []
     for result in results:
         lines = by_column(result)
@@ -44,12 +45,14 @@ def latency_table(results: Results) -> Table:
         for column in columns:
             line = lines.get(column)
             row += [1000 * line.latency.p50 if line and line.latency else None]
-            row += [1000 * line.first_token.p50 if line and line.first_token else None]
+            if streamed:
+                row += [1000 * line.first_token.p50 if line and line.first_token else None]
         rows.append(row)
     header = ["variant"]
     for category, protocol in columns:
-        header += [f"{category}, {protocol}", "TTFT"]
-    return Table(header, rows, title="Request latency and time to first token, medians, ms")
+        header += [f"{category}, {protocol}", *(["TTFT"] if streamed else [])]
+    what = "Request latency and time to first token" if streamed else "Request latency"
+    return Table(header, rows, title=f"{what}, medians, ms")
 
 
 def notes(sweep: SweepResult, results: Results) -> list[str]:

@@ -166,6 +166,17 @@ def steps() -> StepsResult:
     return StepsResult(**HEAD, program=["p"], output_tokens=4, files=[file])
 
 
+def phases() -> dict[str, Any]:
+    rates = [{"level": 4, "completion_tokens": 36, "seconds": 1.0, "ms_per_token": 3.0}]
+    steps = [{"level": 4, "kind": "decode", "rows": 4, "steps": 9, "milliseconds": {"wait": 2.0}}]
+    return {"kind": "phases", "rates": rates, "steps": steps}
+
+
+def roofline() -> dict[str, Any]:
+    floor = {"card": "A10G", "category": "short", "case": "plain", "total": {"total": 0.3}}
+    return {"kind": "roofline", "predictions": [floor]}
+
+
 def conformance() -> ConformanceResult:
     outcomes = [
         Outcome(name=str(n), what="", status="FAIL" if n == 2 else "pass", detail="", seconds=0.1)
@@ -211,6 +222,14 @@ EXPECTED: list[tuple[Record | dict[str, Any], dict[str, tuple[float, str, str | 
     (weights(), {"mean KLD": (0.02, "nats", "lower"), "size": (3, "MB", "lower")}),
     (peers(), {"ours: short, official": (10, "ms", "lower"), "ours: 8 at once": (20, "tok/s", "higher")}),
     (steps(), {"a.gguf: step of 4": (20, "ms", "lower")}),
+    (
+        phases(),
+        {
+            "4 at once: per token": (3, "ms", "lower"),
+            "4 at once: decode of 4: wait": (2, "ms", "lower"),
+        },
+    ),
+    (roofline(), {"A10G: short, plain: floor": (300, "ms", "lower")}),
     (conformance(), {"checks passed": (2, "", "higher"), "checks failed": (1, "", "lower")}),
     (
         result("Q8_0", 0.5, GATES, bits=8.0),
