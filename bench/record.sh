@@ -11,15 +11,14 @@
 # PART     which of the parts below, all by default
 #
 # Each part says how many seconds it needs on an H200. SECONDS_LEFT=500 leaves out what would not fit into that
-# time; RUNS sets the timed requests of a category (5 keep the whole record below 17 minutes); THREADS is for
-# machines without a card; AFTER is a command to run after each part.
+# time; RUNS=50 sets the timed requests of every category, which are 3 to 5 by themselves to keep the whole record
+# below 17 minutes; THREADS is for machines without a card; AFTER is a command to run after each part.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 models=$1 binaries=$2 out=$3
 shift 3
 wanted=" $* "
 python=${PYTHON:-python3}
-runs=${RUNS:-5}
 mkdir -p "$out"
 
 # One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it without speculation,
@@ -38,11 +37,13 @@ part() { # NAME SECONDS flags of bench/peers.py
         echo "$name: LEFT OUT, $((SECONDS_LEFT - SECONDS)) s are left of the $seconds it needs"
         return
     fi
-    local from=$SECONDS status=0
-    timeout -s TERM -k 20 $((seconds * 3 / 2 + 20)) "$python" bench/peers.py --binaries "$binaries" \
-        --residency all --start-timeout 90 --warmup 1 --threads "${THREADS:-0}" \
-        --logs "$out/logs/$name" --out "$out/$name.json" "$@" \
+    local from=$SECONDS status=0 limit=$((seconds * 3 / 2 + 20))
+    [ -n "${SECONDS_LEFT:-}" ] && [ $((SECONDS_LEFT - SECONDS)) -lt $limit ] && limit=$((SECONDS_LEFT - SECONDS))
+    timeout -s TERM -k 20 $limit "$python" bench/peers.py --binaries "$binaries" "$@" \
+        --residency all --start-timeout 90 --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} \
+        --logs "$out/logs/$name" --out "$out/$name.json" \
         > "$out/$name.txt" 2> "$out/$name.err" || { status=$?; tail -n 4 "$out/$name.err"; }
+    [ $status -gt 1 ] && [ -e "$out/$name.json" ] && mv "$out/$name.json" "$out/$name.partial.json"
     echo "$name: status $status, $((SECONDS - from)) s"
     [ -z "${AFTER:-}" ] || eval "$AFTER"
 }
@@ -52,51 +53,72 @@ words() { # ACCEPTANCE: the text whose words the MTP head drafts with that share
 }
 
 # What every speed-up is against: F16, nothing reused, nothing drafted.
-part baseline-F16 35 --gguf "$models/F16.gguf" --protocol official --runs "$runs" --no-ceiling \
+part baseline-F16 30 --gguf "$models/F16.gguf" --protocol official --warmup 1 --runs 5 --no-ceiling \
     --peer 'llama-plain=llama-server:plain'
 
-# One request at a time, every preset; every MTP draft is right.
-part latency-Q4_K_M 330 --gguf "$models/Q4_K_M.gguf" --runs "$runs" --text "$(words 1.0)" \
+# The same prompt again, one request at a time, with the protocol's five warm-ups; every MTP draft is right.
+part official-Q4_K_M 200 --gguf "$models/Q4_K_M.gguf" --protocol official --warmup 5 --runs 5 \
     --baseline "$out/baseline-F16.json" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
-    --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
-    --peer 'llama-ngram=llama-server:ngram-mod' --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
-    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec" \
-    --peer "ours-plain=server $defaults $plain"
+    --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' \
+    --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
+    --peer 'llama-ngram=llama-server:ngram-mod' \
+    --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
+    --peer 'llama-ngram-mtp-4=llama-server:ngram-mod+mtp-4+backend-sampling' \
+    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
 
 # Many at once; the MTP head is right on 70% of the tokens.
-part throughput-Q4_K_M 170 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 --output-tokens 128 \
-    --levels 1,8,64 --waves 2 --text "$(words 0.7)" \
-    --peer 'llama-cache=llama-server:cache' --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+part throughput-Q4_K_M 165 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 \
+    --output-tokens 128 --levels 1,8,64 --waves 2 --warmup 2 --text "$(words 0.7)" \
+    --peer 'llama-cache=llama-server:cache' \
+    --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
     --peer "ours=server $spec" --peer "ours-no-spec=server $no_spec"
 
+# Drafts that are right less often: depths of llama-server's against our choice.
+acceptance() { # SHARE
+    part "acceptance-$1" 45 --gguf "$models/Q4_K_M.gguf" --protocol distinct --categories short,medium \
+        --warmup 1 --runs 3 --no-ceiling --text "$(words "$1")" \
+        --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+        --peer 'llama-device-mtp-2=llama-server:no-host-caches+backend-sampling+mtp-2' \
+        --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
+        --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
+}
+acceptance 0.3
+
+# Another prompt every time; every MTP draft is right.
+part distinct-Q4_K_M 205 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warmup 1 --runs 4 \
+    --text "$(words 1.0)" \
+    --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
+    --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
+    --peer 'llama-device-ub2048=llama-server:no-host-caches+backend-sampling --ubatch-size 2048' \
+    --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' \
+    --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
+    --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
+    --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
+    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec" \
+    --peer "ours-plain=server $defaults $plain"
+
 # Few-shot questions: prefixes of 2,000 tokens.
 part shared-prefix-Q4_K_M 110 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
-    --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --waves 2 --text "$(words 0.7)" \
-    --peer 'llama-cache=llama-server:cache' --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
+    --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --requests 64 --warmup 1 --text "$(words 0.7)" \
+    --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer "ours=server $spec" --peer "ours-plain=server $plain"
 
-# Drafts that are right less often: depths of llama-server's against our choice.
-for acceptance in 0.8 0.3 0.6; do
-    part "acceptance-$acceptance" 50 --gguf "$models/Q4_K_M.gguf" --protocol distinct --categories short,medium \
-        --runs "$runs" --no-ceiling --text "$(words $acceptance)" \
-        --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
-        --peer 'llama-mtp-2=llama-server:mtp-2+backend-sampling' --peer 'llama-mtp-4=llama-server:mtp-4+backend-sampling' \
-        --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
-done
+acceptance 0.8
+acceptance 0.6
 
 # The larger files: ours and llama-server's best. The engine's ceiling at F16 calibrates bench/roofline.py.
 larger() { # QUANT SECONDS flags
     local quant=$1 seconds=$2
     shift 2
-    part "latency-$quant" "$seconds" --gguf "$models/$quant.gguf" --runs $((runs > 3 ? 3 : runs)) \
+    part "latency-$quant" "$seconds" --gguf "$models/$quant.gguf" --warmup 2 --runs 3 \
         --text "$(words 1.0)" --baseline "$out/baseline-F16.json" "$@" \
         --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
-        --peer 'llama-mtp-8=llama-server:mtp-8+backend-sampling' \
+        --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
         --peer "ours=server $defaults $spec"
 }
 larger F16 80
-larger Q8_0 65 --no-ceiling
+larger Q8_0 60 --no-ceiling
