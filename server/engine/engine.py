@@ -25,11 +25,12 @@ from .errors import (
     PromptTooLong,
     QueueFull,
 )
-from .generation import Generation, Mailbox
+from .generation import Generation
 from .gguf import read_header
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
 from .llama.mtp import MtpContext
+from .mailbox import Mailbox
 from .memory import (
     context_options,
     drafts_by_head,
@@ -217,8 +218,7 @@ class Engine:
 
     def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
         if loop not in self._mailboxes:
-            alive = {known: box for known, box in self._mailboxes.items() if not known.is_closed()}
-            self._mailboxes = {**alive, loop: Mailbox(loop)}
+            self._mailboxes[loop] = Mailbox(loop)
         return self._mailboxes[loop]
 
     def _check_prompt(self, prompt: ListLike[int]) -> None:
@@ -268,6 +268,8 @@ class Engine:
             self._inbox.put(lambda: None)  # wakes it
             self._thread.join()
         self._fail("the engine was closed")
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
         if self._head is not None:
             self._head.close()
         self._context.close()
@@ -414,10 +416,12 @@ class Engine:
 
     def _post(self) -> None:
         """Send the step's results off; whoever listened on a loop that is closed is cancelled."""
-        for mailbox in list(self._mailboxes.values()):
+        for loop, mailbox in list(self._mailboxes.items()):
             if not mailbox.post():
                 with self._lock:
                     orphans = [sequence for sequence, (_, box) in self._open.items() if box is mailbox]
+                    if not orphans:
+                        self._mailboxes.pop(loop).close()
                 for sequence in orphans:  # not now: they may be in the step that is being computed
                     self._inbox.put(partial(self._finish, sequence, "cancelled"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING
 
 from .errors import GenerationError
@@ -69,37 +68,3 @@ class Generation:
         if done is not None and self._done is None:
             self._done = done
         self._wake.set()
-
-
-Letter = tuple[Generation, list[int], "FinishReason | Exception | None"]
-"""What a step produced for one generation."""
-
-
-class Mailbox:
-    """Carries the results of a step from the engine's thread to one event loop: one wake-up a step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._letters: deque[Letter] = deque()
-
-    def put(self, generation: Generation, tokens: list[int], done: FinishReason | Exception | None) -> None:
-        """Add a result; it leaves with the next `post`."""
-        self._letters.append((generation, tokens, done))
-
-    def post(self) -> bool:
-        """Deliver everything put so far; False when the loop is closed and nobody can listen any more."""
-        if not self._letters:
-            return True
-        letters, self._letters = self._letters, deque()
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, letters)
-        except RuntimeError:
-            return False
-        return True
-
-    @staticmethod
-    def _deliver(
-        letters: deque[Letter],
-    ) -> None:
-        for generation, tokens, done in letters:
-            generation.receive(tokens, done)
