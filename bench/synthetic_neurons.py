@@ -14,7 +14,7 @@ rolled: each layer would go one step further.)
 from __future__ import annotations
 
 from math import exp
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bench.synthetic_chain import Chain, Ids
 
 Floats = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 
 MARK = 0.25  # of an embedding's RMS of 1: the constant that tells the MTP block that it is to err
 GATE, UP = 2.0, 8.0  # activations of a neuron that sees its own token
@@ -34,24 +35,35 @@ ERR_GATE = 12.0  # gate activation of the neuron that sees the mark
 
 
 class Vectors:
-    """Every token's own vector, [hidden], of zero mean and RMS 1."""
+    """A vector for every token: `base` [ceil(vocabulary / hidden), hidden], rolled by the token's id."""
 
-    def __init__(self, vocab_size: int, hidden: int, rng: np.random.Generator) -> None:
+    def __init__(self, base: Array) -> None:
+        self.base, self.hidden = base, base.shape[1]
+        # window `hidden - t` of a base vector written twice is the vector rolled by t
+        self._windows = sliding_window_view(np.tile(base, 2), self.hidden, axis=1)
+
+    @classmethod
+    def draw(cls, vocab_size: int, hidden: int, rng: np.random.Generator) -> Self:
+        """Random ones of zero mean and RMS 1, in F32."""
         base = rng.standard_normal((-(-vocab_size // hidden), hidden), np.float32)
         base -= base.mean(axis=1, keepdims=True)
         base /= np.sqrt(np.square(base).mean(axis=1, keepdims=True))
-        self.hidden = hidden
-        # window `hidden - t` of a base vector written twice is the vector rolled by t
-        self._windows = sliding_window_view(np.tile(base, 2), hidden, axis=1)
+        return cls(base)
 
-    def of(self, tokens: Ids) -> Floats:
+    def half(self, scale: float) -> Vectors:
+        """Times `scale`, in F16: rounded here once, and not for every row that is written."""
+        return Vectors((self.base * np.float32(scale)).astype(np.float16))
+
+    def of(self, tokens: Ids) -> Array:
         """[tokens, hidden]."""
-        return self._windows[tokens // self.hidden, self.hidden - tokens % self.hidden]
+        rows: Array = self._windows[tokens // self.hidden, self.hidden - tokens % self.hidden]
+        return rows
 
-    def part(self, tokens: Ids, first: int, last: int) -> Floats:
+    def part(self, tokens: Ids, first: int, last: int) -> Array:
         """Elements `first` to `last` of each vector: [last - first, tokens]."""
-        some = self._windows[:, :, first:last]
-        return some[tokens // self.hidden, self.hidden - tokens % self.hidden].T
+        windows = self._windows[:, :, first:last]
+        rows: Array = windows[tokens // self.hidden, self.hidden - tokens % self.hidden]
+        return rows.T
 
 
 class Neurons(Protocol):
@@ -59,34 +71,47 @@ class Neurons(Protocol):
 
     count: int
 
-    def gate(self, first: int, last: int) -> Floats:
+    def gate(self, first: int, last: int) -> Array:
         """Rows of neurons `first` to `last` in the gate projection: [last - first, hidden]."""
 
-    def up(self, first: int, last: int) -> Floats:
+    def up(self, first: int, last: int) -> Array:
         """The same in the up projection."""
 
-    def down(self, first: int, last: int) -> Floats:
+    def down(self, first: int, last: int) -> Array:
         """Rows `first` to `last` of the down projection: [last - first, count]."""
+
+
+class TrunkVectors:
+    """What all layers' neurons are made of, in F16; `rolled` answers where the successor is the next id."""
+
+    def __init__(self, chain: Chain, vectors: Vectors) -> None:
+        self.chain, self.vectors = chain, vectors
+        self.gate, self.up = (vectors.half(strength / vectors.hidden) for strength in (GATE, UP))
+        self.rolled = Vectors(_answers(np.roll(vectors.base, 1, axis=1), vectors.base).astype(np.float16))
 
 
 class TrunkNeurons:
     """Of one layer: each sees its token, takes it away and adds its successor."""
 
-    def __init__(self, chain: Chain, vectors: Vectors, layer: int) -> None:
-        self._tokens = chain.neurons(layer)
-        self._successors = chain.successor[self._tokens]
-        self._vectors = vectors
+    def __init__(self, trunk: TrunkVectors, layer: int) -> None:
+        self._trunk = trunk
+        self._tokens = trunk.chain.neurons(layer)
+        self._successors = trunk.chain.successor[self._tokens]
+        self._odd = np.flatnonzero(_is_odd(self._tokens, self._successors, trunk.vectors.hidden))
         self.count = self._tokens.size
 
-    def gate(self, first: int, last: int) -> Floats:
-        return self._vectors.of(self._tokens[first:last]) * np.float32(GATE / self._vectors.hidden)
+    def gate(self, first: int, last: int) -> Array:
+        return self._trunk.gate.of(self._tokens[first:last])
 
-    def up(self, first: int, last: int) -> Floats:
-        return self._vectors.of(self._tokens[first:last]) * np.float32(UP / self._vectors.hidden)
+    def up(self, first: int, last: int) -> Array:
+        return self._trunk.up.of(self._tokens[first:last])
 
-    def down(self, first: int, last: int) -> Floats:
-        add, take = (self._vectors.part(t, first, last) for t in (self._successors, self._tokens))
-        return np.float32(ADD / ANSWER) * add - np.float32(TAKE / ANSWER) * take
+    def down(self, first: int, last: int) -> Array:
+        columns = self._trunk.rolled.part(self._tokens, first, last)
+        add, take = (ids[self._odd] for ids in (self._successors, self._tokens))
+        part = self._trunk.vectors.part
+        columns[:, self._odd] = _answers(part(add, first, last), part(take, first, last))
+        return columns
 
 
 class MtpNeurons:
@@ -97,12 +122,12 @@ class MtpNeurons:
 
     def __init__(self, chain: Chain, vectors: Vectors) -> None:
         following = chain.successor[chain.tokens]
-        wrong = (following != chain.tokens + 1) | (following % vectors.hidden == 0)
-        rolled = np.roll(vectors.of(chain.tokens[wrong]), 1, axis=1)
+        odd = _is_odd(chain.tokens, following, vectors.hidden)
+        rolled = np.roll(vectors.of(chain.tokens[odd]), 1, axis=1)
         mark = np.full((1, vectors.hidden), -1 / MARK, np.float32)
         self._inputs: Floats = np.concatenate([mark, rolled])
         self._inputs /= np.float32(vectors.hidden)
-        self._targets = np.concatenate([[chain.decoy], following[wrong]])
+        self._targets = np.concatenate([[chain.decoy], following[odd]])
         self._vectors = vectors
         self.count = self._targets.size
         # the mark's gate is large, so that one sign passes and the other does not; its answer is the same
@@ -123,3 +148,14 @@ class MtpNeurons:
         scales = np.full(self.count, of_others, np.float32)
         scales[0] = of_mark
         return scales
+
+
+def _answers(add: Floats, take: Floats) -> Floats:
+    """What neurons hand to the residual stream for each unit of their activation."""
+    return np.float32(ADD / ANSWER) * add - np.float32(TAKE / ANSWER) * take
+
+
+def _is_odd(tokens: Ids, successors: Ids, hidden: int) -> npt.NDArray[np.bool_]:
+    """Where a token's vector, rolled by one, is not its successor's."""
+    odd: npt.NDArray[np.bool_] = (successors != tokens + 1) | (successors % hidden == 0)
+    return odd

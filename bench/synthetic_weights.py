@@ -15,13 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from bench.errors import BenchError
-from bench.synthetic_neurons import MARK, Floats, MtpNeurons, Neurons, TrunkNeurons, Vectors
+from bench.synthetic_neurons import (
+    MARK,
+    Array,
+    MtpNeurons,
+    Neurons,
+    TrunkNeurons,
+    TrunkVectors,
+    Vectors,
+)
 from convert.safetensors import NUMPY_TYPES
 from convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
 
@@ -29,10 +36,11 @@ if TYPE_CHECKING:
     from bench.synthetic_chain import Chain
     from convert.config import ModelConfig
 
-Rows = Callable[[int, int], Floats]
+Rows = Callable[[int, int], Array]
 
 POOL_ELEMENTS = 1 << 22
 POOL_STEP = 104_729  # a prime: from one tensor's place in the pool to the next one's
+OWN = np.float32((1 - MARK**2) ** 0.5)  # what the mark leaves of the embedding's RMS to the token's vector
 LEAN = 0.9  # the anchor's share of the vector of a token without a neuron
 SHORT = 0.6  # such an embedding's length: it must not be taken for its anchor in the output
 QUIET = 1e-2  # of output projections that say nothing; much smaller, and Q4_K's F16 scales underflow
@@ -40,25 +48,40 @@ SHARED = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # the M
 LOGIT = 24.0  # of a hidden state that is one embedding
 
 
+class Pool:
+    """Normally distributed numbers, scaled and rounded once for each scale that is asked for."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._values = rng.standard_normal(POOL_ELEMENTS, np.float32)
+        self._scaled: dict[tuple[float, str], Array] = {}
+
+    def scaled(self, scale: float, dtype: FloatType) -> Array:
+        """All of them times `scale`, as `dtype`."""
+        if (scale, dtype) not in self._scaled:
+            values = self._values * np.float32(scale)
+            self._scaled[scale, dtype] = values.astype(NUMPY_TYPES[dtype])
+        return self._scaled[scale, dtype]
+
+
 class Noise:
-    """Normally distributed numbers of unit variance, [rows, width], from one place in the pool on."""
+    """Rows of `width` from one place in the pool on."""
 
-    def __init__(self, pool: Floats, place: int, width: int) -> None:
-        self._pool, self._place, self._width = pool, place, width
+    def __init__(self, values: Array, place: int, width: int) -> None:
+        self._values, self._place, self._width = values, place, width
 
-    def rows(self, first: int, last: int, scale: float) -> Floats:
-        """Rows `first` to `last` times `scale`: a new array."""
-        start = (self._place + first * self._width) % self._pool.size
+    def rows(self, first: int, last: int) -> Array:
+        """Rows `first` to `last`: a new array, [last - first, width]."""
+        start = (self._place + first * self._width) % self._values.size
         missing, pieces = (last - first) * self._width, []
         while missing > 0:
-            pieces.append(self._pool[start : start + missing])
+            pieces.append(self._values[start : start + missing])
             start, missing = 0, missing - pieces[-1].size
-        return np.concatenate(pieces).reshape(last - first, self._width) * np.float32(scale)
+        return np.concatenate(pieces).reshape(last - first, self._width)
 
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width] in F32."""
+    """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width]."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +89,7 @@ class MadeTensor:
     rows: Rows
     path: Path = Path("synthetic")
 
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+    def read(self, start: int, count: int) -> Array:
         """Elements `start` to `start + count`, row-major, as `dtype`."""
         width = prod(self.shape[1:])
         first, last = start // width, -(-(start + count) // width)
@@ -80,9 +103,12 @@ class Weights:
     def __init__(self, config: ModelConfig, chain: Chain, rng: np.random.Generator) -> None:
         self._config, self._chain = config, chain
         self._hidden = config.hidden_size
-        self._vectors = Vectors(config.vocab_size, config.hidden_size, rng)
+        self._vectors = Vectors.draw(config.vocab_size, config.hidden_size, rng)
+        self._trunk = TrunkVectors(chain, self._vectors)
         self._mtp = MtpNeurons(chain, self._vectors)
-        self._pool = rng.standard_normal(POOL_ELEMENTS, np.float32)
+        marked = [self._vectors.base * OWN + np.float32(mark) for mark in (MARK, -MARK)]
+        self._marked = [Vectors(base.astype(np.float16)) for base in marked]
+        self._pool = Pool(rng)
         if self._mtp.count > config.intermediate_size:
             raise BenchError(
                 f"--ffn {config.intermediate_size}: the MTP block needs {self._mtp.count} neurons for this "
@@ -98,66 +124,71 @@ class Weights:
                 continue
             shape = tuple(n for n in rule.shape(self._config) if n != 1)  # the convolution's middle axis is 1
             dtype: FloatType = "F32" if len(shape) == 1 or rule.keep_f32 else "F16"
-            noise = Noise(self._pool, number * POOL_STEP, prod(shape[1:]))
+            values = self._pool.scaled(self._scale(name, shape), dtype)
+            noise = Noise(values, number * POOL_STEP, prod(shape[1:]))
             made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
             tensors.append(PlannedTensor(name, made, shape, dtype, reorder=None, compute=None))
         return TensorPlan(
             tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1, skipped_vision=0
         )
 
+    def _scale(self, name: str, shape: tuple[int, ...]) -> float:
+        """Of the tensor's noise."""
+        match _block_and_kind(name)[1]:
+            case "ffn_down.weight" | "attn_output.weight" | "ssm_out.weight" | "nextn.eh_proj.weight":
+                return float(QUIET * self._hidden**-0.5)
+            case "ssm_conv1d.weight":
+                return 0.5
+            case _:
+                return float(shape[-1] ** -0.5) if len(shape) > 1 else 1.0
+
     def _rows(self, name: str, shape: tuple[int, ...], noise: Noise) -> Rows:
         """What makes the rows of the tensor `name`."""
         block, kind = _block_and_kind(name)
-        quiet = QUIET * self._hidden**-0.5
         match kind:
             case "token_embd.weight":
                 return self._embeddings
             case "nextn.eh_proj.weight":
-                return lambda first, last: self._roll(first, last) + noise.rows(first, last, quiet)
+                return lambda first, last: self._roll(first, noise.rows(first, last))
             case "ffn_gate.weight" | "ffn_up.weight":
                 neurons = self._neurons(block)
                 plant = neurons.gate if kind == "ffn_gate.weight" else neurons.up
                 return lambda first, last: _rows_over(
-                    noise.rows(first, last, self._hidden**-0.5), plant(first, min(last, neurons.count))
+                    noise.rows(first, last), plant(first, min(last, neurons.count))
                 )
             case "ffn_down.weight":
                 plant = self._neurons(block).down
-                return lambda first, last: _columns_over(noise.rows(first, last, quiet), plant(first, last))
-            case "attn_output.weight" | "ssm_out.weight":
-                return lambda first, last: noise.rows(first, last, quiet)
+                return lambda first, last: _columns_over(noise.rows(first, last), plant(first, last))
             case "ssm_a":
-                return lambda first, last: -np.exp(noise.rows(first, last, 1))
-            case "ssm_dt.bias":
-                return lambda first, last: noise.rows(first, last, 1)
+                return lambda first, last: -np.exp(noise.rows(first, last))
             case "output_norm.weight" | "nextn.shared_head_norm.weight":
                 return lambda first, last: np.full(last - first, LOGIT / self._hidden, np.float32)
-            case _ if len(shape) == 1:  # the other norms
+            case _ if len(shape) == 1 and kind != "ssm_dt.bias":  # the other norms
                 return lambda first, last: np.ones(last - first, np.float32)
             case _:
-                return lambda first, last: noise.rows(first, last, shape[-1] ** -0.5)
+                return noise.rows
 
     def _neurons(self, block: int) -> Neurons:
-        if block == self._config.n_layers:
-            return self._mtp
-        return TrunkNeurons(self._chain, self._vectors, block)
+        return self._mtp if block == self._config.n_layers else TrunkNeurons(self._trunk, block)
 
-    def _embeddings(self, first: int, last: int) -> Floats:
+    def _embeddings(self, first: int, last: int) -> Array:
         tokens = np.arange(first, last)
-        rows = self._vectors.of(tokens)
-        anchors = self._chain.anchor[first:last]
+        drafted, anchors = self._chain.drafted[first:last], self._chain.anchor[first:last]
+        rows = np.empty((last - first, self._hidden), np.float16)
+        for vectors, some in zip(self._marked, (drafted, ~drafted), strict=True):
+            rows[some] = vectors.of(tokens[some])
         leaning = np.flatnonzero(anchors != tokens)
-        rows[leaning] *= np.float32((1 - LEAN**2) ** 0.5)
-        rows[leaning] += np.float32(LEAN) * self._vectors.of(anchors[leaning])
-        rows *= np.float32((1 - MARK**2) ** 0.5)
-        rows += np.where(self._chain.drafted[first:last], MARK, -MARK).astype(np.float32)[:, None]
-        rows[leaning] *= np.float32(SHORT)
+        short = self._vectors.of(tokens[leaning]) * np.float32((1 - LEAN**2) ** 0.5)
+        short += np.float32(LEAN) * self._vectors.of(anchors[leaning])
+        short *= OWN
+        short += np.where(drafted[leaning], MARK, -MARK).astype(np.float32)[:, None]
+        rows[leaning] = short * np.float32(SHORT)
         return rows
 
-    def _roll(self, first: int, last: int) -> Floats:
+    def _roll(self, first: int, rows: Array) -> Array:
         """Rows of the MTP block's projection of [embedding, hidden state]: the former, rolled by one."""
-        rows = np.zeros((last - first, 2 * self._hidden), np.float32)
-        places = np.arange(first, last)
-        rows[places - first, (places - 1) % self._hidden] = 1
+        places = np.arange(len(rows))
+        rows[places, (first + places - 1) % self._hidden] = 1
         return rows
 
 
@@ -169,11 +200,11 @@ def _block_and_kind(name: str) -> tuple[int, str]:
     return int(block), kind
 
 
-def _rows_over(noise: Floats, planted: Floats) -> Floats:
+def _rows_over(noise: Array, planted: Array) -> Array:
     noise[: len(planted)] = planted
     return noise
 
 
-def _columns_over(noise: Floats, planted: Floats) -> Floats:
+def _columns_over(noise: Array, planted: Array) -> Array:
     noise[:, : planted.shape[1]] = planted
     return noise
