@@ -80,7 +80,9 @@ class Settings(BaseSettings):
     cache_type_v: CacheType = _setting(EngineSettings.cache_type_v, "engine", "type of the cached values")
     batch_size: int = _setting(EngineSettings.batch_size, "engine", "most tokens in one step")
     ubatch_size: int = _setting(
-        EngineSettings.ubatch_size, "engine", "most tokens in one pass over the weights"
+        EngineSettings.ubatch_size,
+        "engine",
+        "most tokens in one pass over the weights; 0 is 2048 on a GPU if that fits, else 512",
     )
     prefill_budget: int = _setting(
         EngineSettings.prefill_budget,

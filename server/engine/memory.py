@@ -42,6 +42,10 @@ LEAST_CELLS = 9_216
 MAX_DRAFTING = 16
 """Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
 
+UBATCH_GPU, UBATCH_CPU = 2_048, 512
+"""Tokens in one pass over the weights when nobody says how many. On an H200 prompts of 8,192 tokens were read
+in 659 ms by 2,048, in 673 by 1,024 and in 734 by 512."""
+
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
 
@@ -118,13 +122,15 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     Raises DoesNotFit, or ModelLoadError when llama.cpp does not take the file or the settings.
     """
     shape = shape_of(header)
+    places = _places(wanted)
     settings = _with_prefix_cache(wanted, shape)
+    if not wanted.ubatch_size:
+        settings = replace(settings, ubatch_size=UBATCH_GPU if places[0].is_gpu else UBATCH_CPU)
     chosen = settings.ctx_size == 0
     if chosen:
         each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
         settings = replace(settings, ctx_size=settings.parallel * each + settings.prefix_cells)
     settings = replace(settings, ctx_size=_padded(settings.ctx_size))
-    places = _places(settings)
     while True:
         plan = _arrange(settings, shape, places, {})
         affordable = all(usage.states < usage.device.free for usage in plan.usages)
@@ -137,6 +143,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
         if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
             smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+        if not wanted.ubatch_size:
+            smaller = replace(smaller, ubatch_size=min(smaller.ubatch_size, UBATCH_CPU))
         if smaller == settings or smaller.ctx_size < SMALLEST_CONTEXT:
             break
         settings = smaller

@@ -47,8 +47,9 @@ class EngineSettings:
 
     batch_size: int = 2048
     """Most tokens in one step."""
-    ubatch_size: int = 512
-    """Most tokens in one pass over the weights; sets the size of the compute buffers."""
+    ubatch_size: int = 0
+    """Most tokens in one pass over the weights; sets the size of the compute buffers. 0: 2,048 on a GPU if
+    that fits, else 512."""
     prefill_budget: int = 0
     """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
     0: 512 on a GPU, 128 without one."""
@@ -101,7 +102,7 @@ class EngineSettings:
             "parallel": 1,
             "max_queue": 0,
             "batch_size": 1,
-            "ubatch_size": 1,
+            "ubatch_size": 0,
             "prefill_budget": 0,
             "prefix_checkpoints": 0,
             "prefix_cells": 0,
