@@ -1,0 +1,242 @@
+"""What comes back from the graph for a row is what the row's logits say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+
+from server.engine.llama import N_CANDIDATES, Context, ContextOptions, Model, Readout, Rows
+from server.engine.sampling import Sampler, SamplingParams, best_of
+from server.engine.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+N_SEQ = 3
+LENGTH = 60
+"""Tokens of each sequence, all of them outputs: together they fill several slabs, the last one in part."""
+
+
+@pytest.fixture(scope="module")
+def model(nano_f32: Path) -> Iterator[Model]:
+    model = Model(nano_f32, n_gpu_layers=0)
+    yield model
+    model.close()
+
+
+def make(model: Model, kind: Readout | None) -> Context:
+    return Context(
+        model,
+        ContextOptions(
+            n_ctx=256,
+            n_seq=N_SEQ + 1,
+            n_batch=256,
+            n_ubatch=256,
+            n_outputs=256,
+            n_outputs_per_seq=LENGTH,
+            threads=1,
+            threads_batch=1,
+            flash_attn="off",
+            type_k="f32",
+            type_v="f32",
+            n_readouts=0 if kind is None else N_SEQ,
+            readout=kind or Readout.BEST,
+        ),
+    )
+
+
+def decode(context: Context, length: int = LENGTH) -> Rows:
+    """The first `length` tokens of each sequence, from scratch."""
+    context.clear()
+    n = N_SEQ * length
+    tokens = np.random.default_rng(0).integers(256, 2000, (N_SEQ, LENGTH))
+    sequences = np.repeat(np.arange(N_SEQ), length)
+    context.tokens[:n] = tokens[:, :length].ravel()
+    context.positions[:n] = np.tile(np.arange(length), N_SEQ)
+    context.sequences[:n] = sequences
+    context.outputs[:n] = 1
+    context.decode(n)
+    return context.rows(sequences.tolist(), range(n))
+
+
+@pytest.fixture(scope="module")
+def logits(model: Model) -> npt.NDArray[np.float32]:
+    context = make(model, None)
+    rows = decode(context)
+    found = np.stack([rows.logits(row) for row in range(len(rows))]).copy()
+    context.close()
+    assert model.n_real < model.n_vocab, "the model must have padding for this to mean anything"
+    found.setflags(write=False)
+    return found
+
+
+def allowed(model: Model, logits: npt.NDArray[np.float32], ends: bool) -> npt.NDArray[np.float32]:
+    copy = logits.copy()
+    copy[:, model.n_real :] = -np.inf
+    if not ends:
+        copy[:, sorted(model.eog_ids)] = -np.inf
+    return copy
+
+
+@pytest.mark.parametrize("kind", [Readout.BEST, Readout.BEST_BUT_END])
+def test_the_best_token(model: Model, logits: npt.NDArray[np.float32], kind: Readout) -> None:
+    context = make(model, kind)
+    rows = decode(context)
+    expected = allowed(model, logits, kind is Readout.BEST).argmax(axis=1).tolist()
+    assert rows.all_best() == expected
+    assert [rows.best(row) for row in range(len(rows))] == expected
+    context.close()
+
+
+def test_what_is_banned_does_not_come_back(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    """The masks themselves: with everything but one token banned, that is the best everywhere."""
+    only = model.n_real // 2
+    narrow = Model.__new__(Model)
+    narrow.__dict__.update(model.__dict__, n_real=only + 1, eog_ids=frozenset(range(only)))
+    context = make(narrow, Readout.BEST_BUT_END)
+    assert decode(context).all_best() == [only] * (N_SEQ * LENGTH)
+    context.set_readouts(Readout.BEST)
+    assert decode(context).all_best() == logits[:, : only + 1].argmax(axis=1).tolist()
+    context.close()
+
+
+def test_candidates_are_the_best_tokens_with_their_logits(
+    model: Model, logits: npt.NDArray[np.float32]
+) -> None:
+    context = make(model, Readout.TOP_K)
+    rows = decode(context)
+    real = allowed(model, logits, ends=True)
+    assert rows.all_best() is None
+    for row in range(len(rows)):
+        ids, values = rows.candidates(row)
+        assert len(ids) == N_CANDIDATES
+        assert set(ids.tolist()) == set(np.argsort(-real[row])[:N_CANDIDATES].tolist())
+        np.testing.assert_array_equal(values, real[row][ids])
+    context.close()
+
+
+def test_a_guess_knows_how_likely_it_is(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    context = make(model, Readout.GUESS)
+    rows = decode(context)
+    chances = np.exp(logits - logits.max(axis=1, keepdims=True))
+    chances /= chances.sum(axis=1, keepdims=True)
+    assert [rows.best(row) for row in range(len(rows))] == logits.argmax(axis=1).tolist()
+    found = [rows.probability(row) for row in range(len(rows))]
+    np.testing.assert_allclose(found, chances.max(axis=1), rtol=1e-5)
+    context.close()
+
+
+def test_each_sequence_has_its_own_readout_and_may_get_another(
+    model: Model, logits: npt.NDArray[np.float32]
+) -> None:
+    context = make(model, Readout.BEST)
+    for kind in (Readout.ROW, Readout.TOP_K, Readout.BEST_BUT_END, Readout.ROW):
+        context.set_readout(1, kind)
+        for length in (1, 7, LENGTH):  # graphs of other shapes in between
+            rows = decode(context, length)
+            assert rows.kinds == [Readout.BEST] * length + [kind] * length + [Readout.BEST] * length
+            for row in range(length):
+                assert rows.best(row) == allowed(model, logits, ends=True)[row].argmax()
+                if kind is Readout.ROW:
+                    # the shape of a batch moves logits by some 1e-6
+                    np.testing.assert_allclose(rows.logits(length + row), logits[LENGTH + row], atol=1e-4)
+    context.set_readouts(None)
+    rows = decode(context)
+    np.testing.assert_array_equal(np.stack([rows.logits(row) for row in range(len(rows))]), logits)
+    context.set_readouts(Readout.BEST)
+    assert decode(context).all_best() == allowed(model, logits, ends=True).argmax(axis=1).tolist()
+    context.close()
+
+
+def test_prompts_and_decodes_in_one_batch(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    """Ubatches of different lengths, some without a row to read."""
+    context = make(model, Readout.BEST)
+    tokens = np.random.default_rng(0).integers(256, 2000, (N_SEQ, LENGTH))
+    # one token of sequence 0, then nine of sequence 1 of which the last gives a row
+    context.tokens[:10] = [tokens[0, 0], *tokens[1, :9]]
+    context.positions[:10] = [0, *range(9)]
+    context.sequences[:10] = [0] + [1] * 9
+    context.outputs[:10] = [1] + [0] * 8 + [1]
+    context.decode(10)
+    best = allowed(model, logits, ends=True).argmax(axis=1)
+    assert context.rows([0, 1], [0, 9]).all_best() == [best[0], best[LENGTH + 8]]
+    context.close()
+
+
+def test_unusable_logits_are_noticed() -> None:
+    rows = Rows(0, 4)
+    figures = np.array([[1.0, 0, 0, 0], [np.nan, 0, 0, 0]], np.float32)
+    rows.fill([Readout.BEST, Readout.BEST], [0, 1], None)
+    rows._figures.rows = figures
+    rows._candidates.rows = np.array([[2, 0, 0, 0], [3, 0, 0, 0]], np.int32)
+    assert rows.best(0) == 2
+    assert rows.all_best() is None
+    with pytest.raises(FloatingPointError, match="nan"):
+        rows.best(1)
+
+
+def test_what_serves_what() -> None:
+    assert Readout.ROW.serves(Readout.TOP_K)
+    assert Readout.TOP_K.serves(Readout.BEST_BUT_END)
+    assert not Readout.BEST.serves(Readout.BEST_BUT_END)
+    assert not Readout.BEST_BUT_END.serves(Readout.BEST)
+    assert not Readout.TOP_K.serves(Readout.ROW)
+
+
+@pytest.mark.parametrize(
+    ("params", "need"),
+    [
+        (SamplingParams(), Readout.BEST),
+        (SamplingParams(ignore_eos=True), Readout.BEST_BUT_END),
+        (SamplingParams(temperature=1.0, top_k=1), Readout.BEST),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), Readout.TOP_K),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), Readout.ROW),
+        (SamplingParams(temperature=1.0, top_p=0.9), Readout.ROW),
+        (SamplingParams(presence_penalty=1.0), Readout.ROW),
+    ],
+)
+def test_what_a_request_needs(model: Model, params: SamplingParams, need: Readout) -> None:
+    sampler = Sampler(params, Vocab(model), [1])
+    assert sampler.need is need
+    sampler.close()
+
+
+def test_draws_from_candidates_follow_the_distribution(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    """Top-k, temperature, top-p and min-p by the book, against 20,000 draws from the device's candidates."""
+    params = SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05, seed=3)
+    context = make(model, Readout.TOP_K)
+    rows = decode(context, 1)
+    sampler = Sampler(params, Vocab(model), [1])
+    drawn = [sampler.sample(rows, 0) for _ in range(20_000)]
+    sampler.close()
+    context.close()
+
+    real = allowed(model, logits[:1], ends=True)[0].astype(float)
+    ids = np.argsort(-real)[:12]
+    chances = np.exp((real[ids] - real[ids[0]]) / 1.5)
+    chances /= chances.sum()
+    kept = int(np.searchsorted(np.cumsum(chances), 0.9)) + 1
+    chances[kept:] = 0
+    chances[chances < 0.05 * chances[0]] = 0
+    chances /= chances.sum()
+    assert (chances > 0).sum() > 2
+    shares = np.array([drawn.count(token) for token in ids.tolist()]) / len(drawn)
+    assert shares.sum() == pytest.approx(1)
+    # five standard deviations of a share
+    assert (np.abs(shares - chances) <= 5 * np.sqrt(chances * (1 - chances) / len(drawn))).all()
+
+
+@pytest.mark.parametrize("n", [5, 300, 40_000])
+@pytest.mark.parametrize("k", [1, 20, 64])
+def test_the_best_of_many(n: int, k: int) -> None:
+    rng = np.random.default_rng(n + k)
+    values = rng.normal(size=n).astype(np.float32)
+    values[rng.integers(0, n, n // 3)] = -np.inf
+    found = best_of(values, k)
+    best = -np.sort(-values)[: min(k, n)]
+    np.testing.assert_array_equal(-np.sort(-values[found]), cast("npt.NDArray[np.float32]", best))
