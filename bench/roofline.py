@@ -97,6 +97,7 @@ def roofline(args: argparse.Namespace) -> int:
                 name=card.name,
                 bandwidth=card.bandwidth,
                 compute=card.compute,
+                vector=card.vector,
                 launch=card.launch,
                 compute_shares=list(card.compute_shares),
                 source=card.source,
@@ -224,12 +225,13 @@ def _calibrate(args: argparse.Namespace, geometry: Geometry) -> Calibration | No
 
 
 def _wanted_cards(args: argparse.Namespace) -> list[Card]:
-    if (args.bandwidth is None) != (args.compute is None):
-        raise BenchError("--bandwidth and --compute make a card of your own together: give both")
+    own = [args.bandwidth, args.compute, args.vector]
+    if any(own) and not all(own):
+        raise BenchError("--bandwidth, --compute and --vector make a card of your own: give all three")
     wanted = [CARDS[name] for name in args.card]
-    if args.bandwidth is not None:
-        own = Card("custom", args.bandwidth * 1e9, args.compute * 1e12, source="--bandwidth and --compute")
-        wanted.append(own)
+    if all(own):
+        rates = args.bandwidth * 1e9, args.compute * 1e12, args.vector * 1e12
+        wanted.append(Card("custom", *rates, source="--bandwidth, --compute, --vector"))
     return wanted
 
 
@@ -274,12 +276,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", type=Path, required=True, help="the GGUF whose passes are priced")
     cards = made.add_argument_group("card")
     cards.add_argument("--card", type=parse_cards, default=",".join(CARDS), help="presets to predict for")
-    cards.add_argument(
-        "--bandwidth", type=parse_rate, metavar="GB/S", help="of a card of your own, with --compute"
-    )
-    cards.add_argument(
-        "--compute", type=parse_rate, metavar="TFLOPS", help="of it: dense F16 on tensor cores"
-    )
+    own = {"bandwidth": "GB/S", "compute": "TFLOPS", "vector": "TFLOPS"}
+    what = ("of a card of your own", "of it: dense F16 on tensor cores", "of it: F32 outside of them")
+    for (flag, unit), text in zip(own.items(), what, strict=True):
+        cards.add_argument(f"--{flag}", type=parse_rate, metavar=unit, help=text)
     cards.add_argument(
         "--launch-us",
         type=parse_rate,

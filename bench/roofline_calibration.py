@@ -55,12 +55,18 @@ class Calibration(Record):
     points: list[str]
 
     def apply(self, card: Card) -> Card:
-        """Another card that is used as well as this one was."""
+        """A card that is used as well as this one was.
+
+        The same share of its bandwidth, the same launches, and of the compute the same rates in proportion to
+        the cards' F32 rates (multiprocessors times clock: what feeds the tensor cores), up to its own.
+        """
+        measured = CARDS[self.card]
+        scale = measured.compute / card.compute * card.vector / measured.vector
         return replace(
             card,
             bandwidth=card.bandwidth * self.bandwidth_share,
             launch=self.launch_seconds,
-            compute_shares=tuple(self.compute_shares),
+            compute_shares=tuple((rows, min(1.0, share * scale)) for rows, share in self.compute_shares),
         )
 
 

@@ -202,12 +202,15 @@ class Terms:
 class Card:
     """Bytes and operations (of dense F16 on tensor cores) a second, and seconds to launch a kernel.
 
-    `compute_shares`: (rows of a pass, share of `compute` reached), by rows; in between, by their logarithm.
+    `vector`: F32 operations a second outside the tensor cores, by which what one card reaches is carried over
+    to another. `compute_shares`: (rows of a pass, share of `compute` reached), by rows; in between, by their
+    logarithm.
     """
 
     name: str
     bandwidth: float
     compute: float
+    vector: float
     launch: float = 0.0
     compute_shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     source: str = ""
@@ -230,13 +233,13 @@ class Card:
         return low_share * (1 - weight) + high_share * weight
 
 
-# Published datasheets: NVIDIA A10G (as AWS's G5 instances name it), L4 Tensor Core GPU, H200 SXM; F16 dense
+# Published datasheets: NVIDIA A10G (of AWS's G5 instances), L4 Tensor Core GPU, H200 SXM. F16 dense, then F32
 CARDS = {
     card.name: card
     for card in (
-        Card("A10G", 600e9, 70e12, source="NVIDIA A10G datasheet: 600 GB/s, FP16 tensor 70 TFLOPS"),
-        Card("L4", 300e9, 121e12, source="NVIDIA L4 datasheet: 300 GB/s, FP16 tensor 121 TFLOPS"),
-        Card("H200", 4800e9, 989e12, source="NVIDIA H200 SXM datasheet: 4.8 TB/s, FP16 tensor 989 TFLOPS"),
+        Card("A10G", 600e9, 70e12, 35e12, source="datasheet: 600 GB/s, FP16 tensor 70, FP32 35 TFLOPS"),
+        Card("L4", 300e9, 121e12, 30.3e12, source="datasheet: 300 GB/s, FP16 tensor 121, FP32 30.3 TFLOPS"),
+        Card("H200", 4800e9, 989e12, 67e12, source="datasheet: 4.8 TB/s, FP16 tensor 989, FP32 67 TFLOPS"),
     )
 }
 

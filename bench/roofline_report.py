@@ -79,6 +79,7 @@ class CardRecord(Record):
     name: str
     bandwidth: float
     compute: float
+    vector: float
     launch: float
     compute_shares: list[tuple[float, float]]
     source: str
@@ -200,8 +201,8 @@ def _transfer_notes(result: RooflineResult) -> Sequence[str]:
     if fit is None or all(card.name == fit.card for card in result.cards):
         return []
     return [
-        f"other cards are taken to be used as well as the {fit.card}; a smaller one is easier to fill, so of "
-        "its compute it may reach more: the truth lies between this and the datasheet's floor"
+        f"other cards than the {fit.card}: the same share of the bandwidth, the same launches, and the "
+        "compute reached in proportion to F32 rates, which no measurement has confirmed"
     ]
 
 

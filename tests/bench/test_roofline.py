@@ -168,7 +168,7 @@ def test_an_untied_head_is_read_instead_of_the_embedding() -> None:
 def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
     work: Work, expected: Terms, binding: str
 ) -> None:
-    terms = Card("x", bandwidth=1000, compute=10_000, launch=0.1).terms(work)
+    terms = Card("x", bandwidth=1000, compute=10_000, vector=1, launch=0.1).terms(work)
     assert (terms.memory, terms.compute) == (expected.memory, expected.compute)
     assert terms.launch == pytest.approx(expected.launch)
     assert terms.binding == binding
@@ -176,10 +176,10 @@ def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
 
 
 def test_the_share_of_the_compute_follows_the_logarithm_of_the_rows() -> None:
-    card = Card("x", 1, 1, compute_shares=((1, 0.1), (16, 0.5), (512, 0.9)))
+    card = Card("x", 1, 1, 1, compute_shares=((1, 0.1), (16, 0.5), (512, 0.9)))
     assert [card.compute_share(rows) for rows in (1, 16, 512, 4000)] == [0.1, 0.5, 0.9, 0.9]
     assert card.compute_share(4) == pytest.approx(0.3)
-    assert Card("x", 1, 1).compute_share(64) == 1
+    assert Card("x", 1, 1, 1).compute_share(64) == 1
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_expected_tokens_of_a_verification(count: int, acceptance: float, tokens
 
 
 def test_a_request_is_the_sum_of_its_steps() -> None:
-    geometry, card = Geometry(tensors()), Card("x", bandwidth=1.0, compute=1e30)
+    geometry, card = Geometry(tensors()), Card("x", bandwidth=1.0, compute=1e30, vector=1)
     step = [geometry.decode(100 + i).n_bytes for i in range(4)]
     assert decode_terms(card, geometry, 100, 5, None).memory == pytest.approx(sum(step))
     right = decode_terms(card, geometry, 100, 5, Drafts(1, 1.0, mtp=False))
@@ -205,7 +205,7 @@ def test_a_request_is_the_sum_of_its_steps() -> None:
     assert read == pytest.approx(sum(work.n_bytes for work in geometry.prefill(600)))
 
 
-TRUE = Card("H200", 4800e9 * 0.6, 989e12, 2.5e-6, ((1.0, 0.02), (64.0, 0.05), (512.0, 0.3)))
+TRUE = Card("H200", 4800e9 * 0.6, 989e12, 67e12, 2.5e-6, ((1.0, 0.02), (64.0, 0.05), (512.0, 0.3)))
 
 
 def ceiling_file(path: Path, geometry: Geometry, *, faster: float = 1.0, card: str = "NVIDIA H200") -> Path:
@@ -293,6 +293,9 @@ def test_a_calibration_finds_what_the_measurements_were_made_with(
     applied = found.apply(CARDS["A10G"])
     assert applied.bandwidth == pytest.approx(0.6 * 600e9, rel=1e-3)
     assert applied.launch == found.launch_seconds
+    carried = dict(applied.compute_shares)
+    assert carried[64.0] == pytest.approx(0.05 * 989 / 70 * 35 / 67, rel=1e-2)
+    assert carried[512.0] == 1.0  # 0.3 of the H200's tensor rate would be more than the A10G's own
     for geometry in both.values():
         for work in (geometry.decode(5000), geometry.verify(64, 2048), *geometry.prefill(512)):
             expected = TRUE.terms(work).total
@@ -440,13 +443,24 @@ def test_the_command_predicts_and_puts_measured_beside_it(
             assert "(prediction)" in line
     assert "A10G (prediction) ms" in shown
     assert "calibrated on the H200 with measured.json" in shown
-    assert "the truth lies between this and the datasheet's floor" in shown
+    assert "which no measurement has confirmed" in shown
     assert json.loads(out.read_text())["calibration"]["card"] == "H200"
 
 
 def test_a_card_of_ones_own(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "own.json"
-    flags = ["--model", str(small), "--card", "l4", "--bandwidth", "1000", "--compute", "200"]
+    flags = [
+        "--model",
+        str(small),
+        "--card",
+        "l4",
+        "--bandwidth",
+        "1000",
+        "--compute",
+        "200",
+        "--vector",
+        "40",
+    ]
     assert run(parser(), roofline, [*flags, "--launch-us", "3", "--out", str(out)]) == 0
     cards = RooflineResult.load(out).cards
     assert [(c.name, c.bandwidth, c.compute, c.launch) for c in cards] == [
@@ -458,7 +472,7 @@ def test_a_card_of_ones_own(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--bandwidth", "100"], "--bandwidth and --compute make a card of your own together"),
+        (["--bandwidth", "100"], "--bandwidth, --compute and --vector make a card of your own"),
         (["--calibrate", "/nowhere.json"], "--calibrate /nowhere.json: cannot be read"),
         (["--measured", "/nowhere.json"], "--measured /nowhere.json: cannot be read"),
         (["--model", "/nowhere.gguf"], "/nowhere.gguf: "),
