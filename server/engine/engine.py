@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
+
+IDLE_S = 0.25
+"""Seconds without a request after which there is time for other things."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
@@ -154,7 +157,7 @@ class Engine:
         settings, shape = self.settings, self.plan.shape
         return PrefixCache(
             DraftingMemory(self._context, self._speculator) if self._speculator else self._context,
-            Spans(settings.parallel),
+            Spans(settings.parallel, self._context.n_ctx),
             ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
             total_cells=self._context.n_ctx,
             cells=settings.prefix_cells,
@@ -306,7 +309,7 @@ class Engine:
             self._relieve(error)
             return
         profile.lap("decode")
-        self._scheduler.postprocess(step)
+        self._scheduler.postprocess(step, self._context.sequences[: step.n_tokens])
         profile.lap("schedule")
         self._post()
         profile.lap("post")
@@ -339,11 +342,20 @@ class Engine:
                 if self._scheduler.running or self._scheduler.waiting:
                     return True
                 self._post()
-                self._inbox.get()()
+                self._idle()()
                 self._profile.start()
             else:
                 self._inbox.get()()
         return False
+
+    def _idle(self) -> Callable[[], None]:
+        """What comes next; when nothing does for a while, the prefix cache is tidied up meanwhile."""
+        patience: float | None = IDLE_S
+        while True:
+            try:
+                return self._inbox.get(timeout=patience)
+            except Empty:
+                patience = 0 if self._scheduler.cache.tidy() else None
 
     def _postprocess(self, step: Step, sampled: list[Sampled], started: float) -> None:
         """Append what was sampled, tell the listeners, and end what is complete."""
@@ -353,7 +365,7 @@ class Engine:
             sequence = chunk.sequence
             if chunk.draft:
                 self._scheduler.settle(chunk, len(tokens) - 1 if isinstance(tokens, list) else 0)
-            if chunk.count > 1 or not sequence.generated:
+            if chunk.is_prompt:
                 self._prompt_tokens += chunk.count
                 sequence.timings.started = sequence.timings.started or started
             if tokens is None:

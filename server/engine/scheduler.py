@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
+    import numpy as np
+    import numpy.typing as npt
+
     from .prefix_cache import PrefixCache
     from .sequence import Sequence
 
@@ -51,6 +54,8 @@ class Chunk:
     count: int
     samples: bool
     draft: list[int] = field(default_factory=list)
+    is_prompt: bool = field(default=False, compare=False)
+    """The pending tokens are read for the first time, or again after a preemption."""
 
     @property
     def n_tokens(self) -> int:
@@ -72,7 +77,8 @@ class Step:
 
     def add(self, sequence: Sequence, count: int, draft: list[int] | None = None) -> None:
         """Put the next `count` pending tokens of `sequence` into the step, and `draft` behind the last."""
-        chunk = Chunk(sequence, count, count == sequence.pending, draft or [])
+        samples = count == sequence.pending
+        chunk = Chunk(sequence, count, samples, draft or [], is_prompt=not sequence.decoding)
         self.chunks.append(chunk)
         self.n_tokens += chunk.n_tokens
 
@@ -173,13 +179,12 @@ class Scheduler:
         self._prefill_is_due = apart and not self._prefill_is_due
         return step
 
-    def postprocess(self, step: Step) -> None:
-        """Account for a step that llama.cpp has computed, or has begun to."""
+    def postprocess(self, step: Step, slots: npt.NDArray[np.int32]) -> None:
+        """Account for a step that llama.cpp has computed, or has begun to; `slots` is each token's slot."""
+        self.cache.spans.append_batch(slots)
         for chunk in step.chunks:
             sequence = chunk.sequence
-            assert sequence.slot is not None
             sequence.cached += chunk.count
-            self.cache.spans.append(sequence.slot, chunk.n_tokens)
             if chunk.samples:
                 sequence.decoding = True
             else:

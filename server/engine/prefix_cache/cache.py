@@ -30,6 +30,9 @@ MIN_GAIN = 16
 MIN_TURN = 64
 """The least history, in tokens, that is worth a pass of its own to keep at the start of a chat turn."""
 
+ANSWER = 512
+"""Tokens of an answer for which room is made in advance; it may have as many as it likes."""
+
 MIN_RESTORE = 128
 """Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""
 
@@ -113,6 +116,9 @@ class PrefixCache:
             self.spans.share(node.holder, sequence.slot)
             sequence.cached = node.depth
             self._touch(node)
+        needed = sequence.pending + min(ANSWER, sequence.limit - len(sequence.tokens))
+        if self.spans.used - self.spans.idle == sequence.cached and needed <= self._cells:
+            self._limit(self._cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.cached
             self._tokens_saved += sequence.cached
@@ -175,7 +181,35 @@ class PrefixCache:
 
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells."""
-        while self.spans.idle > self._cells:
+        self._limit(self._cells)
+
+    def tidy(self) -> bool:
+        """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.
+
+        A step reads all cells up to the highest occupied one, so few that lie high cost as much as many. The
+        way down is through host memory; cells that it shared become its own. False when all lie low.
+        """
+        if self.spans.extent <= self._cells or not self._held:
+            return False
+        node = max(self._held, key=lambda node: self.spans.idle_extent(self._holder(node)))
+        holder = self._holder(node)
+        before = self.spans.idle_extent(holder)
+        if self.spans.idle - self.spans.exclusive(holder) + node.depth > self._cells:
+            self._evict(next(iter(self._held)))
+            return True
+        saved = self._memory.save(holder)
+        self._memory.remove(holder)
+        self.spans.drop(holder)
+        self._memory.restore(holder, saved)
+        self.spans.append(holder, node.depth)
+        if self.spans.idle_extent(holder) >= before:
+            self._evict(node)
+        return True
+
+    def _limit(self, cells: int) -> None:
+        """Give up checkpoints until no more than so many cells are idle."""
+        cells = max(0, cells)
+        while self.spans.idle > cells:
             sizes = {node: self.spans.exclusive(self._holder(node)) for node in self._held}
             # one that alone is too large would otherwise drive out all the others first
             too_large = (node for node, size in sizes.items() if size > self._cells)

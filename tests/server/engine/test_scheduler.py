@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy.typing as npt
 
 NO_SAMPLER = cast("Sampler", None)
 
@@ -49,16 +52,22 @@ def scheduler(
     **options: Any,
 ) -> Scheduler:
     """A scheduler without a prefix cache."""
-    cache = PrefixCache(NoMemory(), Spans(slots), ids=(), total_cells=cells, cells=0)
+    cache = PrefixCache(NoMemory(), Spans(slots, cells), ids=(), total_cells=cells, cells=0)
     return Scheduler(
         slots=slots, batch_size=batch, prefill_budget=budget, cache=cache, release=release, **options
     )
 
 
+def slots_of(step: Step) -> npt.NDArray[np.int32]:
+    """The slot of each token."""
+    slots = [chunk.sequence.slot or 0 for chunk in step.chunks for _ in range(chunk.n_tokens)]
+    return np.array(slots, np.int32)
+
+
 def advance(s: Scheduler) -> Step:
     """One step of a model that answers every sampled row with token 7, up to the sequence's limit."""
     step = s.schedule()
-    s.postprocess(step)
+    s.postprocess(step, slots_of(step))
     for chunk in step.chunks:
         if chunk.samples:
             chunk.sequence.tokens.append(7)
@@ -219,7 +228,7 @@ class Watched:
         slots = [x.slot for x in self.s.running]
         assert None not in slots
         assert len(set(slots)) == len(slots)
-        self.s.postprocess(step)
+        self.s.postprocess(step, slots_of(step))
         assert self.s.cells_used == sum(x.cached for x in self.s.running) <= self.s.cells
         self.admitted += [x for x in self.s.running if x not in self.admitted]
         for chunk in step.chunks:
@@ -348,11 +357,11 @@ def test_drafts_are_verified_apart_from_prompts() -> None:
     s.add(sequence(40))
     step = s.schedule()
     assert step.chunks == [Chunk(stream, 1, True, [8, 9])]
-    s.postprocess(step)
+    s.postprocess(step, slots_of(step))
     s.settle(step.chunks[0], 0)
     step = s.schedule()
     assert counts(step) == [16]
-    s.postprocess(step)
+    s.postprocess(step, slots_of(step))
     assert s.schedule().chunks[0].draft == [8, 9]
 
 
@@ -361,10 +370,10 @@ def test_a_draft_is_kept_as_a_whole_or_not_at_all(accepted: int) -> None:
     s = scheduler(propose=lambda ready, rows: [[8, 9] for _ in ready])
     s.add(stream := sequence(4, max_tokens=100))
     step = s.schedule()
-    s.postprocess(step)
+    s.postprocess(step, slots_of(step))
     stream.tokens.append(7)
     step = s.schedule()
-    s.postprocess(step)
+    s.postprocess(step, slots_of(step))
     stream.tokens += [8, 9, 10][: accepted + 1]
     s.settle(step.chunks[0], accepted)
     if accepted == 2:

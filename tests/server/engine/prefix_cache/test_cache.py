@@ -176,6 +176,26 @@ def test_a_checkpoint_in_use_keeps_its_cells_for_those_who_use_it() -> None:
     assert world.scheduler.preemptions == 0
 
 
+def test_checkpoints_taken_high_up_among_many_are_brought_down_when_nobody_runs() -> None:
+    world = World(slots=4, cells=160)
+    sequences = [world.add([n, *range(60)], 10) for n in range(4)]
+    world.finish()
+    assert world.spans.extent > 160
+    while world.cache.tidy():
+        world.check()
+    assert world.spans.extent <= 160
+    assert world.serve(sequences[3].tokens).reused == 60
+    assert not world.cache.tidy()
+
+
+def test_one_that_runs_alone_gets_the_cells_that_the_oldest_checkpoints_had() -> None:
+    world = World(cells=200)
+    for n in range(12):
+        sequence = world.serve([n, *range(60)], 10)
+        assert world.spans.extent <= 200
+    assert world.serve(sequence.tokens[:61]).reused == 60
+
+
 def test_evicted_checkpoints_come_back_from_host_memory() -> None:
     world = World(ids=2, host_bytes=600, slots=1)
     long = list(range(300))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from server.engine.prefix_cache import Spans
 if TYPE_CHECKING:
     from pathlib import Path
 
-SLOTS, IDS = 3, 7
+SLOTS, IDS, CELLS = 3, 7, 90
 
 
 class AgainstSets(RuleBasedStateMachine):
@@ -25,16 +27,30 @@ class AgainstSets(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans = Spans(SLOTS)
+        self.spans = Spans(SLOTS, CELLS)
         self.cells: dict[int, list[int]] = {sequence: [] for sequence in range(IDS)}
-        self.committed = dict.fromkeys(range(SLOTS), 0)
-        self.next_cell = 0
+
+    def take(self, count: int) -> list[int]:
+        """The lowest free cells."""
+        return sorted(set(range(CELLS)) - self.all_cells())[:count]
 
     @rule(slot=st.integers(0, SLOTS - 1), count=st.integers(1, 9))
     def append(self, slot: int, count: int) -> None:
+        cells = self.take(count)
+        if len(cells) < count:
+            with pytest.raises(ValueError, match=f"{count} cells are wanted, {len(cells)} are free"):
+                self.spans.append(slot, count)
+            return
         self.spans.append(slot, count)
-        self.cells[slot] += range(self.next_cell, self.next_cell + count)
-        self.next_cell += count
+        self.cells[slot] += cells
+
+    @rule(batch=st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=9))
+    def append_batch(self, batch: list[int]) -> None:
+        cells = self.take(len(batch))
+        if len(cells) == len(batch):
+            self.spans.append_batch(np.array(batch, np.int32))
+            for slot, cell in zip(batch, cells, strict=True):
+                self.cells[slot].append(cell)
 
     @rule(holder=st.integers(SLOTS, IDS - 1), count=st.integers(1, 9))
     def restore(self, holder: int, count: int) -> None:
@@ -83,6 +99,13 @@ class AgainstSets(RuleBasedStateMachine):
             assert self.spans.idle_in(sequence) == len(set(cells) - running)
 
     @invariant()
+    def extents(self) -> None:
+        running = {cell for slot in range(SLOTS) for cell in self.cells[slot]}
+        assert self.spans.extent == max(self.all_cells(), default=-1) + 1
+        for sequence, cells in self.cells.items():
+            assert self.spans.idle_extent(sequence) == max(set(cells) - running, default=-1) + 1
+
+    @invariant()
     def by_sequence(self) -> None:
         for sequence, cells in self.cells.items():
             assert self.spans.length(sequence) == len(cells)
@@ -97,11 +120,22 @@ TestAgainstSets = AgainstSets.TestCase
 TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+REPORT = re.compile(r"find_slot: stream\[0\], n = +(\d+), used = +(\d+)")
+"""What llama.cpp logs before it places tokens, with LLAMA_KV_CACHE_DEBUG: its extent, its occupied cells."""
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_llama_cpp_has_as_many_free_cells_as_are_counted(nano_f32: Path, seed: int) -> None:
-    """After random appends, copies and removals: so many more tokens fit, and not one more."""
+def test_llama_cpp_has_the_same_cells_occupied(
+    nano_f32: Path, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random batches, copies, removals, taken back drafts and restored states: its own log agrees each time.
+
+    In the end so many more tokens fit as are free by our count, and not one more.
+    """
+    monkeypatch.setenv("LLAMA_KV_CACHE_DEBUG", "1")
+    caplog.set_level(1, logger="llama.cpp")
     rng = random.Random(seed)
-    total, n_seq, slots = 256, 8, 4
+    total, n_seq, slots = 512, 8, 4
     model = Model(nano_f32, n_gpu_layers=0)
     options = ContextOptions(
         n_ctx=total,
@@ -116,42 +150,61 @@ def test_llama_cpp_has_as_many_free_cells_as_are_counted(nano_f32: Path, seed: i
         type_v="f16",
     )
     context = Context(model, options)
-    spans = Spans(slots)
+    spans = Spans(slots, total)
 
-    def append(slot: int, count: int) -> None:
-        start = spans.length(slot)
-        context.tokens[:count] = 300
-        context.positions[:count] = range(start, start + count)
-        context.sequences[:count] = slot
-        context.outputs[:count] = 0
-        context.outputs[count - 1] = 1
-        context.decode(count)
-        spans.append(slot, count)
+    def decode(chosen: list[int], count: int) -> None:
+        """So many tokens of each, in the order in which they are computed: pass by pass."""
+        most = options.n_ubatch // len(chosen)
+        passes = [min(most, count - start) for start in range(0, count, most)]
+        batch = [slot for length in passes for slot in chosen for _ in range(length)]
+        seen = {slot: spans.length(slot) for slot in chosen}
+        n = len(batch)
+        for i, slot in enumerate(batch):
+            context.positions[i] = seen[slot]
+            seen[slot] += 1
+        context.tokens[:n] = 300
+        context.sequences[:n] = batch
+        context.outputs[:n] = 0
+        context.outputs[n - 1] = 1
+        caplog.clear()
+        used, extent = spans.used, spans.extent
+        context.decode(n)
+        found = [match for record in caplog.records if (match := REPORT.search(record.getMessage()))]
+        assert (int(found[0][1]), int(found[0][2])) == (extent, used)
+        spans.append_batch(context.sequences[:n])
 
     try:
-        for _ in range(60):
+        for _ in range(80):
             sequence, other = rng.sample(range(n_seq), 2)
             free = total - spans.used
-            match rng.randrange(4):
-                case 0 | 1 if sequence < slots and free:
-                    append(sequence, rng.randint(1, min(free, 40)))
-                case 2 if not spans.length(other) and spans.length(sequence):
+            match rng.randrange(6):
+                case 0 | 1 | 2 if free >= 8:
+                    chosen = rng.sample(range(slots), rng.randint(1, slots))
+                    equal = rng.randint(1, min(30, free // len(chosen)))
+                    decode(chosen, equal)
+                case 3 if not spans.length(other) and spans.length(sequence):
                     context.copy(sequence, other)
                     spans.share(sequence, other)
-                case 3:
+                case 4:
                     context.remove(sequence)
                     spans.drop(sequence)
-        for slot in range(slots):
-            if spans.length(slot):
-                break
-        else:
-            slot = 0
+                case 5 if spans.length(sequence) and sequence >= slots:
+                    saved, length = context.save(sequence), spans.length(sequence)
+                    context.remove(sequence)
+                    spans.drop(sequence)
+                    if length <= total - spans.used:
+                        context.restore(sequence, saved)
+                        spans.append(sequence, length)
+        if not spans.used:
+            decode([0], 1)
         free = total - spans.used
         with pytest.raises(NoMemorySlot):
-            append(slot, free + 1)
+            context.sequences[: free + 1] = 0
+            context.positions[: free + 1] = range(spans.length(0), spans.length(0) + free + 1)
+            context.decode(free + 1)
         if free:
-            append(slot, free)
-        assert spans.used == total
+            decode([0], free)
+        assert (spans.used, spans.extent) == (total, total)
     finally:
         context.close()
         model.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from server.engine.prefix_cache import PrefixCache, Spans
 from server.engine.scheduler import Scheduler, Step
 from server.engine.sequence import Sequence
@@ -67,7 +69,7 @@ class World:
         **cache: Any,
     ) -> None:
         self.memory = FakeMemory()
-        self.spans = Spans(slots)
+        self.spans = Spans(slots, total_cells)
         self.cache = PrefixCache(
             self.memory,
             self.spans,
@@ -100,7 +102,8 @@ class World:
             assert held == tuple(sequence.tokens[: sequence.cached]), "it would go on from something else"
             self.memory.held[sequence.slot] = (*held, *sequence.tokens[len(held) : len(held) + chunk.count])
         self.computed += step.n_tokens
-        self.scheduler.postprocess(step)
+        slots = [chunk.sequence.slot or 0 for chunk in step.chunks for _ in range(chunk.n_tokens)]
+        self.scheduler.postprocess(step, np.array(slots, np.int32))
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.sequence.tokens.append(ANSWER + chunk.sequence.generated)
