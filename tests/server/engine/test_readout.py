@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -239,4 +239,4 @@ def test_the_best_of_many(n: int, k: int) -> None:
     values[rng.integers(0, n, n // 3)] = -np.inf
     found = best_of(values, k)
     best = -np.sort(-values)[: min(k, n)]
-    np.testing.assert_array_equal(-np.sort(-values[found]), cast("npt.NDArray[np.float32]", best))
+    np.testing.assert_array_equal(-np.sort(-values[found]), best)
