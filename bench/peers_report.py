@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.latency_result import CATEGORIES, PROTOCOLS, Protocol, by_key, mean_speedup
 from bench.options import HelpFormatter, run
 from bench.peers_result import MEAN, Figure, Measured, PeersResult, at_once
+from bench.peers_steps import step_table
 from bench.plot import PALETTE, figure
 from bench.table import Cell, Table, show
 
@@ -19,7 +20,7 @@ LONGEST_NAME = 16  # of a reference that fits into a column's header
 
 
 def tables(result: PeersResult) -> list[Table]:
-    """A table for each protocol or for the levels, one for the engine's ceiling, one for who took part."""
+    """Each protocol or the levels, the engine's ceiling, our server's steps, and who took part."""
     made: list[Table] = []
     if result.workload == "latency":
         made += [table for protocol in PROTOCOLS if (table := latency_table(result, protocol)) is not None]
@@ -27,7 +28,8 @@ def tables(result: PeersResult) -> list[Table]:
         made.append(level_table(result))
     if result.ceiling is not None:
         made.append(ceiling_table(result))
-    return [*made, peer_table(result)]
+    steps = step_table(result)
+    return [*made, *([steps] if steps is not None else []), peer_table(result)]
 
 
 def latency_table(result: PeersResult, protocol: Protocol) -> Table | None:

@@ -14,6 +14,7 @@ from bench import peers, peers_report
 from bench.options import run
 from bench.peers_report import draw, tables
 from bench.peers_result import PeersResult, read_any_baseline
+from bench.peers_steps import step_table
 from tests.bench.fake_server import FakeServer, Script
 from tests.bench.test_ceiling import BATCHED, write_programs
 
@@ -270,7 +271,12 @@ def test_nothing_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_our_server(nano_q4_k_m: Path, tmp_path: Path) -> None:
     options = ["--gguf", str(nano_q4_k_m), "--no-ceiling", "--threads", "1", "--runs", "1", "--warmup", "0"]
-    named = ["--peer", "server", "--peer", "narrow=server --batch-size 256 --ubatch-size 64"]
+    named = [
+        "--peer",
+        "server=server --speculation off",
+        "--peer",
+        "narrow=server --batch-size 256 --ubatch-size 64",
+    ]
     result = compare(tmp_path, *QUICK, *options, *named)
     assert [one.failed for one in result.peers] == [None, None]
     assert result.measured[1].summaries[0].completion_tokens == 128
@@ -278,6 +284,18 @@ def test_our_server(nano_q4_k_m: Path, tmp_path: Path) -> None:
     assert result.peers[0].about["model"] == nano_q4_k_m.stem
     counted = result.measured[0].counters["short, official"]
     assert counted["qwen_completion_tokens_total"] == 128
+    steps = step_table(result)
+    assert steps is not None
+    decodes = [row for row in steps.rows if row[:2] == ["server: short, official", "decode"]]
+    assert len(decodes) == 1
+    (_, _, count, tokens, device, host, _) = decodes[0]
+    assert isinstance(count, int)
+    assert 100 < count < 128, "the first of 128 tokens comes out of the prefill"
+    assert tokens == 1.0
+    assert isinstance(device, float)
+    assert isinstance(host, float)
+    assert device > 0
+    assert host > 0
 
 
 def port_is_free(url: str) -> bool:
