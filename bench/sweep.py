@@ -3,9 +3,9 @@
     python bench/sweep.py --src models/nano --quants Q8_0,Q4_K_M,Q2_K
     python bench/sweep.py --src Qwen/Qwen3.5-4B --variants plain.toml draft4-kv8.toml --limit all
 
-Each variant is converted if it is not there yet, served by our server, timed under both latency protocols and
-put through the quality gates; its divergence from the whole model is the converter's. --out gets one JSON a
-variant, sweep.json, sweep.csv, sweep.md, the pictures, and report.html, which needs nothing beside it.
+Each variant is converted if it is not there yet, served by our server, put through the quality gates and
+timed under both latency protocols; its divergence from the whole model is the converter's. --out gets one
+JSON a variant, sweep.json, sweep.csv, sweep.md, the pictures, and report.html, which needs nothing beside it.
 
 The recommended variant is the fastest that passes every gate. A finished variant is not measured again as
 long as its weights, settings and this command's are the same (changes of the server's code do not count:
@@ -21,7 +21,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -35,7 +34,7 @@ from bench.latency import parse_categories
 from bench.latency_result import CATEGORIES, PROTOCOLS, Baseline, read_baseline
 from bench.options import HelpFormatter, natural, positive, run
 from bench.quality import gate_folder, share_or_count
-from bench.variants.measure import failure, finished, forget, measure
+from bench.variants.measure import failure, finished, forget, gather, is_finished, measure, stages
 from bench.variants.page import markdown, page
 from bench.variants.pictures import draw
 from bench.variants.plan import FULL, LIGHT, SOME, Effort, Plan, default_tasks, model_name
@@ -62,7 +61,7 @@ def sweep(args: argparse.Namespace) -> int:
     started, began = datetime.now(UTC).replace(microsecond=0), perf_counter()
     variants = choose_variants(args)
     plan = make_plan(args)
-    named = args.baseline or (FIRST if plan.tasks == "nano" else "official")
+    named = args.baseline or (FIRST if default_tasks(plan.source)[0] == "nano" else "official")
     fixed = None if named == FIRST else read_baseline(named)
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         say(f"{name} is left out: a variant's settings are in its file")
@@ -104,6 +103,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     suited, nano = default_tasks(args.src)
     tasks = args.tasks or suited
     usual = LIGHT if suited == "nano" else FULL
+    runs = usual.runs if args.runs is None else args.runs
     now = datetime.now(UTC)
     return Plan(
         command=args.command,
@@ -120,9 +120,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
         protocol=args.protocol,
         categories=",".join(category.name for category in args.categories),
         effort=Effort(
-            runs=usual.runs if args.runs is None else args.runs,
+            runs=runs,
             warmup=usual.warmup if args.warmup is None else args.warmup,
             stream_runs=usual.stream_runs if args.stream_runs is None else args.stream_runs,
+            rounds=min(runs, usual.rounds if args.rounds is None else args.rounds),
         ),
         threads=args.threads,
         convert_options=tuple(shlex.split(args.convert_options or "")),
@@ -136,40 +137,58 @@ def make_plan(args: argparse.Namespace) -> Plan:
 def measure_all(
     plan: Plan, variants: Sequence[Variant], weights: dict[str, Weights | BenchError], *, force: bool
 ) -> list[VariantResult]:
-    """Every variant's result; whatever goes wrong with one is in its result, and the rest go on."""
-    results: list[VariantResult] = []
-    spent: list[float] = []
-    for number, variant in enumerate(variants, 1):
-        place = f"[{number}/{len(variants)}] {variant.name}"
+    """Every variant's result, stage by stage; one's failure ends up in its result, and the rest go on."""
+    results: dict[str, VariantResult] = {}
+    ready: dict[str, Weights] = {}
+    for variant in variants:
         have = weights[variant.name]
         if isinstance(have, BenchError):
-            say(f"{place}: FAILED: {have}")
-            results.append(failure(plan, variant, None, have))
-            continue
-        known = None if force else finished(plan, variant, plan.fingerprint(variant, have.sha256))
-        if known is not None:
-            say(f"{place}: finished before")
-            results.append(known)
+            say(f"{variant.name}: FAILED: {have}")
+            results[variant.name] = failure(plan, variant, None, have)
             continue
         if force:
             forget(plan, variant)
-        began = perf_counter()
-        try:
-            results.append(measure(plan, variant, have, partial(say, place)))
-        except BenchError as error:
-            say(f"{place}: FAILED: {error}")
-            results.append(failure(plan, variant, have, error))
-        except Exception as error:  # whatever lm-eval or a dataset throws is not the others' matter
-            (plan.raw(variant) / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-            unexpected = BenchError(f"{type(error).__name__}: {error} ({plan.raw(variant) / 'error.txt'})")
-            say(f"{place}: FAILED: {unexpected}")
-            results.append(failure(plan, variant, have, unexpected))
+        known = finished(plan, variant, plan.fingerprint(variant, have.sha256))
+        if known is not None:
+            say(f"{variant.name}: finished before")
+            results[variant.name] = known
         else:
+            ready[variant.name] = have
+    for stage in stages(plan):
+        spent: list[float] = []
+        left = [
+            variant
+            for variant in variants
+            if variant.name in ready and not is_finished(plan, variant, ready[variant.name], stage)
+        ]
+        for number, variant in enumerate(left, 1):
+            say(f"{stage} [{number}/{len(left)}] {variant.name}")
+            began = perf_counter()
+            error = attempt(plan, variant, ready[variant.name], stage)
             spent.append(perf_counter() - began)
-            left = len(variants) - number
-            more = f", about {left * sum(spent) / len(spent) / 60:.0f} min left" if left else ""
-            say(f"{place}: done in {spent[-1]:.0f} s{more}")
-    return results
+            if error is not None:
+                say(f"{variant.name}: FAILED: {error}")
+                results[variant.name] = failure(plan, variant, ready.pop(variant.name), error)
+            elif number < len(left):
+                minutes = (len(left) - number) * sum(spent) / len(spent) / 60
+                say(f"  done in {spent[-1]:.0f} s, about {minutes:.1f} min left of {stage}")
+    for variant in variants:
+        if variant.name not in results:
+            results[variant.name] = gather(plan, variant, ready[variant.name])
+    return [results[variant.name] for variant in variants]
+
+
+def attempt(plan: Plan, variant: Variant, weights: Weights, stage: str) -> BenchError | None:
+    """One stage of one variant; why it failed, or None."""
+    try:
+        measure(plan, variant, weights, stage)
+    except BenchError as error:
+        return error
+    except Exception as error:  # whatever lm-eval or a dataset throws is not the others' matter
+        path = plan.raw(variant) / "error.txt"
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        return BenchError(f"{type(error).__name__}: {error} ({path})")
+    return None
 
 
 def conclude(
@@ -278,6 +297,12 @@ def parser() -> argparse.ArgumentParser:
                               ("--stream-runs", natural, "stream_runs")):  # fmt: skip
         usual = f"{getattr(FULL, key)}; {getattr(LIGHT, key)} for nano"
         timing.add_argument(option, type=kind, help=f"as bench/latency.py ({usual})")
+    timing.add_argument(
+        "--rounds",
+        type=positive,
+        help="visit all variants so many times, a part of the runs each time, so that drift of the machine "
+        f"hits all alike ({FULL.rounds}; {LIGHT.rounds} for nano)",
+    )
     timing.add_argument("--protocol", choices=("both", *PROTOCOLS), default="both")
     timing.add_argument("--categories", type=parse_categories, default=",".join(CATEGORIES))
     timing.add_argument(

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from bench import environment, latency
 from bench.errors import BenchError
 from bench.gates.result import QualityResult
-from bench.latency_result import LatencyResult
+from bench.latency_result import LatencyResult, summarize
 from bench.launch import ServerProcess, free_port
 from bench.variants.plan import NONE, Plan
 from bench.variants.result import LatencyPart, VariantResult, Weights
@@ -23,6 +23,7 @@ from bench.variants.weights import import_paths
 
 READY = "/ping"
 STAGES = "stages.json"
+GATES, LATENCY = "gates", "latency-"
 
 
 def finished(plan: Plan, variant: Variant, fingerprint: str) -> VariantResult | None:
@@ -46,44 +47,53 @@ def forget(plan: Plan, variant: Variant) -> None:
     (plan.raw(variant) / STAGES).unlink(missing_ok=True)
 
 
-def measure(plan: Plan, variant: Variant, weights: Weights, say: Callable[[str], None]) -> VariantResult:
-    """Serve it, measure it, save it. Stages that an interrupted run has finished are not run again.
+def stages(plan: Plan) -> list[str]:
+    """What is measured of each variant, in order: the gates, then its share of the timed runs, in rounds."""
+    rounds = [f"{LATENCY}{number}" for number in range(1, plan.effort.rounds + 1)]
+    return rounds if plan.tasks == NONE else [GATES, *rounds]
 
-    Raises BenchError when the server does not start or answer, or a measurement fails.
+
+def is_finished(plan: Plan, variant: Variant, weights: Weights, stage: str) -> bool:
+    """Whether an earlier run has finished the stage."""
+    return stage in StageRecord(plan.raw(variant), plan.fingerprint(variant, weights.sha256)).seconds
+
+
+def measure(plan: Plan, variant: Variant, weights: Weights, stage: str) -> None:
+    """One stage, at a server of its own.
+
+    Raises BenchError when the server does not start or answer, or the measurement fails.
     """
-    started, began = datetime.now(UTC).replace(microsecond=0), perf_counter()
-    raw = plan.raw(variant)
-    fingerprint = plan.fingerprint(variant, weights.sha256)
-    stages = Stages(raw, fingerprint)
-    latency_file, quality_file = raw / "latency.json", raw / "quality.json"
-    missing = [name for name in wanted_stages(plan) if not stages.is_finished(name)]
-    if missing:
-        with serving(plan, variant) as url:
-            if "latency" in missing:
-                say("latency")
-                with stages.running("latency"):
-                    run_latency(plan, url, latency_file)
-            if "gates" in missing:
-                say("gates")
-                with stages.running("gates"):
-                    run_gates(plan, url, quality_file)
-    measured = LatencyResult.load(latency_file)
-    gates = QualityResult.load(quality_file).gates if plan.tasks != NONE else []
+    record = StageRecord(plan.raw(variant), plan.fingerprint(variant, weights.sha256))
+    out = plan.raw(variant) / f"{stage}.json"
+    with serving(plan, variant, stage) as url, record.running(stage):
+        if stage == GATES:
+            run_gates(plan, url, out)
+        else:
+            run_latency(plan, url, out, int(stage.removeprefix(LATENCY)))
+
+
+def gather(plan: Plan, variant: Variant, weights: Weights) -> VariantResult:
+    """The result file of a variant whose stages are all finished."""
+    raw, fingerprint = plan.raw(variant), plan.fingerprint(variant, weights.sha256)
+    record = StageRecord(raw, fingerprint)
+    rounds = [LatencyResult.load(raw / f"{stage}.json") for stage in stages(plan) if stage != GATES]
+    runs = [run for one in rounds for run in one.runs]
+    last = rounds[-1]
     return save(
         plan,
         VariantResult(
-            **head(plan, variant, weights, fingerprint, measured.card),
-            started=started,
-            seconds=perf_counter() - began,
-            server=measured.server,
+            **head(plan, variant, weights, fingerprint, last.card),
+            started=rounds[0].started,
+            seconds=sum(record.seconds.values()),
+            server=last.server,
             latency=LatencyPart(
-                endpoint=measured.endpoint,
-                prompts=measured.prompts,
-                settings=measured.settings,
-                summaries=measured.summaries,
+                endpoint=last.endpoint,
+                prompts=last.prompts,
+                settings=plan.latency_settings(),
+                summaries=summarize(runs, None),
             ),
-            gates=gates,
-            stage_seconds=stages.seconds,
+            gates=QualityResult.load(raw / f"{GATES}.json").gates if plan.tasks != NONE else [],
+            stage_seconds=record.seconds,
         ),
     )
 
@@ -134,31 +144,25 @@ def save(plan: Plan, result: VariantResult) -> VariantResult:
     return result
 
 
-def wanted_stages(plan: Plan) -> list[str]:
-    """What is measured at the server, in order."""
-    return ["latency"] if plan.tasks == NONE else ["latency", "gates"]
+class StageRecord:
+    """Which stages of a variant are finished, for one fingerprint: another one empties the folder.
 
-
-class Stages:
-    """Which stages of a variant are done, for one fingerprint: another one empties the folder."""
+    ``seconds``: wall time by finished stage.
+    """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self._file = folder / STAGES
+        self._fingerprint = fingerprint
         self.seconds: dict[str, float] = {}
         try:
             known = json.loads(self._file.read_text(encoding="utf-8"))
             if known["fingerprint"] == fingerprint:
                 self.seconds = dict(known["seconds"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # nothing is known to be done
+            pass  # nothing is known to be finished
         if not self.seconds:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        self._fingerprint = fingerprint
-
-    def is_finished(self, name: str) -> bool:
-        """Whether the stage's result file is complete and belongs here."""
-        return name in self.seconds
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -174,7 +178,7 @@ class Stages:
 
 
 @contextmanager
-def serving(plan: Plan, variant: Variant) -> Iterator[str]:
+def serving(plan: Plan, variant: Variant, stage: str) -> Iterator[str]:
     """The URL of a server that runs the variant for the time of the block. Raises BenchError as it starts."""
     port = free_port()
     command = [sys.executable, "-m", "server", "--model", str(plan.gguf(variant)), "--alias", variant.name]
@@ -190,7 +194,7 @@ def serving(plan: Plan, variant: Variant) -> Iterator[str]:
         command,
         f"http://127.0.0.1:{port}",
         ready_path=READY,
-        log=plan.raw(variant) / "server.log",
+        log=plan.raw(variant) / f"{stage}.server.log",
         environment=import_paths(),
         timeout=plan.start_timeout,
     )
@@ -205,9 +209,9 @@ def serving(plan: Plan, variant: Variant) -> Iterator[str]:
         asyncio.run(server.stop())
 
 
-def run_latency(plan: Plan, url: str, out: Path) -> None:
-    """The latency protocols. Raises BenchError when a request failed."""
-    status = asyncio.run(latency.latency(plan.latency_arguments(url, out)))
+def run_latency(plan: Plan, url: str, out: Path, number: int) -> None:
+    """The latency protocols, round ``number`` from 1. Raises BenchError when a request failed."""
+    status = asyncio.run(latency.latency(plan.latency_arguments(url, out, number)))
     if status != 0:
         errors = [run.error for run in LatencyResult.load(out).runs if run.error is not None]
         raise BenchError(f"latency: {len(errors)} requests failed; the first: {errors[0]}")

@@ -10,26 +10,30 @@ from typing import Any
 
 from bench import latency, quality
 from bench.gates.gate import NANO_FOLDER
+from bench.variants.result import Values
 from bench.variants.variant import Variant
 
 FORMAT = 1  # raise it when the same settings come to mean another measurement
 SOME = 0.1  # of each benchmark's items
 NONE = "none"
 
-Values = dict[str, int | float | bool | str | None]
-
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured unless an option says otherwise."""
+    """How much is timed. Runs are spread over ``rounds``, each of which visits all variants in turn."""
 
     runs: int
     warmup: int
     stream_runs: int
+    rounds: int
+
+    def share(self, runs: int, number: int) -> int:
+        """How many of ``runs`` fall to round ``number``, from 1."""
+        return runs // self.rounds + (number <= runs % self.rounds)
 
 
-FULL = Effort(runs=50, warmup=5, stream_runs=10)
-LIGHT = Effort(runs=3, warmup=1, stream_runs=0)  # a minute or two a variant for nano on two cores
+FULL = Effort(runs=50, warmup=5, stream_runs=10, rounds=1)
+LIGHT = Effort(runs=3, warmup=1, stream_runs=0, rounds=3)  # a minute or two a variant for nano on two cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Plan:
             "runs": self.effort.runs,
             "warmup": self.effort.warmup,
             "stream_runs": self.effort.stream_runs,
+            "rounds": self.effort.rounds,
             "seed": self.seed,
         }
 
@@ -106,13 +111,14 @@ class Plan:
         """What the variant's server is told."""
         return {**({"threads": self.threads} if self.threads else {}), **variant.server}
 
-    def latency_arguments(self, url: str, out: Path) -> argparse.Namespace:
-        """Options of ``bench.latency`` for the server at ``url``."""
+    def latency_arguments(self, url: str, out: Path, number: int) -> argparse.Namespace:
+        """Options of ``bench.latency`` for the server at ``url`` in round ``number``, from 1."""
         effort = self.effort
         arguments = ["--url", url, "--out", str(out), "--timeout", str(self.timeout)]
         arguments += ["--protocol", self.protocol, "--categories", self.categories, "--baseline", "none"]
-        arguments += ["--runs", str(effort.runs), "--warmup", str(effort.warmup)]
-        arguments += ["--stream-runs", str(effort.stream_runs), "--seed", str(self.seed)]
+        arguments += ["--runs", str(effort.share(effort.runs, number)), "--warmup", str(effort.warmup)]
+        arguments += ["--stream-runs", str(effort.share(effort.stream_runs, number))]
+        arguments += ["--seed", str(self.seed + number)]
         return self._parse(latency.parser(), arguments)
 
     def quality_arguments(self, url: str, out: Path) -> argparse.Namespace:

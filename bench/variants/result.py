@@ -10,6 +10,8 @@ from bench.latency_result import Baseline, Summary
 from bench.results import Record, ResultFile
 from bench.variants.variant import Variant
 
+Values = dict[str, int | float | bool | str | None]
+
 
 class Weights(Record):
     """The GGUF. ``bits``: of tensor data per weight; divergence from the whole model in nats a token, None
@@ -30,7 +32,7 @@ class LatencyPart(Record):
 
     endpoint: str
     prompts: str
-    settings: dict[str, int | bool | str]
+    settings: Values
     summaries: list[Summary]
 
 
@@ -49,7 +51,7 @@ class VariantResult(ResultFile):
     error: str | None = None
     weights: Weights | None = None
     latency: LatencyPart | None = None
-    quality_settings: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
+    quality_settings: Values = Field(default_factory=dict)
     gates: list[GateScore] = Field(default_factory=list)
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     raw: str = ""
@@ -79,7 +81,7 @@ class SweepResult(ResultFile):
     kind: Literal["sweep"] = "sweep"
     source: str
     baseline: Baseline | None
-    settings: dict[str, int | float | bool | str | None]
+    settings: Values
     standings: list[Standing]
     recommended: str | None
     advice: list[str]

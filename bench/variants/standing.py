@@ -144,7 +144,8 @@ def _overlap(best: Standing, other: Standing, by_name: dict[str, VariantResult])
 
 def _ship(best: Standing, passing: int, result: VariantResult) -> str:
     tightest = next(gate for gate in result.gates if gate.gate == best.tightest)
-    low = "" if tightest.low is None else f" (95% interval from {100 * tightest.low:.1f}%)"
+    sampled = tightest.low is not None and tightest.items < tightest.items_in_all
+    low = f" (95% interval from {100 * (tightest.low or 0.0):.1f}%)" if sampled else ""
     among = "the only one that passes" if passing == 1 else f"the fastest of the {passing} that pass"
     return (
         f"Ship {best.name}: {among} every gate, speed {best.speed:.2f}. Its margin is "

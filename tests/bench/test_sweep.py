@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -18,11 +19,11 @@ from bench.variants import measure, weights
 from bench.variants.plan import Plan
 from bench.variants.result import SweepResult, VariantResult
 from bench.variants.variant import Variant
-from tests.bench.fake_server import FakeServer, Script
+from tests.bench.fake_server import Body, FakeServer, Script
 from tests.bench.gates.data import all_right, answering, nano_folder
 
 ROOT = Path(__file__).parents[2]
-DELAYS = {"Q8_0": 0.06, "Q4_K_M": 0.03, "Q2_K": 0.01}  # seconds to the first token
+DELAYS = {"Q8_0": 0.5, "Q4_K_M": 0.2}  # seconds before a timed answer: far apart, whatever else runs here
 
 
 class World:
@@ -55,14 +56,17 @@ class World:
             gguf.with_suffix(".json").write_text(json.dumps(about))
 
     @contextmanager
-    def serving(self, plan: Plan, variant: Variant) -> Iterator[str]:
+    def serving(self, plan: Plan, variant: Variant, stage: str) -> Iterator[str]:
         assert plan.gguf(variant).is_file()
         self.served.append(variant.name)
         self.settings[variant.name] = plan.server_settings(variant)
-        script = Script(
-            reply=answering(lambda *_: variant.level != "Q2_K"),
-            first_token_delay=DELAYS.get(variant.level, 0.03),
-        )
+
+        def slow(path: str, body: Body) -> Body:
+            if path == "/invocations":
+                sleep(DELAYS.get(variant.level, 0.0))
+            return body
+
+        script = Script(reply=answering(lambda *_: variant.level != "Q2_K"), on_request=slow)
         self.scripts.get(variant.name, lambda _: None)(script)
         with FakeServer(script) as server:
             yield server.url
@@ -99,7 +103,8 @@ def test_a_sweep_and_the_same_again(
     assert sweeping("--quants", "q8_0,Q4_K_M,Q2_K") == 0
     out = tmp_path / "out"
     assert world.converted == [["--quant", "Q8_0,Q4_K_M,Q2_K"]], "one run makes what they share once"
-    assert world.served == ["Q8_0", "Q4_K_M", "Q2_K"]
+    variants = ["Q8_0", "Q4_K_M", "Q2_K"]
+    assert world.served == 3 * variants, "gates, then two rounds of all in turn"
     result = SweepResult.load(out / "sweep.json")
     assert result.recommended == "Q4_K_M", "Q2_K is faster and wrong"
     assert [s.verdict for s in result.standings] == ["pass", "pass", "fail"]
@@ -112,27 +117,25 @@ def test_a_sweep_and_the_same_again(
         "official",
         "distinct",
     }
+    assert {line.runs for line in one.latency.summaries} == {2}, "one of each round"
     assert one.weights is not None and one.weights.divergence == 0.01
-    for name in ("report.html", "sweep.csv", "sweep.md", "raw/Q2_K/quality.samples.jsonl"):
+    for name in ("report.html", "sweep.csv", "sweep.md", "raw/Q2_K/gates.samples.jsonl"):
         assert (out / name).is_file(), name
     assert not list(out.rglob("*.part"))
     shown = capsys.readouterr()
-    assert "Ship Q4_K_M" in shown.out and "[2/3] Q4_K_M: gates" in shown.err
+    assert "Ship Q4_K_M" in shown.out and "gates [2/3] Q4_K_M" in shown.err
 
     # again: nothing is served; another setting, other weights or --force are
     assert sweeping("--quants", "Q8_0,Q4_K_M,Q2_K") == 0
-    assert len(world.served) == 3
-    assert "[1/3] Q8_0: finished before" in capsys.readouterr().err
+    assert len(world.served) == 9
+    assert "Q8_0: finished before" in capsys.readouterr().err
     assert SweepResult.load(out / "sweep.json").recommended == "Q4_K_M"
     assert sweeping("--quants", "Q8_0", "--set", "parallel=4") == 0
-    assert len(world.served) == 4 and world.settings["Q8_0"] == {"parallel": 4}
+    assert len(world.served) == 12 and world.settings["Q8_0"] == {"parallel": 4}
     world.bytes = b"other weights"
-    assert sweeping("--quants", "Q4_K_M", "--tasks", "none") == 0
-    assert len(world.served) == 5
-    assert sweeping("--quants", "Q4_K_M", "--tasks", "none") == 0
-    assert len(world.served) == 5
-    assert sweeping("--quants", "Q4_K_M", "--tasks", "none", "--force") == 0
-    assert len(world.served) == 6
+    for options, served in (((), 14), ((), 14), (("--force",), 16), (("--rounds", "1"), 17)):
+        assert sweeping("--quants", "Q4_K_M", "--tasks", "none", *options) == 0
+        assert len(world.served) == served, options
 
 
 def test_one_failure_is_not_the_others(
@@ -156,14 +159,12 @@ def test_one_failure_is_not_the_others(
     assert "Ship Q8_0" in shown.out and "2 of 3 variants failed: Q6_K, Q4_K_M" in shown.err
     assert "scripted failure" in (out / "report.html").read_text()
 
-    # mended: what failed is done, the latency that was measured stands
+    # mended: what failed is done, the rest stands
     world.unconvertible.clear()
     world.scripts.clear()
-    first = (out / "raw/Q4_K_M/latency.json").read_bytes()
     world.served.clear()
     assert sweeping(*options) == 0
-    assert world.served == ["Q6_K", "Q4_K_M"]
-    assert (out / "raw/Q4_K_M/latency.json").read_bytes() == first
+    assert world.served == 3 * ["Q6_K", "Q4_K_M"]
 
 
 def test_an_interrupted_sweep_goes_on(
@@ -172,19 +173,19 @@ def test_an_interrupted_sweep_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    gates = measure.run_gates
+    timed = measure.run_latency
 
-    def interrupted(plan: Plan, url: str, out: Path) -> None:
-        if "Q4_K_M" in str(out):
+    def interrupted(plan: Plan, url: str, out: Path, number: int) -> None:
+        if "Q4_K_M" in str(out) and number == 2:
             raise KeyboardInterrupt
-        gates(plan, url, out)
+        timed(plan, url, out, number)
 
-    monkeypatch.setattr(measure, "run_gates", interrupted)
+    monkeypatch.setattr(measure, "run_latency", interrupted)
     options = ("--quants", "Q8_0,Q4_K_M", "--tasks", "nano_instructions")
     assert sweeping(*options) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
-    monkeypatch.setattr(measure, "run_gates", gates)
-    monkeypatch.setattr(measure, "run_latency", lambda *_: pytest.fail("latency was measured twice"))
+    monkeypatch.setattr(measure, "run_latency", timed)
+    monkeypatch.setattr(measure, "run_gates", lambda *_: pytest.fail("the gates were asked twice"))
     world.served.clear()
     assert sweeping(*options) == 0
     assert world.served == ["Q4_K_M"]
@@ -210,7 +211,7 @@ def test_failed_requests_fail_the_variant(world: World, sweeping: Callable[..., 
     world.scripts["Q8_0"] = breaking
     assert sweeping("--quants", "Q8_0", "--tasks", "none") == 1
     error = VariantResult.load(tmp_path / "out" / "Q8_0.json").error
-    assert error is not None and "4 requests failed" in error and "scripted failure" in error
+    assert error is not None and "2 requests failed" in error and "scripted failure" in error
 
 
 def test_variant_files(world: World, sweeping: Callable[..., int], tmp_path: Path) -> None:
