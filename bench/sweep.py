@@ -10,7 +10,7 @@ JSON a variant, sweep.json, sweep.csv, sweep.md, the pictures, and report.html, 
 The recommended variant is the fastest that passes every gate. A finished variant is not measured again as
 long as its weights, settings and this command's are the same (changes of the server's code do not count:
 --force); an interrupted or failed one is, by the same command, from the stage it had reached.
-A variant file (TOML): name, about, quant or recipe, and a table [server] of settings.
+A variant file (TOML) holds name, about, quant or recipe, and a table [server] of settings.
 """
 
 import argparse
@@ -262,7 +262,9 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_argument_group("variants")
     what.add_argument("--src", required=True, help="the checkpoint, a folder or a hub id")
     what.add_argument("--quants", metavar="A,B", help="levels of quant_recipes/ (or F16, BF16, F32)")
-    what.add_argument("--variants", metavar="FILE", nargs="+", type=Path, help="variant files")
+    what.add_argument(
+        "--variants", metavar="FILE", nargs="+", type=Path, help="variant files (see bench/variants/examples)"
+    )
     what.add_argument(
         "--set",
         metavar="NAME=VALUE",
@@ -273,7 +275,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--models", type=Path, default=Path("models"), help="where the GGUFs are or go")
     what.add_argument("--name", help="first part of the GGUFs' names (else the source's)")
     what.add_argument(
-        "--convert-options", metavar="TEXT", help="further options of python -m convert, in quotes"
+        "--convert-options",
+        metavar="TEXT",
+        help="further options of python -m convert: --convert-options='--no-kld'",
     )
     what.add_argument(
         "--threads", type=positive, help="CPU threads of converter and server (their own choice)"

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
+from bench.variants import variant as variant_module
 from bench.variants.variant import Variant, check_distinct, of_quants, read_setting, read_variant
+
+EXAMPLES = Path(variant_module.__file__).parent / "examples"
 
 
 def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
@@ -64,6 +67,12 @@ def test_mistakes_name_the_file_and_the_key(tmp_path: Path, text: str, said: str
     with pytest.raises(BenchError) as caught:
         read_variant(path)
     assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_examples_are_variants(path: Path) -> None:
+    variant = read_variant(path)
+    assert variant.name == path.stem and variant.about and variant.server
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
