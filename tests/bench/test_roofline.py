@@ -16,7 +16,6 @@ from bench.latency_result import CATEGORIES, LatencyResult, Summary
 from bench.measures import Spread
 from bench.options import run
 from bench.peers_result import PeersResult
-from bench.results import ResultFile
 from bench.roofline import parser, roofline
 from bench.roofline_calibration import calibrate, card_of, read_points
 from bench.roofline_model import (
@@ -337,7 +336,3 @@ def test_a_measurement_of_a_card_without_prediction_is_refused(
 def test_a_flag_beyond_its_values_is_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--model", "x", *flags])
-
-
-def test_the_result_is_a_result_file() -> None:
-    assert issubclass(RooflineResult, ResultFile)
