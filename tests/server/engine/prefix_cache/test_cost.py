@@ -17,18 +17,7 @@ def test_it_measures_and_writes(
     nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "cost.json"
-    arguments = [
-        "--resident",
-        "0,64,128",
-        "--piece",
-        "64",
-        "--ubatch",
-        "16",
-        "--times",
-        "1",
-        "--out",
-        str(out),
-    ]
+    small = ["--resident", "0,64,128", "--piece", "64", "--ubatch", "16", "--times", "1"]
     cost.main([str(nano_q4_k_m), *small, "--out", str(out)])
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out) == result
