@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench import environment, latency, throughput
@@ -166,11 +167,11 @@ class LatencyCell(Cell):
             update={"runs": everything, "summaries": summarize(everything, self.baseline)}
         )
         contender.texts.setdefault(self.name, []).extend(text for run, text in done if not run.warmup)
-        failed = [run.error for run in runs if run.error]
-        if len(failed) == self.runs:
-            raise BenchError(f"{self.name}: every request failed: {failed[0]}")
-        milliseconds = [1000 * run.seconds for run in runs if not (run.warmup or run.streamed or run.error)]
-        return f"{sorted(milliseconds)[len(milliseconds) // 2]:,.0f} ms"
+        timed = [run.seconds for run in runs if not (run.warmup or run.streamed or run.error)]
+        if not timed:
+            first = next(run.error for run in runs if run.error)
+            raise BenchError(f"every request failed, the first: {first}")
+        return f"{1000 * median(timed):,.0f} ms"
 
 
 @dataclass
@@ -218,9 +219,10 @@ class LevelCell(Cell):
 def cells_of(args: argparse.Namespace, supply: Supply, baseline: Baseline | None) -> list[list[Cell]]:
     """The cells of each round. Timed runs are shared out over the rounds; later rounds warm up once."""
     rounds: list[list[Cell]] = []
-    for index in range(args.rounds):
+    count = min(args.rounds, args.runs) if args.workload == "latency" else args.rounds
+    for index in range(count):
         if args.workload == "latency":
-            runs = len(range(index, args.runs, args.rounds))
+            runs = len(range(index, args.runs, count))
             warmup = args.warmup if index == 0 else min(args.warmup, 1)
             protocols = PROTOCOLS if args.protocol == "both" else (args.protocol,)
             rounds.append(

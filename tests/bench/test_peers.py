@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,22 @@ def test_a_signal_stops_everything_and_keeps_what_is_measured(
     result = PeersResult.load(out)
     assert result.notes == ["STOPPED before the end"]
     assert port_is_free(result.peers[0].url)
+
+
+def test_a_server_that_fails_after_its_warm_up_is_out(tmp_path: Path) -> None:
+    seen = count()
+    broken = Script(fail=lambda path: 500 if path == "/v1/completions" and next(seen) > 0 else None)
+    with FakeServer() as good, FakeServer(broken) as bad:
+        named = ["--peer", f"bad={bad.url}", "--peer", f"good={good.url}"]
+        result = compare(tmp_path, *named, *QUICK, "--rounds", "9", status=1)
+    failed, well = result.peers
+    assert failed.failed is not None
+    assert (
+        "short, official: every request failed, the first: POST /v1/completions answered 500" in failed.failed
+    )
+    assert well.failed is None
+    assert result.measured[1].summaries[0].runs == 3, "three rounds of one"
+    assert next(one.ratio for one in result.figures if one.peer == "good") is None, "no reference"
 
 
 @pytest.mark.parametrize(
