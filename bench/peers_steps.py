@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from bench.peers_result import Measured, PeersResult
-from bench.phases import DEVICE
 from bench.table import Cell, Table
 
 SAMPLE = re.compile(r"qwen_(?P<what>steps|step_tokens|step_seconds)_total\{(?P<labels>[^}]*)\}")
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+DEVICE = ("decode", "wait")  # phases that the engine's thread spends in llama.cpp
 DRAFTED, ACCEPTED = "qwen_drafted_tokens_total", "qwen_accepted_draft_tokens_total"
 
 

@@ -28,7 +28,7 @@ spec="--speculation auto"
 no_spec="--speculation off"
 plain="--no-prefix-cache $no_spec"
 
-part() { # NAME SECONDS flags of bench/peers.py
+measure() { # NAME SECONDS COMMAND that writes $out/NAME.json
     local name=$1 seconds=$2
     shift 2
     [ "$wanted" != "  " ] && [[ $wanted != *" $name "* ]] && return
@@ -39,13 +39,18 @@ part() { # NAME SECONDS flags of bench/peers.py
     fi
     local from=$SECONDS status=0 limit=$((seconds * 3 / 2 + 20))
     [ -n "${SECONDS_LEFT:-}" ] && [ $((SECONDS_LEFT - SECONDS)) -lt $limit ] && limit=$((SECONDS_LEFT - SECONDS))
-    timeout -s TERM -k 20 $limit "$python" bench/peers.py --binaries "$binaries" "$@" \
-        --residency all --start-timeout 90 --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} \
-        --logs "$out/logs/$name" --out "$out/$name.json" \
-        > "$out/$name.txt" 2> "$out/$name.err" || { status=$?; tail -n 4 "$out/$name.err"; }
+    timeout -s TERM -k 20 $limit "$python" "$@" > "$out/$name.txt" 2> "$out/$name.err" ||
+        { status=$?; tail -n 4 "$out/$name.err"; }
     [ $status -gt 1 ] && [ -e "$out/$name.json" ] && mv "$out/$name.json" "$out/$name.partial.json"
     echo "$name: status $status, $((SECONDS - from)) s"
     [ -z "${AFTER:-}" ] || eval "$AFTER"
+}
+
+part() { # NAME SECONDS flags of bench/peers.py
+    local name=$1 seconds=$2
+    shift 2
+    measure "$name" "$seconds" bench/peers.py --binaries "$binaries" "$@" --residency all --start-timeout 90 \
+        --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} --logs "$out/logs/$name" --out "$out/$name.json"
 }
 
 words() { # ACCEPTANCE: the text whose words the MTP head drafts with that share of success
@@ -109,6 +114,9 @@ part shared-prefix-Q4_K_M 110 --gguf "$models/Q4_K_M.gguf" --workload shared-pre
 
 acceptance 0.8
 acceptance 0.6
+
+# What cached prompts cost a step that does not use them: one pool of cells, a stream each, the host's memory.
+measure prefix-cost 30 -m server.engine.prefix_cache.cost "$models/Q4_K_M.gguf" --out "$out/prefix-cost.json"
 
 # The larger files: ours and llama-server's best. The engine's ceiling at F16 calibrates bench/roofline.py.
 larger() { # QUANT SECONDS flags
