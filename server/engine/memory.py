@@ -209,9 +209,19 @@ def context_options(settings: EngineSettings) -> ContextOptions:
 
 
 def head_options(settings: EngineSettings) -> ContextOptions:
-    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each."""
+    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
+
+    Its batches are short but for the first of a sequence, and its buffers grow with them.
+    """
     options = context_options(settings)
-    return replace(options, n_outputs=options.n_seq, n_outputs_per_seq=1, readout=Readout.GUESS)
+    return replace(
+        options,
+        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
+        n_ubatch=min(settings.ubatch_size, 256),
+        n_outputs=options.n_seq,
+        n_outputs_per_seq=1,
+        readout=Readout.GUESS,
+    )
 
 
 def _places(settings: EngineSettings) -> list[Device]:
@@ -312,6 +322,12 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
             helps.append("cache_type_k=q8_0 with cache_type_v=q8_0")
     n_seq = n_sequences(settings)
     surplus = -(-short * n_seq // usage.states) if usage.states else n_seq
+    if holders := n_holders(settings):
+        freed = usage.states * holders // n_seq
+        if drafts_by_head(settings, shape):
+            freed += shape.mtp_weights + kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
+        if freed >= short:
+            helps.append("speculation=off")
     if surplus < settings.prefix_checkpoints:
         helps.append(f"prefix_checkpoints={settings.prefix_checkpoints - surplus}")
     elif surplus == settings.prefix_checkpoints:

@@ -14,7 +14,6 @@ from .scheduler import Step
 from .sequence import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from collections.abc import Sequence as ListLike
 
     from .llama import Context, Rows
@@ -49,7 +48,7 @@ class Runner:
     def __init__(
         self,
         context: Context,
-        ends: Collection[int],
+        ends: frozenset[int],
         profile: StepProfile,
         speculator: Speculator | None = None,
     ) -> None:
@@ -196,12 +195,23 @@ class Runner:
                 self.readout_changes += 1
 
     def _sample_all(self, chunks: list[Chunk], layout: Layout, rows: Rows) -> list[Sampled]:
-        if len(rows) == len(chunks) and (best := rows.all_best()) is not None:
-            return [[token] for token in best]
+        best = rows.all_best()
+        if best is not None and self._ends.isdisjoint(best):  # an end may have to be ignored
+            return [
+                self._accept(chunk.draft, [best[row] for row in own]) if own else None
+                for chunk, own in zip(chunks, layout.rows, strict=True)
+            ]
         return [
             self._sample(chunk, own, rows) if own else None
             for chunk, own in zip(chunks, layout.rows, strict=True)
         ]
+
+    def _accept(self, draft: list[int], best: list[int]) -> list[int]:
+        """What `_sample` gives where each row's token is known already."""
+        for n, (token, guess) in enumerate(zip(best, draft, strict=False)):
+            if token != guess:
+                return best[: n + 1]
+        return best
 
     def _sample(self, chunk: Chunk, own: list[int], rows: Rows) -> Sampled:
         new: list[int] = []

@@ -101,8 +101,11 @@ class MtpDrafter:
         alive = [order for order in orders if order.limit > 0]
         if not alive:
             return
+        started = perf_counter()
         try:
-            self._draft(alive, floors)
+            rounds = self._draft(alive, floors)
+            seconds = perf_counter() - started - rounds * self.times.of(len(alive))
+            self.times.besides.add(max(0.0, seconds))
         except NoMemorySlot as error:
             log.debug("no drafts: %s", error)
             for order in alive:
@@ -128,7 +131,8 @@ class MtpDrafter:
             context.clear()
             n *= 2
 
-    def _draft(self, alive: list[Order], floors: Floors | None) -> None:
+    def _draft(self, alive: list[Order], floors: Floors | None) -> int:
+        """Returns the number of decodes."""
         drafting, rows = alive, self._catch_up(alive)
         for depth in range(max(order.limit for order in alive)):
             started = perf_counter()
@@ -153,6 +157,7 @@ class MtpDrafter:
         if depth:  # the entries of guesses go again: the trunk's own rows will make those that come true
             for order in drafting:
                 self._context.remove(order.slot, len(order.sequence.tokens))
+        return depth + 1
 
     def _catch_up(self, orders: ListLike[Order]) -> list[int]:
         """Feed what the head has not read; returns the batch indices of the newest tokens."""

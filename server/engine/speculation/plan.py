@@ -21,7 +21,7 @@ Source = Literal["", "ngram", "mtp"]
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 19, 23, 31, 39, 47, 55, 63, 79, 95, 111, 127, 159, 191, 223, 255)
 """Draft lengths that are considered, beside the longest allowed: one less than rows that divide well."""
 
-MARGIN = 1.02
+MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
 
 
@@ -128,7 +128,7 @@ class Planner:
         seconds = self._passes([own + n for own, n in zip(pending, lengths, strict=True)])
         if drafting := sources.count("mtp"):
             depth = max(n for n, source in zip(lengths, sources, strict=True) if source == "mtp")
-            seconds += depth * self._draft_times.of(drafting)
+            seconds += depth * self._draft_times.of(drafting) + self._draft_times.besides.value
         return Plan(sources, lengths, tokens, seconds), seconds + redo
 
     def _prospect(self, chances: npt.NDArray[np.float64], pending: int, n: int) -> Prospect:

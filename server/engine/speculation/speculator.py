@@ -82,6 +82,7 @@ class Speculator:
         self._orders: dict[Sequence, Order] = {}
         """What was proposed for the step being made."""
         self._in_flight = False
+        self._overhead = 0.0
         self._starts: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self._since_head, self._probe_after = 0, PROBE_FIRST
@@ -189,12 +190,14 @@ class Speculator:
 
     def prepare(self, step: Step) -> None:
         """Before the step is decoded: hold on to the states that drafts may spoil."""
+        started = perf_counter()
         self._in_flight = True
         self._starts = [chunk.sequence.cached for chunk in step.chunks]
         for chunk in step.chunks:
             if chunk.draft:
                 assert chunk.sequence.slot is not None
                 self._rollback.save(chunk.sequence.slot, chunk.sequence.cached)
+        self._overhead = perf_counter() - started
 
     def conclude(
         self, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled], seconds: float
@@ -204,6 +207,7 @@ class Speculator:
         `places` are the indices in the batch of each chunk's tokens; `seconds` is the time from the call of
         decode to the last token. If the step failed, `abandon`.
         """
+        started = perf_counter()
         if self._mtp is not None:
             hidden = self._context.hidden(step.n_tokens)
             for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
@@ -214,6 +218,7 @@ class Speculator:
         for chunk, new in zip(step.chunks, sampled, strict=True):
             if chunk.draft:
                 self._judge(chunk, len(new) - 1 if isinstance(new, list) else 0)
+        seconds += self._overhead + perf_counter() - started
         lengths = {chunk.n_tokens for chunk in step.chunks}
         if len(lengths) == 1 and all(chunk.samples for chunk in step.chunks):
             self.times.add(len(step.chunks), lengths.pop(), seconds)

@@ -46,6 +46,8 @@ class StepTimes:
     def __init__(self) -> None:
         self._means: dict[int, dict[int, Mean]] = {}
         self._lengths: dict[int, list[int]] = {}
+        self._curve: list[float] = []
+        """Of one sequence, by its lengths; empty when it has to be drawn anew."""
 
     def add(self, n: int, length: int, seconds: float) -> None:
         """A pass of `n` sequences with `length` tokens each took so long."""
@@ -57,6 +59,8 @@ class StepTimes:
             means[length] = Mean()
             insort(self._lengths.setdefault(group, []), length)
         means[length].add(seconds)
+        if group == 1:
+            self._curve = []
 
     def of(self, n: int, lengths: npt.ArrayLike) -> Seconds:
         """Expected seconds for `n` sequences with each of `lengths` tokens."""
@@ -77,8 +81,10 @@ class StepTimes:
         known = self._lengths.get(1)
         if not known:
             return 1.0 + rows / 16  # nothing is known: a shape, no more
-        values = [self._means[1][length].value for length in known]
-        seconds = np.interp(rows, known, values)
+        if not self._curve:
+            self._curve = _rising([self._means[1][length] for length in known])
+        values = self._curve
+        seconds: Seconds = np.interp(rows, known, values)
         if len(known) > 1:  # past the last, on along the line from the first
             slope = max(0.0, (values[-1] - values[0]) / (known[-1] - known[0]))
             seconds = seconds + slope * np.maximum(0, rows - known[-1])
@@ -86,12 +92,12 @@ class StepTimes:
 
 
 class DraftTimes:
-    """Seconds of a decode of the MTP head, by sequences; each token it has to catch up on costs extra."""
+    """Seconds of a decode of the MTP head, by sequences, and of what drafting takes besides."""
 
     def __init__(self) -> None:
         self._means: dict[int, Mean] = {}
-        self.catch_up = Mean()
-        """Seconds a token."""
+        self.besides = Mean()
+        """Seconds of a draft beyond its decodes: catching up, and forgetting what was guessed."""
 
     def add(self, n: int, seconds: float) -> None:
         """A draft of one token for each of `n` sequences took so long."""
@@ -104,6 +110,22 @@ class DraftTimes:
         group = _group(n)
         nearest = min(self._means, key=lambda known: abs(known - group))
         return self._means[nearest].value
+
+
+def _rising(means: list[Mean]) -> list[float]:
+    """The values nearest to the means that nowhere fall: more rows take no less time.
+
+    Neighbours that contradict it are pooled (isotonic regression by adjacent violators, Ayer et al. 1955).
+    """
+    pools: list[tuple[float, int, int]] = []  # sum, weight, points
+    for mean in means:
+        weight = min(mean.count, 8)
+        pool = (mean.value * weight, weight, 1)
+        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+        pools.append(pool)
+    return [total / weight for total, weight, points in pools for _ in range(points)]
 
 
 def _group(n: int) -> int:

@@ -12,7 +12,8 @@ from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, me
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
-from server.engine.memory import MemoryPlan, context_options, plan_memory
+from server.engine.llama.mtp import MtpContext
+from server.engine.memory import MemoryPlan, context_options, drafts_by_head, head_options, plan_memory
 from server.engine.shape import shape_of
 from tests.server.engine.helpers import settings
 
@@ -32,6 +33,8 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
     [
         {},
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"speculation": "off"},
+        {"speculation": "ngram"},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
@@ -40,10 +43,15 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
 def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[str, Any]) -> None:
     wanted = decided(nano_q4_k_m, **changes)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False)
-    context = Context(model, context_options(plan.settings))
-    text = "\n".join([*model.log, *context.log])
-    context.close()
+    by_head = drafts_by_head(plan.settings, plan.shape)
+    assert by_head == (wanted.speculation == "auto")
+    model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False, load_mtp=by_head)
+    contexts = [Context(model, context_options(plan.settings))]
+    if by_head:
+        contexts.append(MtpContext(model, head_options(plan.settings)))
+    text = "\n".join([*model.log, *(line for context in contexts for line in context.log)])
+    for context in contexts:
+        context.close()
     model.close()
     assert len(plan.usages) == (2 if wanted.n_gpu_layers else 1)
 
@@ -122,10 +130,11 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
     assert plan.settings.prefix_checkpoints == 32
     assert plan.settings.prefix_cells == 9216  # a tenth of the weights' bytes is less
-    assert gpu.weights == (32 * 70 + 500) * MIB + 10240  # the tied head is a copy on the card
+    # the tied head is a copy on the card; the MTP block drafts
+    assert gpu.weights == (33 * 70 + 500) * MIB + 10240
     assert host.weights == 500 * MIB
-    assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024, 0)
-    assert gpu.states == (8 + 32) * sum(plan.shape.layer_state)
+    assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 36 * 1024, 0)
+    assert gpu.states == (8 + 8 + 32) * sum(plan.shape.layer_state)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
 
@@ -139,30 +148,38 @@ def test_a_context_that_is_left_open_shrinks_to_what_fits(card: Any) -> None:
 
 def test_layers_that_stay_on_the_host_keep_their_cache_there(card: Any) -> None:
     card(23 * GIB)
-    gpu, host = four_b_plan(n_gpu_layers=10, ctx_size=1024).usages
+    gpu, host = four_b_plan(n_gpu_layers=10, ctx_size=1024, speculation="off").usages
     # 33 blocks and the head make 34; the last 10 are the head, the MTP block (not loaded) and 8 layers
     assert gpu.weights == (8 * 70 + 500) * MIB + 10240
     assert host.weights == (24 * 70 + 500) * MIB
     assert gpu.kv * 3 == host.kv
-    assert four_b_plan(n_gpu_layers=0, ctx_size=1024).usages[0].weights == (32 * 70 + 500) * MIB + 10240
+    on_host = four_b_plan(n_gpu_layers=0, ctx_size=1024, speculation="off")
+    assert on_host.usages[0].weights == (32 * 70 + 500) * MIB + 10240
 
 
 def test_the_shortfall_and_what_would_help_are_named(card: Any) -> None:
     card(6 * GIB)
     with pytest.raises(DoesNotFit) as caught:
-        four_b_plan(ctx_size=131_072)
+        four_b_plan(speculation="off", ctx_size=131_072)
     message = str(caught.value)
     assert re.search(r"CUDA0: 7\.\d GiB are needed and 6\.0 GiB are free; \d\.\d GiB are missing", message)
     cells = re.search(r"ctx_size=(\d+)", message)
     assert cells
-    four_b_plan(ctx_size=int(cells[1]))
+    four_b_plan(speculation="off", ctx_size=int(cells[1]))
     with pytest.raises(DoesNotFit):
-        four_b_plan(ctx_size=int(cells[1]) + 4096)
+        four_b_plan(speculation="off", ctx_size=int(cells[1]) + 4096)
     assert "cache_type_k=q8_0" in message
-    four_b_plan(ctx_size=131_072, cache_type_k="q8_0", cache_type_v="q8_0")
+    four_b_plan(speculation="off", ctx_size=131_072, cache_type_k="q8_0", cache_type_v="q8_0")
     layers = re.search(r"n_gpu_layers=(\d+)", message)
     assert layers
-    four_b_plan(ctx_size=131_072, n_gpu_layers=int(layers[1]))
+    four_b_plan(speculation="off", ctx_size=131_072, n_gpu_layers=int(layers[1]))
+
+
+def test_speculation_is_named_where_it_is_what_does_not_fit(card: Any) -> None:
+    card(9 * GIB)
+    with pytest.raises(DoesNotFit, match="speculation=off"):
+        four_b_plan(ctx_size=131_072, prefix_checkpoints=20)
+    four_b_plan(ctx_size=131_072, prefix_checkpoints=20, speculation="off")
 
 
 def test_when_only_the_number_of_sequences_is_too_large_that_is_said(card: Any) -> None:
@@ -226,7 +243,7 @@ def test_a_gpu_that_is_not_there_is_refused(card: Any) -> None:
 def test_the_engine_refuses_before_it_loads(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 400 * MIB)
     with pytest.raises(DoesNotFit, match=r"CPU: .* are missing") as caught:
-        Engine(settings(nano_f16, ctx_size=262_144))
+        Engine(settings(nano_f16, ctx_size=262_144, speculation="off"))
     assert "ctx_size=" in str(caught.value)
 
 

@@ -26,6 +26,13 @@ def test_measured_points_come_back_and_lines_join_them(times: StepTimes) -> None
     assert times.of(1, 32) == pytest.approx(card(32))
 
 
+def test_a_lucky_measurement_is_evened_out(times: StepTimes) -> None:
+    times.add(1, 32, card(1))
+    assert card(4) < times.of(1, 32) < card(16)
+    assert times.of(1, [1, 4, 64]) == pytest.approx([card(1), card(4), card(64)])
+    assert (np.diff(times.of(1, np.arange(1, 300))) >= 0).all()
+
+
 def test_past_the_last_point_it_goes_on(times: StepTimes) -> None:
     slope = (card(64) - card(1)) / 63
     assert times.of(1, 256) == pytest.approx(card(64) + 192 * slope)
