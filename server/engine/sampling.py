@@ -86,7 +86,7 @@ class Sampler:
         if self._penalties is not None:
             return Readout.ROW  # any token may become the best
         if params.is_greedy:
-            return Readout.BEST_BUT_END if params.ignore_eos else Readout.BEST
+            return Readout.BEST
         candidates = params.top_k + (n_ends if params.ignore_eos else 0)
         return Readout.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else Readout.ROW
 
@@ -100,7 +100,10 @@ class Sampler:
             return self.choose(rows.logits(row))
         if kind is Readout.TOP_K:
             return self.choose_among(*rows.candidates(row))
-        return rows.best(row)
+        token = rows.best(row)
+        if self._banned is not None and token in self._banned:
+            return rows.best_but_end(row)
+        return token
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token, from all logits: shape [n_vocab], changed in place. Raises as `sample` does."""

@@ -24,7 +24,7 @@ from server.engine.errors import LlamaError
 from . import ggml
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from .model import Model
 
@@ -41,21 +41,17 @@ class Readout(IntEnum):
     """What the host gets for a row. Banned are tokens that only pad the vocabulary."""
 
     BEST = 1
-    """The best token that is not banned."""
-    BEST_BUT_END = 2
-    """The best token that is neither banned nor the end of a generation."""
-    TOP_K = 3
+    """The best token that is not banned, and the best that is no end of a generation either."""
+    TOP_K = 2
     """The N_CANDIDATES best tokens that are not banned, and their logits, in no order."""
-    GUESS = 4
+    GUESS = 3
     """The best token and its probability; nothing is banned."""
-    ROW = 5
+    ROW = 4
     """The logits, untouched."""
 
     def serves(self, need: Readout) -> bool:
         """Whether a sequence id with this readout can run a request that needs `need`."""
-        if self is Readout.TOP_K:
-            return need in (Readout.BEST, Readout.BEST_BUT_END, Readout.TOP_K)
-        return self is need or self is Readout.ROW
+        return self is need or self is Readout.ROW or (self is Readout.TOP_K and need is Readout.BEST)
 
 
 class Readouts:
@@ -75,10 +71,10 @@ class Readouts:
         self._n_vocab = model.n_vocab
         self._padding = range(model.n_real, model.n_vocab)
         self._ends = model.eog_ids
-        self._masks = {Readout.BEST: 0, Readout.BEST_BUT_END: 0, Readout.TOP_K: 0}
-        """Tensors to add to logits: -inf for what must not be chosen; 0 where everything may be."""
+        self._no_padding = self._no_end = 0
+        """Tensors to add to logits: -inf for what must not be chosen; 0 where there is no such thing."""
         self._memory = self._buffer = 0
-        self._shared: dict[tuple[int, int, Readout], tuple[int, int, int]] = {}
+        self._shared: dict[tuple[int, int, Readout], tuple[int, ...]] = {}
         """What all rows of a slab have in common in the graph being built."""
         self._interface = ggml.SamplerInterface(
             name=ggml.Name(lambda _: b"readout"),
@@ -155,7 +151,7 @@ class Readouts:
     def _refuse(self, device: int) -> None:
         logits = ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 2)
         for kind in Readout:
-            for tensor in self._outputs(self._memory, kind, logits, 2, mask=logits):
+            for tensor in self._outputs(self._memory, kind, logits, 2, logits, logits):
                 missing = self._missing(device, tensor) if tensor else None
                 if missing:
                     self.refused = f"{ggml.device_name(device).decode()} has no {missing}"
@@ -169,28 +165,22 @@ class Readouts:
         return next((missing for missing in sources if missing), None)
 
     def _place_masks(self, buffer_type: int) -> None:
-        """Shapes: [n_vocab]. Nothing is placed where nothing is banned."""
-        banned: dict[Readout, Collection[int]] = {
-            Readout.BEST: self._padding,
-            Readout.BEST_BUT_END: {*self._padding, *self._ends},
-        }
-        memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
-        tensors = {
-            kind: ggml.new_tensor(memory, ggml.F32, self._n_vocab, 1) for kind, ids in banned.items() if ids
-        }
+        """Shapes: [n_vocab]. None for padding where there is none."""
         ggml.free(self._memory)
-        self._memory = memory
+        self._memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
+        banned = [ids for ids in (self._padding, {*self._padding, *self._ends}) if ids]
+        tensors = [ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 1) for _ in banned]
         if not tensors:
             return
-        self._buffer = ggml.alloc_tensors(memory, buffer_type) or 0
+        self._buffer = ggml.alloc_tensors(self._memory, buffer_type) or 0
         if not self._buffer:
             raise LlamaError("no memory for the masks of banned tokens")
-        for kind, tensor in tensors.items():
+        for tensor, ids in zip(tensors, banned, strict=True):
             mask = np.zeros(self._n_vocab, np.float32)
-            mask[list(banned[kind])] = -np.inf
+            mask[list(ids)] = -np.inf
             ggml.tensor_set(tensor, mask.ctypes.data, 0, mask.nbytes)
-            self._masks[kind] = tensor
-        self._masks[Readout.TOP_K] = self._masks[Readout.BEST]
+        self._no_end = tensors[-1]
+        self._no_padding = tensors[0] if self._padding else 0
 
     def _build(self, sampler: int, memory: int, _graph: int, data: int) -> None:
         """Add one row's outputs to the graph: views of what is computed for its whole slab."""
@@ -218,34 +208,36 @@ class Readouts:
             logits = whole
             if n < n_rows:
                 logits = ggml.view_2d(memory, whole, n_vocab, n, 4 * n_vocab, 4 * n_vocab * SLAB * slab)
-            mask = self._masks.get(kind, 0) if n_vocab == self._n_vocab else 0
-            self._shared[key] = self._outputs(memory, kind, logits, n, mask)
-        candidates, values, figures = self._shared[key]
+            masks = (self._no_padding, self._no_end) if n_vocab == self._n_vocab else (0, 0)
+            self._shared[key] = self._outputs(memory, kind, logits, n, *masks)
+        candidates, values, figures, others = self._shared[key]
         k = self._n_candidates(n_vocab) if kind is Readout.TOP_K else 1
         outputs.candidates = ggml.view_1d(memory, candidates, k, 4 * k * place)
         outputs.logits = ggml.view_1d(memory, values, k, 4 * k * place) if values else None
         outputs.probs = ggml.view_1d(memory, figures, 1, 4 * place)
+        outputs.sampled = ggml.view_1d(memory, others, 1, 4 * place) if others else None
 
-    def _outputs(self, memory: int, kind: Readout, logits: int, n: int, mask: int) -> tuple[int, int, int]:
-        """For `logits` [n_vocab, n]: candidates [k, n], their logits [k, n] if wanted, a figure a row [n].
+    def _outputs(
+        self, memory: int, kind: Readout, logits: int, n: int, no_padding: int, no_end: int
+    ) -> tuple[int, int, int, int]:
+        """For `logits` [n_vocab, n]: candidates [k, n], their logits [k, n], a figure a row [n], others [n].
 
-        The figure is the sum of the logits, which is finite if they all are; for GUESS, a probability.
+        The figure is the sum of the logits, which is finite if they all are; for GUESS, a probability. The
+        others are what the best tokens are if the end must not come yet. 0 for what a kind does not have.
         """
         n_vocab = ggml.Tensor.from_address(logits).ne[0]
-        values = 0
         if kind is Readout.GUESS:
             found = ggml.argmax(memory, logits)
             chances = ggml.reshape_3d(memory, ggml.soft_max(memory, logits), 1, n_vocab, n)
-            figures = ggml.get_rows(memory, chances, ggml.reshape_3d(memory, found, 1, n, 1))
-        else:
-            figures = ggml.sum_rows(memory, logits)
-            allowed = ggml.add(memory, logits, mask) if mask else logits
-            if kind is Readout.TOP_K:
-                found = ggml.top_k(memory, allowed, self._n_candidates(n_vocab))
-                values = ggml.get_rows(memory, ggml.reshape_3d(memory, allowed, 1, n_vocab, n), found)
-            else:
-                found = ggml.argmax(memory, allowed)
-        return found, values, figures
+            return found, 0, ggml.get_rows(memory, chances, ggml.reshape_3d(memory, found, 1, n, 1)), 0
+        sums = ggml.sum_rows(memory, logits)
+        allowed = ggml.add(memory, logits, no_padding) if no_padding else logits
+        if kind is Readout.TOP_K:
+            found = ggml.top_k(memory, allowed, self._n_candidates(n_vocab))
+            each = ggml.reshape_3d(memory, allowed, 1, n_vocab, n)
+            return found, ggml.get_rows(memory, each, found), sums, 0
+        others = ggml.argmax(memory, ggml.add(memory, logits, no_end) if no_end else logits)
+        return ggml.argmax(memory, allowed), 0, sums, others
 
     @staticmethod
     def _n_candidates(n_vocab: int) -> int:

@@ -26,7 +26,7 @@ class Rows:
     def __init__(self, context: int, n_vocab: int) -> None:
         self.kinds: Sequence[Readout] = ()
         """Of each row."""
-        self._n_vocab = n_vocab
+        self._context = context
         self._n_candidates = min(N_CANDIDATES, n_vocab)
         self._indices: Sequence[int] = ()
         self._raw: npt.NDArray[np.float32] | None = None
@@ -53,13 +53,18 @@ class Rows:
         return logits
 
     def best(self, row: int) -> int:
-        """For BEST, BEST_BUT_END and GUESS. Raises FloatingPointError when there are no usable logits."""
+        """For BEST and GUESS. Raises FloatingPointError when there are no usable logits."""
         self._check(row)
         return int(self._candidates.of(self._indices, row)[row, 0])
 
+    def best_but_end(self, row: int) -> int:
+        """The best token that does not end a generation. For BEST. Raises as `best` does."""
+        self._check(row)
+        return int(ggml.sampled_token(self._context, self._indices[row]))
+
     def all_best(self) -> list[int] | None:
-        """`best` of every row at once; None if some row is of another kind or can not be used."""
-        if not self.kinds or max(self.kinds) > Readout.BEST_BUT_END:
+        """`best` of every row at once; None if some row is not BEST or can not be used."""
+        if not self.kinds or max(self.kinds) > Readout.BEST:
             return None
         if not np.isfinite(self._figures.of(self._indices, 0)[: len(self), 0]).all():
             return None

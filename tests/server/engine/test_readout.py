@@ -83,25 +83,26 @@ def allowed(model: Model, logits: npt.NDArray[np.float32], ends: bool) -> npt.ND
     return copy
 
 
-@pytest.mark.parametrize("kind", [Readout.BEST, Readout.BEST_BUT_END])
-def test_the_best_token(model: Model, logits: npt.NDArray[np.float32], kind: Readout) -> None:
-    context = make(model, kind)
+def test_the_best_token(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    context = make(model, Readout.BEST)
     rows = decode(context)
-    expected = allowed(model, logits, kind is Readout.BEST).argmax(axis=1).tolist()
+    expected = allowed(model, logits, ends=True).argmax(axis=1).tolist()
     assert rows.all_best() == expected
     assert [rows.best(row) for row in range(len(rows))] == expected
+    without = allowed(model, logits, ends=False).argmax(axis=1).tolist()
+    assert [rows.best_but_end(row) for row in range(len(rows))] == without
     context.close()
 
 
 def test_what_is_banned_does_not_come_back(model: Model, logits: npt.NDArray[np.float32]) -> None:
-    """The masks themselves: with everything but one token banned, that is the best everywhere."""
+    """The masks themselves: with every token but one banned, that is the best everywhere."""
     only = model.n_real // 2
     narrow = Model.__new__(Model)
     narrow.__dict__.update(model.__dict__, n_real=only + 1, eog_ids=frozenset(range(only)))
-    context = make(narrow, Readout.BEST_BUT_END)
-    assert decode(context).all_best() == [only] * (N_SEQ * LENGTH)
-    context.set_readouts(Readout.BEST)
-    assert decode(context).all_best() == logits[:, : only + 1].argmax(axis=1).tolist()
+    context = make(narrow, Readout.BEST)
+    rows = decode(context)
+    assert rows.all_best() == logits[:, : only + 1].argmax(axis=1).tolist()
+    assert [rows.best_but_end(row) for row in range(len(rows))] == [only] * len(rows)
     context.close()
 
 
@@ -135,7 +136,7 @@ def test_each_sequence_has_its_own_readout_and_may_get_another(
     model: Model, logits: npt.NDArray[np.float32]
 ) -> None:
     context = make(model, Readout.BEST)
-    for kind in (Readout.ROW, Readout.TOP_K, Readout.BEST_BUT_END, Readout.ROW):
+    for kind in (Readout.ROW, Readout.TOP_K, Readout.GUESS, Readout.ROW):
         context.set_readout(1, kind)
         for length in (1, 7, LENGTH):  # graphs of other shapes in between
             rows = decode(context, length)
@@ -182,9 +183,9 @@ def test_unusable_logits_are_noticed() -> None:
 
 def test_what_serves_what() -> None:
     assert Readout.ROW.serves(Readout.TOP_K)
-    assert Readout.TOP_K.serves(Readout.BEST_BUT_END)
-    assert not Readout.BEST.serves(Readout.BEST_BUT_END)
-    assert not Readout.BEST_BUT_END.serves(Readout.BEST)
+    assert Readout.TOP_K.serves(Readout.BEST)
+    assert Readout.BEST.serves(Readout.BEST)
+    assert not Readout.BEST.serves(Readout.TOP_K)
     assert not Readout.TOP_K.serves(Readout.ROW)
 
 
@@ -192,7 +193,7 @@ def test_what_serves_what() -> None:
     ("params", "need"),
     [
         (SamplingParams(), Readout.BEST),
-        (SamplingParams(ignore_eos=True), Readout.BEST_BUT_END),
+        (SamplingParams(ignore_eos=True), Readout.BEST),
         (SamplingParams(temperature=1.0, top_k=1), Readout.BEST),
         (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), Readout.TOP_K),
         (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), Readout.ROW),
