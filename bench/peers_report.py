@@ -158,8 +158,8 @@ def draw(result: PeersResult, path: Path) -> None:
             axis.bar_label(bars, [_label(one) for one in found], padding=3, fontsize=8)
             ceiling = next((one.ceiling for one in found if one and one.ceiling), None)
             if ceiling is not None:
-                axis.axvline(ceiling, color=PALETTE[3], linestyle="--", label="the bare engine")
-                axis.legend(fontsize=8)
+                axis.axvline(ceiling, color=PALETTE[3], linestyle="--", zorder=0.5)
+                axis.set_xlabel(f"dashed: the bare engine, {show(ceiling)}", color=PALETTE[3])
             unit = next(one.unit for one in found if one)
             axis.set_title(f"{name}, {unit} ({'lower' if unit == 'ms' else 'higher'} is better)")
             axis.set_yticks(range(len(names)), names)
