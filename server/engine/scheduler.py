@@ -164,6 +164,7 @@ class Scheduler:
         """Choose the tokens of the next step. Empty only when there is nothing to do."""
         step = Step()
         self._admit()
+        self.cache.running = len(self.running)
         self._begin()
         if not self._prefill_is_due:
             self._schedule_decodes(step)

@@ -30,6 +30,10 @@ MIN_GAIN = 16
 MIN_TURN = 64
 """The least history, in tokens, that is worth a pass of its own to keep at the start of a chat turn."""
 
+CROWD = 8
+"""Running sequences beyond which the end of a prompt is kept only if another one wants it too: after a
+checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer."""
+
 ANSWER = 512
 """Tokens of an answer for which room is made in advance; it may have as many as it likes."""
 
@@ -73,6 +77,8 @@ class PrefixCache:
     ) -> None:
         self.spans = spans
         self.enabled = bool(ids)
+        self.running = 0
+        """Sequences that run; the scheduler keeps this up to date."""
         self._memory = memory
         self._free = sorted(ids, reverse=True)
         self.total_cells = total_cells
@@ -267,9 +273,16 @@ class PrefixCache:
         for node in reversed([*self._tracks[sequence].end.path()]):
             if node.holder is not None:
                 previous = node.depth
-            elif node.depth > since and node.depth - (0 if node.is_end else previous) >= MIN_GAIN:
+            elif node.depth > since and self._is_wanted(node, previous):
                 previous = node.depth
                 yield node
+
+    def _is_wanted(self, node: Node, previous: int) -> bool:
+        """Whether it pays to keep a state here, `previous` being the depth of the one before."""
+        if node.is_end:
+            alone = node.marks == 1 and not node.children
+            return node.depth >= MIN_GAIN and not (alone and self.running > CROWD)
+        return node.depth - previous >= MIN_GAIN
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.holder is not None), None)

@@ -129,6 +129,18 @@ def test_checkpoints_a_few_tokens_apart_are_not_worth_it() -> None:
     assert world.cache.stats().checkpoints == taken + 1  # at its end
 
 
+def test_in_a_crowd_the_end_of_a_prompt_is_kept_if_another_wants_it_too() -> None:
+    world = World(slots=12, ids=40, total_cells=4000)
+    for n in range(9):
+        world.add([n, *range(50)], 2)
+    twins = [world.add([500, *range(50)], 2) for _ in range(2)]
+    world.finish()
+    assert world.cache.stats().checkpoints == 9 + 1  # the answers, and the one prompt
+    assert [twin.reused for twin in twins] == [0, 50]
+    assert world.serve([3, *range(50)], 2).reused == 0
+    assert world.serve([3, *range(50)], 2).reused == 50
+
+
 def test_the_least_recently_used_goes_when_ids_run_short() -> None:
     world = World(ids=3)
     prompts = [[n, *range(50)] for n in range(4)]
