@@ -22,6 +22,7 @@ CHAT_TEMPLATE = Path(__file__).parent.parent / "chat_templates" / "qwen3_5.jinja
 """For a GGUF that brings no template of its own."""
 
 KEEP_ALIVE_S = 75
+SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def main() -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn.access").disabled = True
+    # the engine's thread waits at most so long for the event loop's, each time it comes back from llama.cpp
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logger.info("settings:\n%s", describe(settings, sources))
 
     app = create_app(settings, lambda: load(settings))

@@ -98,7 +98,14 @@ class Engine:
 
         self._profile = StepProfile()
         self._speculator = self._build_speculator()
-        self._runner = Runner(self._context, self.vocab.eog_ids, self._profile, self._speculator)
+        self._device_runs_alone = len(self.plan.usages) > 1
+        self._runner = Runner(
+            self._context,
+            self.vocab.eog_ids,
+            self._profile,
+            self._speculator,
+            device_runs_alone=self._device_runs_alone,
+        )
         self._scheduler = Scheduler(
             slots=self.settings.parallel,
             batch_size=self._context.n_batch,
@@ -120,7 +127,6 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
-        self._device_runs_alone = len(self.plan.usages) > 1
 
     def _load(self) -> tuple[Model, Context, MtpContext | None]:
         settings = self.settings

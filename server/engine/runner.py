@@ -43,7 +43,11 @@ class Layout:
 
 
 class Runner:
-    """The only user of the context while the engine runs. `ends` are the tokens that end a generation."""
+    """The only user of the context while the engine runs.
+
+    `ends` are the tokens that end a generation; `device_runs_alone` says that llama_decode returns before
+    what it started is computed.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,8 @@ class Runner:
         ends: frozenset[int],
         profile: StepProfile,
         speculator: Speculator | None = None,
+        *,
+        device_runs_alone: bool = False,
     ) -> None:
         self._context = context
         self._ends = ends
@@ -58,6 +64,9 @@ class Runner:
         self._speculator = speculator
         self._launched = 0.0
         self._layout = Layout()
+        self._device_runs_alone = device_runs_alone
+        self._device_is_idle = True
+        self._shape: tuple[int, list[int]] = 0, []
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self.readout_changes = 0
         """How often a slot had to be given another readout for a request."""
@@ -75,7 +84,23 @@ class Runner:
         if self._speculator is not None:
             self._speculator.prepare(step)
         self._launched = perf_counter()
-        self._context.decode(step.n_tokens)
+        if self._builds_a_graph(step):
+            self._context.decode(step.n_tokens, hold=True)
+        else:
+            self._context.decode(step.n_tokens)
+        self._device_is_idle = False
+
+    def _builds_a_graph(self, step: Step) -> bool:
+        """Whether the call will be short, but call back for the readout of every slot."""
+        shape = step.n_tokens, self._layout.slots
+        changed, self._shape = shape != self._shape, shape
+        return (
+            changed
+            and self._device_runs_alone
+            and self._device_is_idle
+            and self._context.readouts.active
+            and step.n_tokens <= self._context.n_ubatch
+        )
 
     def collect(self, step: Step) -> list[Sampled]:
         """Wait for the step that was launched, and sample: for each chunk, what is accepted of its draft and
@@ -90,6 +115,7 @@ class Runner:
         sampled: list[Sampled] = [None] * len(step.chunks)
         if layout.slots:  # else chunks of prompts: the next step may follow at once
             rows = self._context.rows(layout.slots, layout.indices)
+            self._device_is_idle = True
             self._profile.lap("wait")
             sampled = self._sample_all(step.chunks, layout, rows)
             self._profile.lap("sample")

@@ -12,6 +12,7 @@ from llama_cpp import llama_cpp_ext
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
+from . import ggml
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
 from .readout import Readout, Readouts
@@ -114,8 +115,11 @@ class Context:
         self._logits_address = 0
         self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
-    def decode(self, n_tokens: int) -> None:
+    def decode(self, n_tokens: int, *, hold: bool = False) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
+
+        With `hold`, other threads of Python stand still meanwhile: right where a graph is built and handed to
+        a device that is idle, wrong where this call computes or waits.
 
         Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
         the sequences of the batch are in an unknown state.
@@ -125,7 +129,8 @@ class Context:
         if (rows := np.count_nonzero(self.outputs[:n_tokens])) > self._n_outputs:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
         self._batch.n_tokens = n_tokens
-        status = C.llama_decode(self._handle, self._batch)
+        call = ggml.decode_holding_the_lock if hold else C.llama_decode
+        status = call(self._handle, self._batch)
         if self.readouts.error is not None:
             raise LlamaError("a readout could not be built") from self.readouts.error
         if status == 1:

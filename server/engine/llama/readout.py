@@ -76,14 +76,16 @@ class Readouts:
         self._memory = self._buffer = 0
         self._shared: dict[tuple[int, int, Readout], tuple[int, ...]] = {}
         """What all rows of a slab have in common in the graph being built."""
-        self._interface = ggml.SamplerInterface(
-            name=ggml.Name(lambda _: b"readout"),
-            apply=ggml.Apply(lambda _sampler, _candidates: None),
-            backend_init=ggml.BackendInit(self._safe(self._prepare, False)),
-            backend_apply=ggml.BackendApply(self._safe(self._build, None)),
-            # called for all samplers before any of them builds
-            backend_reset=ggml.BackendReset(lambda _: self._shared.clear()),
-        )
+        callbacks = {
+            "name": ggml.Name(lambda _: b"readout"),
+            "apply": ggml.Apply(lambda _sampler, _candidates: None),
+            "backend_init": ggml.BackendInit(self._safe(self._prepare, False)),
+            "backend_apply": ggml.BackendApply(self._safe(self._build, None)),
+        }
+        # called for every sampler before any of them builds: once is enough, and sequence 0 is always there
+        reset = ggml.BackendReset(lambda _: self._shared.clear())
+        self._first_interface = ggml.SamplerInterface(**callbacks, backend_reset=reset)
+        self._interface = ggml.SamplerInterface(**callbacks)
         self._chains = [self._chain(sequence) for sequence in range(n)]
         self.configs = (C.llama_sampler_seq_config * n)()
         for sequence, chain in enumerate(self._chains):
@@ -122,7 +124,8 @@ class Readouts:
         params = C.llama_sampler_chain_default_params()
         params.no_perf = True
         chain = int(ggml.chain_init(params))
-        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(self._interface), int(self.kinds[sequence])))
+        interface = self._interface if sequence else self._first_interface
+        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(interface), int(self.kinds[sequence])))
         return chain
 
     def _safe(self, callback: Callable[..., Result], otherwise: Result) -> Callable[..., Result]:

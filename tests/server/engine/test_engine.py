@@ -114,6 +114,26 @@ async def test_a_step_wakes_the_loop_once(engine: Engine, monkeypatch: pytest.Mo
     assert 0 < calls <= engine.stats().steps
 
 
+async def test_graphs_may_be_built_with_the_lock_held(nano_f32: Path) -> None:
+    """As on a GPU, where that takes milliseconds: same answers, whoever comes and goes."""
+    requests = [Request([7 + i, *PROMPT], 10 + 9 * i, delay=0.02 * i) for i in range(6)]
+    with running(nano_f32, **EXACT) as engine:
+        expected = await ask_all(engine, requests)
+    with running(nano_f32, **EXACT, sampling="device") as engine:
+        engine._device_runs_alone = engine._runner._device_runs_alone = True
+        held = 0
+        decode = engine._context.decode
+
+        def counted(n: int, *, hold: bool = False) -> None:
+            nonlocal held
+            held += hold
+            decode(n, hold=hold)
+
+        engine._context.decode = counted  # type: ignore[method-assign]
+        assert await ask_all(engine, requests) == expected
+        assert held > len(requests)
+
+
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
     generation = engine.submit(PROMPT, ENDLESS, 30)
     await idle(engine)
