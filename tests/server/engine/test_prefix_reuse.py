@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,27 @@ async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> N
     assert (
         engine.stats().prompt_tokens - before.prompt_tokens == 4
     )  # the answer's last token was not computed
+
+
+async def test_what_many_left_high_up_is_brought_down_when_nobody_runs(nano_f32: Path) -> None:
+    rng = random.Random(8)
+    requests = [Request(random_prompt(rng, 100), 20) for _ in range(6)]
+    with running(nano_f32, **EXACT, parallel=6, prefix_cells=400) as engine:
+        answers = await ask_all(engine, requests)
+        spans = engine._scheduler.cache.spans
+        assert spans.extent > 400
+        while spans.extent > 400:
+            await asyncio.sleep(0.05)
+        longer = [
+            Request([*request.prompt, *answer.tokens, 300], 20)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        answers = await ask_all(engine, longer)
+        stats = engine.stats()
+    assert stats.prefix.hits > 0
+    reference = Alone(nano_f32, **EXACT)
+    assert [answer.tokens for answer in answers] == [reference.greedy(one.prompt, 20) for one in longer]
+    reference.close()
 
 
 async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:
