@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -15,38 +14,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import (
-    DoesNotFit,
     EngineDead,
     EngineDraining,
     GenerationError,
     InvalidPrompt,
-    LlamaError,
     NoMemorySlot,
     PromptTooLong,
     QueueFull,
 )
 from .generation import Generation
 from .gguf import read_header
-from .hardware import nvidia_cards, physical_cores
-from .llama import Context, Model, supports_gpu
-from .llama.mtp import MtpContext
+from .loading import decide, load, prefix_cache_for, speculator_for, warm_up
 from .mailbox import Mailbox
-from .memory import (
-    context_options,
-    drafts_by_head,
-    head_options,
-    n_holders,
-    n_sequences,
-    plan_memory,
-    verified_rows,
-)
-from .prefix_cache import PrefixCache, Spans
+from .memory import plan_memory
 from .profile import StepProfile
 from .runner import Runner
-from .sampling import Sampler, SamplingParams
+from .sampling import Sampler
 from .scheduler import Scheduler, no_drafts
 from .sequence import Sequence
-from .speculation import DraftingMemory, Speculator, build_speculator
 from .stats import EngineStats
 from .vocab import Vocab
 
@@ -56,6 +41,7 @@ if TYPE_CHECKING:
 
     from .profile import Kind
     from .runner import Sampled
+    from .sampling import SamplingParams
     from .scheduler import Step
     from .sequence import FinishReason
     from .settings import EngineSettings
@@ -65,9 +51,6 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.25
 """Seconds without a request after which there is time for other things."""
 
-WARM_UP_TOKENS_CPU = 32
-"""Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
-
 
 class Engine:
     """Loads a model and serves generations from it. Construct, `start`, `submit`, `drain`, `close`.
@@ -76,19 +59,17 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        settings = _decide(settings)
+        settings = decide(settings)
         header = read_header(settings.model)
         self.plan = plan_memory(settings, header)
         self.settings = self.plan.settings
         """The settings with every choice made."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
-        self._model, self._context, self._head = self._load()
+        self._loaded = load(self.plan)
+        self._model, self._context = self._loaded.model, self._loaded.context
         self.vocab = Vocab(self._model)
         self.metadata = self._model.metadata()
         """The GGUF's scalar keys, as text."""
-        if refused := self._context.readouts.refused:
-            log.warning("nothing is sampled on the device: %s", refused)
-            self._context.set_readouts(None)
         self.description = self._model.description()
         self.n_params = self._model.n_params
         self.size_bytes = self._model.size_bytes
@@ -97,7 +78,7 @@ class Engine:
         """Most tokens of one sequence, prompt and output together."""
 
         self._profile = StepProfile()
-        self._speculator = self._build_speculator()
+        self._speculator = speculator_for(self.settings, self._loaded)
         self._device_runs_alone = len(self.plan.usages) > 1
         self._runner = Runner(
             self._context,
@@ -110,7 +91,7 @@ class Engine:
             slots=self.settings.parallel,
             batch_size=self._context.n_batch,
             prefill_budget=self.settings.prefill_budget,
-            cache=self._prefix_cache(),
+            cache=prefix_cache_for(self.plan, self._context, self.vocab, self._speculator),
             release=self._runner.forget,
             place=self._runner.place,
             mixed_steps=self.settings.mixed_steps,
@@ -127,52 +108,6 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
-
-    def _load(self) -> tuple[Model, Context, MtpContext | None]:
-        settings = self.settings
-        by_head = drafts_by_head(settings, self.plan.shape)
-        model = Model(
-            settings.model,
-            n_gpu_layers=settings.n_gpu_layers,
-            main_gpu=settings.main_gpu,
-            use_mmap=settings.use_mmap,
-            mlock=settings.mlock,
-            load_mtp=by_head,
-        )
-        try:
-            context = Context(model, context_options(settings))
-            return model, context, MtpContext(model, head_options(settings)) if by_head else None
-        except LlamaError as error:
-            model.close()
-            raise DoesNotFit(
-                f"llama.cpp could not create the context: {error}. If memory is the reason, lower ctx_size "
-                f"({settings.ctx_size}), parallel ({settings.parallel}) or ubatch_size "
-                f"({settings.ubatch_size}), or set cache_type_k and cache_type_v to q8_0. "
-                f"The plan was:\n{self.plan}"
-            ) from error
-
-    def _build_speculator(self) -> Speculator | None:
-        settings, n = self.settings, n_holders(self.settings)
-        if not n:
-            return None
-        holders = range(settings.parallel, settings.parallel + n)
-        rows = verified_rows(settings)
-        return build_speculator(settings, self._context, self._head, holders=holders, most_rows=rows)
-
-    def _prefix_cache(self) -> PrefixCache:
-        settings, shape = self.settings, self.plan.shape
-        return PrefixCache(
-            DraftingMemory(self._context, self._speculator) if self._speculator else self._context,
-            Spans(settings.parallel, self._context.n_ctx),
-            ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
-            total_cells=self._context.n_ctx,
-            cells=settings.prefix_cells,
-            interval=settings.prefix_interval,
-            host_bytes=settings.prefix_host_mib * 1024**2,
-            turn_ids=self.vocab.turn_ids,
-            cell_bytes=shape.cell(settings),
-            state_bytes=sum(shape.layer_state),
-        )
 
     # --- the event loop's side -----------------------------------------------------------------------------
 
@@ -279,16 +214,14 @@ class Engine:
         self._fail("the engine was closed")
         for mailbox in self._mailboxes.values():
             mailbox.close()
-        if self._head is not None:
-            self._head.close()
-        self._context.close()
-        self._model.close()
+        self._loaded.close()
 
     # --- the engine's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._warm_up()
+            warm_up(self.plan, self._context, self.vocab, self._runner, self._speculator)
+            self._warm.set()
             while self._receive():
                 self._step()
         except Exception as error:
@@ -323,23 +256,6 @@ class Engine:
         self._postprocess(step, sampled, started)
         profile.lap("finish")
         profile.finish(kind, sum(chunk.n_rows for chunk in step.chunks), step.n_tokens)
-
-    def _warm_up(self) -> None:
-        started, settings = perf_counter(), self.settings
-        on_gpu = len(self.plan.usages) > 1
-        # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
-        few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
-        many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-        counts = sorted({*few, *many, settings.parallel})
-        prefill = min(
-            settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, self._context.n_batch, self._context.n_ctx
-        )
-        self._runner.warm_up(counts, prefill, choose=settings.sampling == "auto")
-        if self._speculator is not None:
-            greedy = Sampler(SamplingParams(), self.vocab, [])
-            self._speculator.measure(partial(self._runner.rehearse, greedy), 1.0 if on_gpu else 0.1)
-        log.info("warm after %.1f s", perf_counter() - started)
-        self._warm.set()
 
     def _receive(self) -> bool:
         """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
@@ -462,25 +378,3 @@ def _kind(step: Step) -> Kind:
     if not all(chunk.sequence.decoding for chunk in step.chunks):
         return "prefill"
     return "decode" if step.n_tokens == len(step.chunks) else "verify"
-
-
-def _decide(settings: EngineSettings) -> EngineSettings:
-    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
-    on_gpu = supports_gpu() and settings.n_gpu_layers != 0
-    if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
-        log.warning(
-            "%s is present, but this build of llama-cpp-python can not use it (built without CUDA, or for "
-            "a newer driver): everything will run on the CPU, many times slower. Run `make setup CUDA=1`, "
-            "or set n_gpu_layers to 0 if the CPU is meant.",
-            cards[0],
-        )
-    # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
-    threads = settings.threads or max(1, physical_cores() - 1)
-    return replace(
-        settings,
-        threads=threads,
-        threads_batch=settings.threads_batch or threads,
-        prefill_budget=settings.prefill_budget or (512 if on_gpu else 128),
-        # without a GPU the logits are the host's already
-        sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
-    )

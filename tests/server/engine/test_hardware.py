@@ -6,9 +6,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from server.engine import engine as engine_module
-from server.engine import hardware
-from server.engine.engine import _decide
+from server.engine import hardware, loading
+from server.engine.loading import decide
 from tests.server.engine.helpers import settings
 
 if TYPE_CHECKING:
@@ -60,20 +59,20 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cpus: int) 
 def test_an_idle_gpu_is_shouted_about(
     nano_f16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "supports_gpu", lambda: False)
-    monkeypatch.setattr(engine_module, "nvidia_cards", lambda: ["NVIDIA A10G"])
-    _decide(settings(nano_f16, n_gpu_layers=0))
+    monkeypatch.setattr(loading, "supports_gpu", lambda: False)
+    monkeypatch.setattr(loading, "nvidia_cards", lambda: ["NVIDIA A10G"])
+    decide(settings(nano_f16, n_gpu_layers=0))
     assert not caplog.records, "whoever asks for the CPU knows"
-    _decide(settings(nano_f16, n_gpu_layers=-1))
+    decide(settings(nano_f16, n_gpu_layers=-1))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "NVIDIA A10G is present" in record.getMessage()
 
 
 def test_a_core_is_left_to_everything_else(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "physical_cores", lambda: 8)
-    decided = _decide(settings(nano_f16, threads=0))
+    monkeypatch.setattr(loading, "physical_cores", lambda: 8)
+    decided = decide(settings(nano_f16, threads=0))
     assert (decided.threads, decided.threads_batch) == (7, 7)
-    monkeypatch.setattr(engine_module, "physical_cores", lambda: 1)
-    assert _decide(settings(nano_f16, threads=0)).threads == 1
-    assert _decide(settings(nano_f16, threads=3)).threads_batch == 3
+    monkeypatch.setattr(loading, "physical_cores", lambda: 1)
+    assert decide(settings(nano_f16, threads=0)).threads == 1
+    assert decide(settings(nano_f16, threads=3)).threads_batch == 3

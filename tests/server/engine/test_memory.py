@@ -253,7 +253,7 @@ def test_a_context_that_llama_cpp_refuses_is_reported(
     def refuse(*_: object) -> None:
         raise LlamaError("failed to allocate compute pp buffers")
 
-    monkeypatch.setattr("server.engine.engine.Context", refuse)
+    monkeypatch.setattr("server.engine.loading.Context", refuse)
     with pytest.raises(DoesNotFit, match=r"(?s)failed to allocate.*lower ctx_size \(2048\).*The plan was"):
         Engine(settings(nano_f16))
 
