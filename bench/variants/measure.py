@@ -1,4 +1,4 @@
-"""One variant, start to end: a server of its own, latency, gates, and the result file."""
+"""One variant: each stage at a server of its own, what is finished on record, and the result file."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def measure(plan: Plan, variant: Variant, weights: Weights, stage: str) -> None:
     """
     record = StageRecord(plan.raw(variant), plan.fingerprint(variant, weights.sha256))
     out = plan.raw(variant) / f"{stage}.json"
-    with serving(plan, variant, stage) as url, record.running(stage):
+    with record.running(stage), serving(plan, variant, stage) as url:
         if stage == GATES:
             run_gates(plan, url, out)
         else:
@@ -145,9 +145,9 @@ def save(plan: Plan, result: VariantResult) -> VariantResult:
 
 
 class StageRecord:
-    """Which stages of a variant are finished, for one fingerprint: another one empties the folder.
+    """Which stages of a variant are finished; what bears another fingerprint counts for nothing.
 
-    ``seconds``: wall time by finished stage.
+    ``seconds``: wall time by finished stage, the server's start included.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -160,14 +160,14 @@ class StageRecord:
                 self.seconds = dict(known["seconds"])
         except (OSError, ValueError, KeyError, TypeError):
             pass  # nothing is known to be finished
-        if not self.seconds:
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         """On record if the block ends well; what it prints goes to a file beside its result."""
         began = perf_counter()
+        if not self.seconds:  # what lies there is another variant's, or a failure's
+            shutil.rmtree(self._file.parent, ignore_errors=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         tables = self._file.with_name(f"{name}.txt")
         with tables.open("w", encoding="utf-8") as output, redirect_stdout(output):
             yield
