@@ -265,20 +265,37 @@ class Scheduler:
         budget = self._batch_size - step.n_tokens
         if len(prompts) < sum(sequence.begun for sequence in self.running):
             budget = min(budget, self._prefill_budget)
-        wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
-        oldest = prompts[0]
-        counts = dict.fromkeys(prompts, 0)
-        counts[oldest] = min(wanted[oldest], -(-budget // 2))
-        budget -= counts[oldest]
-        for sequence in sorted(prompts, key=lambda prompt: prompt.pending - counts[prompt]):
-            more = min(wanted[sequence] - counts[sequence], budget)
-            counts[sequence] += more
-            budget -= more
-        for sequence, count in counts.items():
+        for sequence, count in self._divide(budget, prompts).items():
             fitting = min(count, self.cache.available - step.n_tokens)
             if fitting > 0:
                 self.cache.make_room(step.n_tokens + fitting)
                 step.add(sequence, fitting)
+
+    def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
+        """How many tokens of each prompt: half for the oldest, half for those with less to go.
+
+        Every other length is another pass, so at most one prompt beside the oldest gets a part of what it
+        has to go, and none gets only a few tokens.
+        """
+        oldest, least = prompts[0], budget // 8
+        wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
+        counts = dict.fromkeys(prompts, 0)
+        counts[oldest] = min(wanted[oldest], -(-budget // 2))
+        budget -= counts[oldest]
+        shorter = sorted((p for p in prompts if p.pending < oldest.pending), key=lambda p: p.pending)
+        for i, sequence in enumerate(shorter):
+            if budget < wanted[sequence] and (i or budget < least):
+                break
+            counts[sequence] = min(wanted[sequence], budget)
+            budget -= counts[sequence]
+        more = min(wanted[oldest] - counts[oldest], budget)
+        counts[oldest] += more
+        budget -= more
+        for sequence in prompts[1:]:
+            if not counts[sequence] and (budget >= wanted[sequence] or budget > least):
+                counts[sequence] = min(wanted[sequence], budget)
+                budget -= counts[sequence]
+        return counts
 
     def _until_cut(self, sequence: Sequence) -> int:
         cut = self.cache.cut(sequence)

@@ -296,8 +296,15 @@ def test_half_of_the_budget_is_the_oldest_prompt_s_and_the_rest_the_shortest_one
     s.add(sequence(100))
     s.add(sequence(12))
     assert counts(advance(s)) == [1, 8, 8]
-    assert counts(advance(s)) == [1, 8, 4, 4]
+    assert counts(advance(s)) == [1, 12, 4]
     assert counts(advance(s)) == [1, 1, 8, 8]
+
+
+def test_no_pass_is_spent_on_a_few_tokens_of_a_prompt() -> None:
+    s = scheduler(slots=4, batch=128)
+    for _ in range(4):
+        s.add(sequence(61))
+    assert counts(advance(s)) == [61, 61]  # 6 of the third would be a pass of their own
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_flood_of_long_ones() -> None:
