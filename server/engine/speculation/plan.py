@@ -21,6 +21,8 @@ Source = Literal["", "ngram", "mtp"]
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 19, 23, 31, 39, 47, 55, 63, 79, 95, 111, 127, 159, 191, 223, 255)
 """Draft lengths that are considered, beside the longest allowed: one less than rows that divide well."""
 
+_LENGTHS = np.array(LENGTHS)
+
 MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
 
@@ -69,9 +71,9 @@ class Prospect:
 class Planner:
     """Weighs plans with measured times. Costs some tens of microseconds for a few sequences."""
 
-    def __init__(self, times: StepTimes, draft_times: DraftTimes, *, catch_up: bool = True) -> None:
-        self._times, self._draft_times, self._catch_up = times, draft_times, catch_up
-        self._tables: dict[int, list[float]] = {}
+    def __init__(self, times: StepTimes, draft_times: DraftTimes) -> None:
+        self._times, self._draft_times = times, draft_times
+        self._tables: dict[int, tuple[list[float], npt.NDArray[np.float64]]] = {}
         self._age = 0
 
     def choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
@@ -81,21 +83,13 @@ class Planner:
         if self._age % 32 == 0:  # the times have been corrected since
             self._tables.clear()
         pending = [candidate.pending for candidate in candidates]
-        best = Plan([""] * n, [0] * n, float(n), self._passes(pending))
-        rate = MARGIN * best.tokens / best.seconds
-        ngrams = [self._prospect(candidate.ngram, candidate.pending, n) for candidate in candidates]
-        mtps = [self._prospect(candidate.mtp, candidate.pending, n) for candidate in candidates]
-        longest = max(
-            map(max, zip(*[[p.longest for p in ps] for ps in (ngrams, mtps)], strict=True)), default=0
-        )
-        start = max(pending)
-        for length in sorted({start - 1 + more for more in (*LENGTHS, longest + 1) if more <= longest + 1}):
-            if length <= min(pending) or length * n > most_rows:
-                continue
-            plan, cost = self._weigh(length, pending, ngrams, mtps)
-            if plan.tokens / cost > rate:
-                best, rate = plan, plan.tokens / cost
-        return best
+        seconds = self._passes(pending)
+        nothing = Plan([""] * n, [0] * n, float(n), seconds)
+        if n == 1:
+            return self._choose_for_one(candidates[0], nothing, most_rows)
+        if not self._may_pay(candidates, nothing, most_rows):
+            return nothing
+        return self._choose_for_many(candidates, nothing, most_rows)
 
     def floors(self, plan: Plan, pending: ListLike[int]) -> Floors:
         """What a round of drafting must promise: its share of the step's time, at the plan's rate."""
@@ -105,6 +99,61 @@ class Planner:
         ends = range(start + 1, start + 1 + max(plan.lengths) + 1)
         rows = [max(0.0, table[end] - table[end - 1]) * rate for end in ends]
         return Floors(go_on=[row + draft * rate for row in rows], keep=rows)
+
+    def _choose_for_one(self, candidate: Candidate, nothing: Plan, most_rows: int) -> Plan:
+        best, rate = nothing, MARGIN * nothing.tokens / nothing.seconds
+        table, own = self._array(1), candidate.pending
+        sources: tuple[tuple[Source, npt.NDArray[np.float64]], ...] = (
+            ("ngram", candidate.ngram),
+            ("mtp", candidate.mtp),
+        )
+        for source, chances in sources:
+            longest = min(len(chances), most_rows - own)
+            if longest < 1:
+                continue
+            survive = np.cumprod(chances[:longest])
+            lengths = _LENGTHS[: np.searchsorted(_LENGTHS, longest)]
+            lengths = np.append(lengths, longest)
+            tokens = 1 + np.cumsum(survive)[lengths - 1]
+            seconds = table[own + lengths]
+            if source == "mtp":
+                seconds = seconds + lengths * self._draft_times.of(1) + self._draft_times.besides.value
+            rates = tokens / (seconds + self._redo(survive, own, 1)[lengths - 1])
+            i = int(rates.argmax())
+            if rates[i] > rate:
+                rate = float(rates[i])
+                best = Plan([source], [int(lengths[i])], float(tokens[i]), float(seconds[i]))
+        return best
+
+    def _may_pay(self, candidates: ListLike[Candidate], nothing: Plan, most_rows: int) -> bool:
+        """Whether drafting would pay if all had the best chances of any, and nothing but rows took time."""
+        n = len(candidates)
+        best = max(
+            (chances for c in candidates for chances in (c.ngram, c.mtp)),
+            key=lambda chances: float(chances[:8].sum()),
+        )
+        longest = min(len(best), most_rows // n - 1)
+        if longest < 1:
+            return False
+        tokens = n * (1 + np.cumsum(np.cumprod(best[:longest])))
+        rates = tokens / self._array(n)[2 : 2 + longest]
+        return bool(rates.max() > MARGIN * nothing.tokens / nothing.seconds)
+
+    def _choose_for_many(self, candidates: ListLike[Candidate], nothing: Plan, most_rows: int) -> Plan:
+        n, best, rate = len(candidates), nothing, MARGIN * nothing.tokens / nothing.seconds
+        pending = [candidate.pending for candidate in candidates]
+        ngrams = [self._prospect(candidate.ngram, candidate.pending, n) for candidate in candidates]
+        mtps = [self._prospect(candidate.mtp, candidate.pending, n) for candidate in candidates]
+        longest = min(max(p.longest for p in (*ngrams, *mtps)), most_rows // n)
+        start = max(pending)
+        for more in sorted({0, *(more for more in LENGTHS if more < longest), longest}):
+            length = start + more
+            if length == min(pending) or length * n > most_rows:
+                continue
+            plan, cost = self._weigh(length, pending, ngrams, mtps)
+            if plan.tokens / cost > rate:
+                best, rate = plan, plan.tokens / cost
+        return best
 
     def _weigh(
         self, length: int, pending: list[int], ngrams: list[Prospect], mtps: list[Prospect]
@@ -135,14 +184,16 @@ class Planner:
         if not len(chances):
             return Prospect()
         survive = np.cumprod(chances)
-        tokens = 1 + np.cumsum(survive)
-        redo = np.zeros(len(chances))
-        if self._catch_up:
-            table = self._table(1)
-            ends = np.concatenate([[1.0], survive[:-1]]) - survive  # the draft's first error is here
-            extra = np.array(table[n + pending : n + pending + len(chances)]) - table[n]
-            redo = np.cumsum(ends * extra)
+        tokens, redo = 1 + np.cumsum(survive), self._redo(survive, pending, n)
         return Prospect([1.0, *tokens.tolist()], [0.0, *redo.tolist()])
+
+    def _redo(self, survive: npt.NDArray[np.floating], pending: int, n: int) -> npt.NDArray[np.float64]:
+        """Seconds that a draft of 1, 2... tokens costs later: after an error, what was right comes again."""
+        table = self._array(1)
+        ends = np.append(1.0, survive[:-1]) - survive  # the draft's first error is here
+        extra = table[n + pending : n + pending + len(survive)] - table[n]
+        redo: npt.NDArray[np.float64] = np.cumsum(ends * extra)
+        return redo
 
     def _passes(self, lengths: list[int]) -> float:
         """Seconds of a call whose sequences bring these numbers of tokens.
@@ -158,6 +209,13 @@ class Planner:
 
     def _table(self, n: int) -> list[float]:
         """Seconds of a pass of `n` sequences by tokens of each."""
-        if (table := self._tables.get(n)) is None:
-            table = self._tables[n] = self._times.of(n, np.arange(1024)).tolist()
-        return table
+        return self._both(n)[0]
+
+    def _array(self, n: int) -> npt.NDArray[np.float64]:
+        return self._both(n)[1]
+
+    def _both(self, n: int) -> tuple[list[float], npt.NDArray[np.float64]]:
+        if (both := self._tables.get(n)) is None:
+            array = self._times.of(n, np.arange(1024))
+            both = self._tables[n] = array.tolist(), array
+        return both

@@ -46,8 +46,9 @@ HOPE = 0.95
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
 
-CROWD, PAUSE = 8, 16
-"""Where so many sequences decode and drafting does not pay, up to so many steps pass before the next look."""
+PAUSE = 16
+"""Where many sequences decode and drafting does not pay, up to so many steps pass before the next look; twice
+their number where they are few, none for a single one."""
 
 
 class Speculator:
@@ -123,10 +124,8 @@ class Speculator:
             return [[] for _ in sequences]
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
         plan = self._planner.choose(candidates, most_rows)
-        if not plan.drafts and len(sequences) >= CROWD:
-            self._pause = self._paused = min(PAUSE, 2 * self._pause + 1)
-        else:
-            self._pause = 0
+        self._pause = 0 if plan.drafts else min(PAUSE, 2 * len(sequences) - 2, 2 * self._pause + 1)
+        self._paused = self._pause
         plan = self._probe(plan, candidates, most_rows)
         return self._carry_out(plan, orders)
 
