@@ -72,7 +72,9 @@ top_k = quick("ggml_top_k", _P, _P, _P, ctypes.c_int)
 sum_rows = quick("ggml_sum_rows", _P, _P, _P)
 soft_max = quick("ggml_soft_max", _P, _P, _P)
 get_rows = quick("ggml_get_rows", _P, _P, _P, _P)
-set_output = quick("ggml_set_output", None, _P)
+cast = quick("ggml_cast", _P, _P, _P, ctypes.c_int)
+clamp = quick("ggml_clamp", _P, _P, _P, ctypes.c_float, ctypes.c_float)
+concat = quick("ggml_concat", _P, _P, _P, _P, ctypes.c_int)
 op_name = quick("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
 alloc_tensors = quick("ggml_backend_alloc_ctx_tensors_from_buft", _P, _P, _P)
 free_buffer = quick("ggml_backend_buffer_free", None, _P)
@@ -81,7 +83,7 @@ device_of = quick("ggml_backend_buft_get_device", _P, _P)
 device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
 supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 
-F32 = 0
+F32, I32 = 0, 26
 _OBJECT_HEADER = 32  # sizeof(struct ggml_object)
 if tensor_overhead() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
     raise LlamaError(
@@ -138,4 +140,3 @@ set_sampler = quick("llama_set_sampler", ctypes.c_bool, _P, ctypes.c_int32, _P)
 sampled_candidates = quick("llama_get_sampled_candidates_ith", _P, _P, ctypes.c_int32)
 sampled_logits = quick("llama_get_sampled_logits_ith", _P, _P, ctypes.c_int32)
 sampled_probs = quick("llama_get_sampled_probs_ith", _P, _P, ctypes.c_int32)
-sampled_token = quick("llama_get_sampled_token_ith", ctypes.c_int32, _P, ctypes.c_int32)

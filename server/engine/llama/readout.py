@@ -213,34 +213,46 @@ class Readouts:
                 logits = ggml.view_2d(memory, whole, n_vocab, n, 4 * n_vocab, 4 * n_vocab * SLAB * slab)
             masks = (self._no_padding, self._no_end) if n_vocab == self._n_vocab else (0, 0)
             self._shared[key] = self._outputs(memory, kind, logits, n, *masks)
-        candidates, values, figures, others = self._shared[key]
-        k = self._n_candidates(n_vocab) if kind is Readout.TOP_K else 1
-        outputs.candidates = ggml.view_1d(memory, candidates, k, 4 * k * place)
-        outputs.logits = ggml.view_1d(memory, values, k, 4 * k * place) if values else None
-        outputs.probs = ggml.view_1d(memory, figures, 1, 4 * place)
-        outputs.sampled = ggml.view_1d(memory, others, 1, 4 * place) if others else None
+        figures, width, candidates, values = self._shared[key]
+        outputs.probs = ggml.view_1d(memory, figures, width, 4 * width * place)
+        if candidates:
+            k = self._n_candidates(n_vocab)
+            outputs.candidates = ggml.view_1d(memory, candidates, k, 4 * k * place)
+            outputs.logits = ggml.view_1d(memory, values, k, 4 * k * place)
 
     def _outputs(
         self, memory: int, kind: Readout, logits: int, n: int, no_padding: int, no_end: int
     ) -> tuple[int, int, int, int]:
-        """For `logits` [n_vocab, n]: candidates [k, n], their logits [k, n], a figure a row [n], others [n].
+        """For `logits` [n_vocab, n]: figures [width, n], their width, candidates [k, n], their logits [k, n].
 
-        The figure is the sum of the logits, which is finite if they all are; for GUESS, a probability. The
-        others are what the best tokens are if the end must not come yet. 0 for what a kind does not have.
+        A copy to the host for each row costs more than what is in it, so the figures are all that most kinds
+        have: BEST the two tokens and the sum of the logits, which is finite if they all are; GUESS the token
+        and its probability; TOP_K the sum. Tokens are whole numbers below 2^24, exact as F32.
         """
         n_vocab = ggml.Tensor.from_address(logits).ne[0]
         if kind is Readout.GUESS:
-            found = ggml.argmax(memory, logits)
+            best = self._best(memory, logits, n)
+            # without a single number among the logits, argmax finds -1
+            place = ggml.cast(memory, ggml.clamp(memory, best, 0.0, float(n_vocab - 1)), ggml.I32)
             chances = ggml.reshape_3d(memory, ggml.soft_max(memory, logits), 1, n_vocab, n)
-            return found, 0, ggml.get_rows(memory, chances, ggml.reshape_3d(memory, found, 1, n, 1)), 0
+            chance = ggml.get_rows(memory, chances, ggml.reshape_3d(memory, place, 1, n, 1))
+            chance = ggml.reshape_3d(memory, chance, 1, n, 1)
+            return ggml.concat(memory, best, chance, 0), 2, 0, 0
         sums = ggml.sum_rows(memory, logits)
         allowed = ggml.add(memory, logits, no_padding) if no_padding else logits
         if kind is Readout.TOP_K:
             found = ggml.top_k(memory, allowed, self._n_candidates(n_vocab))
             each = ggml.reshape_3d(memory, allowed, 1, n_vocab, n)
-            return found, ggml.get_rows(memory, each, found), sums, 0
-        others = ggml.argmax(memory, ggml.add(memory, logits, no_end) if no_end else logits)
-        return ggml.argmax(memory, allowed), 0, sums, others
+            return sums, 1, found, ggml.get_rows(memory, each, found)
+        going_on = ggml.add(memory, logits, no_end) if no_end else logits
+        tokens = ggml.concat(memory, self._best(memory, allowed, n), self._best(memory, going_on, n), 0)
+        return ggml.concat(memory, tokens, sums, 0), 3, 0, 0
+
+    @staticmethod
+    def _best(memory: int, logits: int, n: int) -> int:
+        """The best tokens, as F32: shape [1, n]."""
+        found = ggml.cast(memory, ggml.argmax(memory, logits), ggml.F32)
+        return int(ggml.reshape_3d(memory, found, 1, n, 1))
 
     @staticmethod
     def _n_candidates(n_vocab: int) -> int:

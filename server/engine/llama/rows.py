@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+WIDTHS = {Readout.BEST: 3, Readout.TOP_K: 1, Readout.GUESS: 2}
+"""How many figures a row has: see `Readouts._outputs`."""
+
+
 class Rows:
     """Outputs of the last batch, in its order; valid until the next. What a row can tell depends on its kind.
 
@@ -26,7 +30,6 @@ class Rows:
     def __init__(self, context: int, n_vocab: int) -> None:
         self.kinds: Sequence[Readout] = ()
         """Of each row."""
-        self._context = context
         self._n_candidates = min(N_CANDIDATES, n_vocab)
         self._indices: Sequence[int] = ()
         self._raw: npt.NDArray[np.float32] | None = None
@@ -54,26 +57,25 @@ class Rows:
 
     def best(self, row: int) -> int:
         """For BEST and GUESS. Raises FloatingPointError when there are no usable logits."""
-        self._check(row)
-        return int(self._candidates.of(self._indices, row)[row, 0])
+        return int(self._checked(row)[0])
 
     def best_but_end(self, row: int) -> int:
         """The best token that does not end a generation. For BEST. Raises as `best` does."""
-        self._check(row)
-        return int(ggml.sampled_token(self._context, self._indices[row]))
+        return int(self._checked(row)[1])
 
     def all_best(self) -> list[int] | None:
         """`best` of every row at once; None if some row is not BEST or can not be used."""
         if not self.kinds or max(self.kinds) > Readout.BEST:
             return None
-        if not np.isfinite(self._figures.of(self._indices, 0)[: len(self), 0]).all():
+        figures = self._figures.of(self._indices, 0)[: len(self), :3]
+        if not np.isfinite(figures[:, 2]).all():
             return None
-        best: list[int] = self._candidates.of(self._indices, 0)[: len(self), 0].tolist()
+        best: list[int] = figures[:, 0].astype(np.int32).tolist()
         return best
 
     def candidates(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and logits of the best tokens, in no order. For TOP_K. Raises as `best` does."""
-        self._check(row)
+        self._checked(row)
         n = self._n_candidates
         return (
             self._candidates.of(self._indices, row)[row, :n],
@@ -82,12 +84,16 @@ class Rows:
 
     def probability(self, row: int) -> float:
         """How likely the best token is. For GUESS."""
-        return float(self._figures.of(self._indices, row)[row, 0])
+        return float(self._figures.of(self._indices, row)[row, 1])
 
-    def _check(self, row: int) -> None:
-        figure = float(self._figures.of(self._indices, row)[row, 0])
-        if not math.isfinite(figure):
-            raise FloatingPointError(f"the logits of a row add up to {figure}")
+    def _checked(self, row: int) -> npt.NDArray[np.float32]:
+        """The figures of a row, the last of which is finite if its logits are."""
+        figures: npt.NDArray[np.float32] = self._figures.of(self._indices, row)[
+            row, : WIDTHS[self.kinds[row]]
+        ]
+        if not math.isfinite(figures[-1]):
+            raise FloatingPointError(f"the logits of a row come to {figures[-1]}")
+        return figures
 
 
 class _Output:

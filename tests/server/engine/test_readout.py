@@ -171,11 +171,9 @@ def test_prompts_and_decodes_in_one_batch(model: Model, logits: npt.NDArray[np.f
 
 def test_unusable_logits_are_noticed() -> None:
     rows = Rows(0, 4)
-    figures = np.array([[1.0, 0, 0, 0], [np.nan, 0, 0, 0]], np.float32)
     rows.fill([Readout.BEST, Readout.BEST], [0, 1], None)
-    rows._figures.rows = figures
-    rows._candidates.rows = np.array([[2, 0, 0, 0], [3, 0, 0, 0]], np.int32)
-    assert rows.best(0) == 2
+    rows._figures.rows = np.array([[2.0, 3.0, 7.5, 0.0], [3.0, 3.0, np.nan, 0.0]], np.float32)
+    assert (rows.best(0), rows.best_but_end(0)) == (2, 3)
     assert rows.all_best() is None
     with pytest.raises(FloatingPointError, match="nan"):
         rows.best(1)
