@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import warmup
 from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
@@ -134,7 +135,8 @@ def warm_up(
     few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
     many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
     prefill = settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU
-    runner.warm_up(
+    warmup.warm_up(
+        context,
         sorted({*few, *many, settings.parallel}),
         min(prefill, context.n_batch, context.n_ctx),
         choose=settings.sampling == "auto",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import Readout
 from .scheduler import Step
 from .sequence import Sequence
 
@@ -22,13 +20,8 @@ if TYPE_CHECKING:
     from .scheduler import Chunk
     from .speculation import Speculator
 
-log = logging.getLogger(__name__)
-
 Sampled = list[int] | Exception | None
 """What a step gave one chunk: new tokens, what its sampler raised, or nothing, where the prompt goes on."""
-
-TRIALS = 5
-"""Steps timed for each way of sampling, after one that builds the graph."""
 
 
 @dataclass(slots=True)
@@ -138,35 +131,6 @@ class Runner:
         if self._speculator is not None:
             self._speculator.empty(slot)
 
-    # --- warming up ----------------------------------------------------------------------------------------
-
-    def warm_up(self, counts: ListLike[int], prefill: int, *, choose: bool) -> None:
-        """Touch the weights and every shape that the first requests need, then forget it all.
-
-        These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last.
-        With `choose`, the faster way to sample one row, and as many as that, is measured and kept.
-        """
-        self._decode(1, prefill)
-        chosen = self._context.readouts.active
-        if chosen and choose:
-            device = self._time(counts[0]), self._time(counts[-1])
-            self._context.set_readouts(None)
-            host = self._time(counts[0]), self._time(counts[-1])
-            chosen = sum(np.divide(device, host)) <= 2.02  # even is good enough: it leaves the host alone
-            if chosen:
-                self._context.set_readouts(Readout.BEST)
-            log.info(
-                "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms "
-                "with the device, %.2f and %.2f ms with the host",
-                "device" if chosen else "host",
-                *(counts[0], counts[-1]),
-                *(1000 * seconds for seconds in (*device, *host)),
-            )
-        for count in counts:
-            for _ in range(2):
-                self._decode(count, 1)
-        self._context.clear()
-
     def rehearse(self, sampler: Sampler, n: int, length: int) -> None:
         """Verify `length` - 1 made-up tokens for each of `n` sequences, and forget it all."""
         step = Step()
@@ -179,32 +143,6 @@ class Runner:
         self.collect(step)
         for slot in range(n):
             self.forget(slot)
-
-    def _time(self, count: int) -> float:
-        """Seconds of a step that decodes and samples a token of each of `count` sequences, the median."""
-        times = []
-        for _ in range(1 + TRIALS):
-            started = perf_counter()
-            self._decode(count, 1)
-            times.append(perf_counter() - started)
-        return float(np.median(times[1:]))
-
-    def _decode(self, n_sequences: int, length: int) -> None:
-        """A step of `n_sequences`, from their beginning, sampled greedily at its end."""
-        context, n = self._context, n_sequences * length
-        context.clear()
-        context.tokens[:n] = 0
-        context.positions[:n] = np.tile(self._offsets[:length], n_sequences)
-        context.sequences[:n] = np.repeat(self._offsets[:n_sequences], length)
-        context.outputs[:n] = 0
-        context.outputs[length - 1 : n : length] = 1
-        context.decode(n)
-        indices = range(length - 1, n, length)
-        rows = context.rows(range(n_sequences), indices)
-        if rows.all_best() is None:
-            for row, kind in enumerate(rows.kinds):
-                if kind is Readout.ROW:
-                    rows.logits(row).argmax()
 
     # --- sampling ------------------------------------------------------------------------------------------
 

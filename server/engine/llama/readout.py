@@ -68,6 +68,7 @@ class Readouts:
         """Why the device can not do it; nothing is sampled there then."""
         self.error: BaseException | None = None
         """What went wrong in a callback, where it can not be raised."""
+        self.n_real = model.n_real
         self._n_vocab = model.n_vocab
         self._padding = range(model.n_real, model.n_vocab)
         self._ends = model.eog_ids

@@ -10,6 +10,7 @@ import pytest
 from server.engine.llama import N_CANDIDATES, Context, ContextOptions, Model, Readout, Rows
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
+from server.engine.warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -239,3 +240,22 @@ def test_the_best_of_many(n: int, k: int) -> None:
     found = best_of(values, k)
     best = -np.sort(-values)[: min(k, n)]
     np.testing.assert_array_equal(-np.sort(-values[found]), best)
+
+
+def test_the_warm_up_keeps_readouts_that_are_right(model: Model) -> None:
+    context = make(model, Readout.BEST)
+    warm_up(context, [1, N_SEQ], 32, choose=False)
+    assert context.readouts.active
+    context.close()
+
+
+def test_the_warm_up_gives_up_readouts_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    narrow = Model.__new__(Model)  # bans almost everything
+    narrow.__dict__.update(model.__dict__, n_real=3)
+    context = make(narrow, Readout.BEST)
+    context.readouts.n_real = model.n_real
+    warm_up(context, [1, N_SEQ], 32, choose=False)
+    assert "not the best ones" in caplog.text
+    assert not context.readouts.active
+    assert decode(context).logits(0).shape == (model.n_vocab,)
+    context.close()

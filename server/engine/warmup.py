@@ -1,0 +1,106 @@
+"""The first decodes: all shapes that the first requests need, and a test of what the device samples."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .llama import Readout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .llama import Context, Rows
+
+log = logging.getLogger(__name__)
+
+TRIALS = 5
+"""Steps timed for each way of sampling, after one that builds the graph."""
+
+SHAPE_NOISE = 0.1
+"""What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
+the same batch may be computed a little differently with a readout and without."""
+
+
+def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bool) -> None:
+    """Touch the weights and the shapes that the first requests need, then forget it all.
+
+    These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last. If
+    rows are to be read out on the device, its answers are compared with the host's first. With `choose`,
+    the faster of the two, for one row and for as many as that, is measured and kept.
+    """
+    decode(context, 1, prefill)
+    if context.readouts.active:
+        _check(context, counts[0], counts[-1], choose=choose)
+    for count in counts:
+        for _ in range(2):
+            decode(context, count)
+    context.clear()
+
+
+def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
+    """Leaves the readouts on if they are right and, with `choose`, no slower than the host."""
+    best = decode(context, many).all_best()
+    device = _time(context, few), _time(context, many)
+    context.set_readouts(None)
+    wrong = _wrong(decode(context, many), best, context.readouts.n_real)
+    host = _time(context, few), _time(context, many)
+    if wrong:
+        log.error(
+            "%d of %d tokens found on the device are not the best ones: it is the host that samples. Please "
+            "report this, with the card and llama-cpp-python's version",
+            *(wrong, many),
+        )
+    # even is good enough: it leaves the host alone
+    elif not choose or sum(np.divide(device, host)) <= 2.02:
+        context.set_readouts(Readout.BEST)
+    log.info(
+        "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms with the device, "
+        "%.2f and %.2f ms with the host",
+        "device" if context.readouts.active else "host",
+        *(few, many),
+        *(1000 * seconds for seconds in (*device, *host)),
+    )
+
+
+def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
+    """How many of the tokens found on the device the logits on the host contradict."""
+    if best is None:
+        return len(rows)
+    wrong = 0
+    for row, token in enumerate(best):
+        logits = rows.logits(row)[:n_real]
+        lack = float(logits.max() - logits[token]) if 0 <= token < n_real else np.inf
+        wrong += lack > SHAPE_NOISE * float(logits.std())
+    return wrong
+
+
+def _time(context: Context, count: int) -> float:
+    """Seconds of a step that decodes and samples a token of each of `count` sequences, the median."""
+    times = []
+    for _ in range(1 + TRIALS):
+        started = perf_counter()
+        decode(context, count)
+        times.append(perf_counter() - started)
+    return float(np.median(times[1:]))
+
+
+def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
+    """The first `length` tokens of so many sequences, all different; a row at the end of each, sampled."""
+    n = n_sequences * length
+    context.clear()
+    context.tokens[:n] = np.arange(n) % 256
+    context.positions[:n] = np.tile(np.arange(length), n_sequences)
+    context.sequences[:n] = np.repeat(np.arange(n_sequences), length)
+    context.outputs[:n] = 0
+    context.outputs[length - 1 : n : length] = 1
+    context.decode(n)
+    rows = context.rows(range(n_sequences), range(length - 1, n, length))
+    if rows.all_best() is None:
+        for row, kind in enumerate(rows.kinds):
+            if kind is Readout.ROW:
+                rows.logits(row).argmax()
+    return rows
