@@ -69,7 +69,7 @@ async def test_together_as_alone(
     for prompt, answer, expected in zip(prompts, answers, alone, strict=False):
         assert answer.finish_reason == "length"
         assert answer.tokens == expected, f"the request with {len(prompt)} prompt tokens"
-    assert {answer.finish_reason for answer in answers[len(prompts) :]} <= {"cancelled", "length"}  # in one draft
+    assert {answer.finish_reason for answer in answers[len(prompts) :]} <= {"cancelled", "length"}
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.kv_cells_used == stats.prefix.resident_cells
     assert (stats.preemptions > 0) == mix.endswith("too few cells")
