@@ -112,7 +112,8 @@ class Context:
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
         self._rows = Rows(self._handle, self._n_vocab)
-        self._logits_address = 0
+        self._hidden_address = self._logits_address = 0
+        self._hidden: npt.NDArray[np.float32] = np.zeros((0, self._n_embd), np.float32)
         self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
     def decode(self, n_tokens: int, *, hold: bool = False) -> None:
@@ -155,7 +156,12 @@ class Context:
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
-        return np.ctypeslib.as_array(pointer, (n_tokens, self._n_embd))
+        address = ctypes.addressof(pointer.contents)
+        if address != self._hidden_address or n_tokens > len(self._hidden):
+            memory = (ctypes.c_float * (n_tokens * self._n_embd)).from_address(address)
+            self._hidden = np.ctypeslib.as_array(memory).reshape(n_tokens, self._n_embd)
+            self._hidden_address = address
+        return self._hidden[:n_tokens]
 
     def set_readout(self, sequence: int, kind: Readout) -> None:
         """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""

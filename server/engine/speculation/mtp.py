@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -25,26 +25,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+KEPT = 128
+"""Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""
+
+
 @dataclass(slots=True)
 class Reading:
     """What the head has of one sequence id.
 
-    Its cache holds the entries of positions up to `fed` - 1; `rows` are the trunk's hidden rows that it has
-    not used yet, in order, of positions `first` up to `end` - 1. The entry of position p takes the row of
-    p - 1, so `first` is `fed` - 1 or, before anything was fed, the beginning of what is known.
+    Its cache holds the entries of positions up to `fed` - 1; `buffer` begins with the hidden rows that
+    it has not used yet, of positions `first` up to `end` - 1. The entry of position p takes the row of p - 1,
+    so `first` is `fed` - 1 or, before anything was fed, the beginning of what is known.
     """
 
+    buffer: npt.NDArray[np.float32]
     fed: int = 0
     first: int = 0
     end: int = 0
-    rows: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> npt.NDArray[np.float32]:
+        """Those not used yet: [n, n_embd]."""
+        return self.buffer[: self.end - self.first]
 
 
 class MtpDrafter:
     """Feeds the head what the trunk has read, lazily, and has it guess on.
 
     Hidden rows of prompts and outputs are kept on the host until a sequence drafts; then the head reads all
-    of them in the call that makes the first guess. A sequence that never drafts costs it nothing. At most
+    of them in the call that makes the first guess. A sequence that never drafts costs it nothing. At least
     `window` rows are kept: a head that missed more starts anew there, and sees no further back.
     """
 
@@ -54,41 +63,70 @@ class MtpDrafter:
         self._context, self._window = context, window
         self.times = times
         self._readings: dict[int, Reading] = {}
+        self._free: list[npt.NDArray[np.float32]] = []
+        """Buffers of ids that were removed: fresh memory costs more than what is written to it."""
 
     # --- what the trunk does -------------------------------------------------------------------------------
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
         """The trunk has read the tokens at `start`, `start` + 1...: their hidden rows [n, n_embd], copied."""
-        reading = self._readings.setdefault(slot, Reading())
+        reading = self._readings.get(slot)
+        if reading is None:
+            reading = self._readings[slot] = Reading(self._buffer())
         if start > reading.end:
-            self._restart(slot, reading, start)
+            self._forget_cache(slot, reading)
+            reading.first = reading.end = start
         end = start + len(rows)
         if end <= reading.end:
             return  # read again after a rejection
-        reading.rows.append(rows[reading.end - start :].copy())
-        reading.end = end
-        while reading.end - reading.first - len(reading.rows[0]) >= self._window:
-            reading.first += len(reading.rows.pop(0))
+        self._append(reading, rows[reading.end - start :])
         if reading.fed and reading.first > reading.fed - 1:
             self._forget_cache(slot, reading)
 
     def copy(self, source: int, target: int) -> None:
-        """`target` becomes what `source` is."""
+        """`target` becomes what `source` is, but for unused rows further back than KEPT."""
         self.remove(target)
-        if (reading := self._readings.get(source)) is not None:
-            self._readings[target] = Reading(reading.fed, reading.first, reading.end, list(reading.rows))
-            if reading.fed:
-                self._context.copy(source, target)
+        if (reading := self._readings.get(source)) is None:
+            return
+        rows = reading.rows[-KEPT:]
+        copied = self._readings[target] = Reading(self._buffer(), reading.fed, first=reading.end - len(rows))
+        copied.buffer[: len(rows)] = rows
+        copied.end = reading.end
+        if copied.fed and copied.first <= copied.fed - 1:
+            self._context.copy(source, target)
+        else:
+            copied.fed = 0
 
     def remove(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
-        if (reading := self._readings.pop(sequence_id, None)) is not None and reading.fed:
-            self._context.remove(sequence_id)
+        if (reading := self._readings.pop(sequence_id, None)) is not None:
+            self._free.append(reading.buffer)
+            if reading.fed:
+                self._context.remove(sequence_id)
+
+    def _buffer(self) -> npt.NDArray[np.float32]:
+        if self._free:
+            return self._free.pop()
+        return np.empty((2 * self._window, self._context.beside.shape[1]), np.float32)
+
+    def _append(self, reading: Reading, new: npt.NDArray[np.float32]) -> None:
+        buffer, window, n = reading.buffer, self._window, len(new)
+        used = reading.end - reading.first
+        reading.end += n
+        if n >= window:
+            buffer[:window] = new[n - window :]
+            reading.first = reading.end - window
+            return
+        if used + n > len(buffer):
+            kept = window - n
+            buffer[:kept] = buffer[used - kept : used].copy()
+            reading.first, used = reading.end - window, kept
+        buffer[used : used + n] = new
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether the trunk's rows of all tokens but the newest are there."""
         reading = self._readings.get(-1 if sequence.slot is None else sequence.slot)
-        return reading is not None and bool(reading.rows) and reading.end == len(sequence.tokens) - 1
+        return reading is not None and reading.first < reading.end == len(sequence.tokens) - 1
 
     # --- drafting ------------------------------------------------------------------------------------------
 
@@ -166,9 +204,9 @@ class MtpDrafter:
         for order in orders:
             reading, tokens = self._readings[order.slot], order.sequence.tokens
             first = reading.fed or reading.first + 1
-            hidden = np.concatenate(reading.rows)[first - 1 - reading.first :]
+            hidden = reading.rows[first - 1 - reading.first :]
             feeds.append((order.slot, first, tokens[first:], hidden))
-            reading.fed, reading.first, reading.rows = len(tokens), reading.end, []
+            reading.fed, reading.first = len(tokens), reading.end
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
         if total > context.n_batch:  # all but the newest tokens first, piece by piece
             for slot, first, tokens, hidden in feeds:
@@ -211,12 +249,6 @@ class MtpDrafter:
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
         context.beside[at:end] = hidden
-
-    def _restart(self, slot: int, reading: Reading, start: int) -> None:
-        """What comes next begins at `start`: nothing before it is known."""
-        self._forget_cache(slot, reading)
-        reading.first = reading.end = start
-        reading.rows = []
 
     def _forget_cache(self, slot: int, reading: Reading) -> None:
         if reading.fed:

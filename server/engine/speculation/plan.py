@@ -29,14 +29,20 @@ MARGIN = 1.05
 
 @dataclass(slots=True)
 class Candidate:
-    """One sequence that decodes: how many tokens it brings anyway, and the chances of its drafts' tokens.
-
-    Each chance is that of a token if those before it are right; as many as the draft may have tokens.
-    """
+    """One sequence that decodes: how many tokens it brings anyway, and what its drafts may be worth."""
 
     pending: int
     ngram: npt.NDArray[np.float64]
-    mtp: npt.NDArray[np.float64]
+    """For each token of its draft the chance that it is right if those before it are."""
+    mtp: float
+    """The same for every token that the MTP head drafts."""
+    depth: int
+    """How many these may be."""
+
+    @property
+    def by_head(self) -> npt.NDArray[np.float64]:
+        """As `ngram`."""
+        return np.full(self.depth, self.mtp)
 
 
 @dataclass(slots=True)
@@ -74,14 +80,25 @@ class Planner:
     def __init__(self, times: StepTimes, draft_times: DraftTimes) -> None:
         self._times, self._draft_times = times, draft_times
         self._tables: dict[int, tuple[list[float], npt.NDArray[np.float64]]] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
         self._age = 0
 
     def choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
         """The plan with the most expected tokens a second, of at most `most_rows` rows in all."""
-        n = len(candidates)
         self._age += 1
         if self._age % 32 == 0:  # the times have been corrected since
             self._tables.clear()
+            self._plans.clear()
+        if any(len(candidate.ngram) for candidate in candidates):
+            return self._choose(candidates, most_rows)
+        # the head's chances change slowly: most steps are as the one before
+        key = (most_rows, *((c.pending, round(c.mtp, 2), c.depth) for c in candidates))
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = self._choose(candidates, most_rows)
+        return plan
+
+    def _choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
+        n = len(candidates)
         pending = [candidate.pending for candidate in candidates]
         seconds = self._passes(pending)
         nothing = Plan([""] * n, [0] * n, float(n), seconds)
@@ -105,7 +122,7 @@ class Planner:
         table, own = self._array(1), candidate.pending
         sources: tuple[tuple[Source, npt.NDArray[np.float64]], ...] = (
             ("ngram", candidate.ngram),
-            ("mtp", candidate.mtp),
+            ("mtp", candidate.by_head),
         )
         for source, chances in sources:
             longest = min(len(chances), most_rows - own)
@@ -129,7 +146,7 @@ class Planner:
         """Whether drafting would pay if all had the best chances of any, and nothing but rows took time."""
         n = len(candidates)
         best = max(
-            (chances for c in candidates for chances in (c.ngram, c.mtp)),
+            (chances for c in candidates for chances in (c.ngram, c.by_head)),
             key=lambda chances: float(chances[:8].sum()),
         )
         longest = min(len(best), most_rows // n - 1)
@@ -143,7 +160,7 @@ class Planner:
         n, best, rate = len(candidates), nothing, MARGIN * nothing.tokens / nothing.seconds
         pending = [candidate.pending for candidate in candidates]
         ngrams = [self._prospect(candidate.ngram, candidate.pending, n) for candidate in candidates]
-        mtps = [self._prospect(candidate.mtp, candidate.pending, n) for candidate in candidates]
+        mtps = [self._prospect(candidate.by_head, candidate.pending, n) for candidate in candidates]
         longest = min(max(p.longest for p in (*ngrams, *mtps)), most_rows // n)
         start = max(pending)
         for more in sorted({0, *(more for more in LENGTHS if more < longest), longest}):

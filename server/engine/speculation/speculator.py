@@ -113,14 +113,14 @@ class Speculator:
     def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         """A draft, perhaps empty, for each of the sequences that decode; at most `rows` tokens in all."""
         self._orders.clear()
-        if self._paused > 0:
+        if self._paused > 0 or len(sequences) > self._slots:
             self._paused -= 1
             return [[] for _ in sequences]
         orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
         if self._ngram is not None:
             self._ngram.propose(orders)
         candidates = [self._candidate(order) for order in orders]
-        if not any(len(candidate.ngram) or len(candidate.mtp) for candidate in candidates):
+        if not any(len(candidate.ngram) or candidate.depth for candidate in candidates):
             return [[] for _ in sequences]
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
         plan = self._planner.choose(candidates, most_rows)
@@ -136,13 +136,15 @@ class Speculator:
         return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
 
     def _candidate(self, order: Order) -> Candidate:
-        sequence, ngram, mtp = order.sequence, NONE, NONE
+        sequence, ngram, chance = order.sequence, NONE, 0.0
         if self._ngram is not None and order.tokens:
             ngram = self._ngram.chances(order)
         depth = min(self._deepest, order.limit)
-        if self._mtp is not None and depth > 0 and self._mtp.can_draft(sequence):
-            mtp = np.full(depth, self._confidence(sequence).chance(self._experience))
-        return Candidate(sequence.pending, ngram, mtp)
+        if self._mtp is None or depth < 1 or not self._mtp.can_draft(sequence):
+            depth = 0
+        else:
+            chance = self._confidence(sequence).chance(self._experience)
+        return Candidate(sequence.pending, ngram, chance, depth)
 
     def _confidence(self, sequence: Sequence) -> Confidence:
         if (confidence := self._confidences.get(sequence)) is None:
@@ -155,10 +157,10 @@ class Speculator:
             self._since_head, self._probe_after = 0, PROBE_FIRST
             return plan
         self._since_head += 1
-        if plan.drafts or self._since_head < self._probe_after or not any(len(c.mtp) for c in candidates):
+        if plan.drafts or self._since_head < self._probe_after or not any(c.depth for c in candidates):
             return plan
         self._since_head, self._probe_after = 0, min(PROBE_LAST, 2 * self._probe_after)
-        hopeful = [Candidate(c.pending, NONE, np.full(len(c.mtp), HOPE)) for c in candidates]
+        hopeful = [Candidate(c.pending, NONE, HOPE, c.depth) for c in candidates]
         hoped = self._planner.choose(hopeful, most_rows)
         lengths = [min(1, length) for length in hoped.lengths]
         return replace(hoped, lengths=lengths) if hoped.drafts else plan
@@ -207,12 +209,14 @@ class Speculator:
         decode to the last token. If the step failed, `abandon`.
         """
         started = perf_counter()
-        if self._mtp is not None:
+        if self._mtp is not None and len(step.chunks) <= self._slots:
             hidden = self._context.hidden(step.n_tokens)
             for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
                 right = chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
-                if chunk.sequence.slot is not None:
-                    self._mtp.collect(chunk.sequence.slot, start, hidden[mine[:right]])
+                if chunk.sequence.slot is not None and chunk.sequence.slot < self._slots:
+                    together = mine[right - 1] - mine[0] == right - 1
+                    rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
+                    self._mtp.collect(chunk.sequence.slot, start, rows)
         self.abandon()
         for chunk, new in zip(step.chunks, sampled, strict=True):
             if chunk.draft:
