@@ -79,7 +79,7 @@ class Engine:
 
         self._profile = StepProfile()
         self._speculator = speculator_for(self.settings, self._loaded)
-        self._device_runs_alone = len(self.plan.usages) > 1
+        self._device_runs_alone = self.plan.leaves_the_host_alone
         self._runner = Runner(
             self._context,
             self.vocab.eog_ids,

@@ -110,6 +110,11 @@ class MemoryPlan:
             lines.append(f"not loaded: multi-token-prediction head, {_size(shape.mtp_weights)}")
         return "\n".join(lines)
 
+    @property
+    def leaves_the_host_alone(self) -> bool:
+        """Whether every layer is on a GPU, so that the host only starts what that computes."""
+        return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
+
     def check(self) -> None:
         """Raise DoesNotFit, with the shortfall and the settings that would help, if a device is too small."""
         if problems := [_complaint(self, usage) for usage in self.usages if usage.short]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .vocab import Vocab
 
 
+ALMOST_ZERO = 1e-5
+"""Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """One request's choices; the defaults are greedy. Raises ValueError, naming the field.
@@ -57,7 +61,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the best token, after penalties."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < ALMOST_ZERO or self.top_k == 1
 
 
 class Sampler:

@@ -21,6 +21,7 @@ from server.engine import (
     SamplingParams,
 )
 from server.engine.errors import LlamaError, NoMemorySlot
+from server.engine.llama import Readout
 from server.engine.mailbox import Mailbox
 from server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, random_prompt, running, settings
@@ -132,6 +133,20 @@ async def test_graphs_may_be_built_with_the_lock_held(nano_f32: Path) -> None:
         engine._context.decode = counted  # type: ignore[method-assign]
         assert await ask_all(engine, requests) == expected
         assert held > len(requests)
+
+
+async def test_a_slot_forgets_what_only_one_request_needed(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.runner.PATIENCE", 30)
+    with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
+        kinds = engine._context.readouts.kinds
+        expected = await ask(engine, Request(PROMPT, 50))
+        whole = SamplingParams(presence_penalty=1.0, ignore_eos=True)
+        await ask_all(engine, [Request(PROMPT, 5, params=whole)] * 2)
+        assert kinds == [Readout.ROW, Readout.ROW]
+        assert await ask(engine, Request(PROMPT, 50)) == expected
+        assert kinds == [Readout.BEST, Readout.ROW]
 
 
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:

@@ -62,6 +62,12 @@ def test_greedy_takes_the_best() -> None:
     assert sampler(SamplingParams()).choose(row(t5=2.0, t6=1.0)) == 5
 
 
+def test_a_temperature_next_to_nothing_is_greedy() -> None:
+    one = sampler(SamplingParams(temperature=1e-40))
+    assert one.choose(row(t5=2.0, t6=1.0)) == 5
+    one.close()
+
+
 def test_padding_is_never_chosen() -> None:
     assert sampler(SamplingParams()).choose(row(t9=9.0, t8=8.0, t2=1.0)) == 2
 
