@@ -46,15 +46,20 @@ class EventStream(EventSourceResponse):
             self._close()
 
 
-async def _lines(events: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[str]:
+async def _lines(events: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+    """Whole events, as bytes: what is a string, sse-starlette would take apart and put together again."""
     try:
         async for event in events:
-            yield encode(event)
+            yield _event(encode(event))
     except Exception as error:
         # the status is sent, so an error event is all that is left; no [DONE], or it would pass for complete
         answer = from_exception(error)
         if answer.status == 500:
             logger.exception("a stream failed")
-        yield encode(answer.body())
+        yield _event(encode(answer.body()))
         return
-    yield "[DONE]"
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
