@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from server.engine.llama import N_CANDIDATES, Context, ContextOptions, Model, Readout, Rows
+from server.engine.llama import N_CANDIDATES, Context, ContextOptions, Model, Readout, Rows, supports_gpu
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
 from server.engine.warmup import warm_up
@@ -259,3 +259,34 @@ def test_the_warm_up_gives_up_readouts_that_are_wrong(model: Model, caplog: pyte
     assert not context.readouts.active
     assert decode(context).logits(0).shape == (model.n_vocab,)
     context.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not supports_gpu(), reason="no GPU, or llama-cpp-python built without CUDA")
+def test_a_gpu_reads_out_the_same(nano_f16: Path) -> None:
+    """Every kind, against the rows themselves in a batch of the same shape."""
+    model = Model(nano_f16)
+    context = make(model, Readout.ROW)
+    rows = decode(context)
+    whole = np.stack([rows.logits(row) for row in range(len(rows))]).copy()
+    real, going_on = allowed(model, whole, ends=True), allowed(model, whole, ends=False)
+    close = 0.02 * float(whole.std())
+    context.set_readouts(Readout.BEST)
+    rows = decode(context)
+    for row in range(len(rows)):
+        assert real[row].max() - real[row][rows.best(row)] <= close
+        assert going_on[row].max() - going_on[row][rows.best_but_end(row)] <= close
+    context.set_readouts(Readout.TOP_K)
+    rows = decode(context)
+    for row in range(len(rows)):
+        ids, values = rows.candidates(row)
+        assert len(set(ids.tolist())) == N_CANDIDATES
+        np.testing.assert_allclose(values, real[row][ids], atol=close)
+        assert np.sort(real[row])[-N_CANDIDATES] - values.min() <= close
+    context.set_readouts(Readout.GUESS)
+    rows = decode(context)
+    for row in range(len(rows)):
+        chance = 1 / np.exp(whole[row] - whole[row].max()).sum()
+        assert rows.probability(row) == pytest.approx(chance, rel=0.05)
+    context.close()
+    model.close()
