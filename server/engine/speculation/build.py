@@ -40,5 +40,5 @@ def build_speculator(
         slots=len(holders),
         longest=settings.draft_max,
         deepest=settings.mtp_depth,
-        most_rows=most_rows,
+        most_rows=min(most_rows, context.n_batch),
     )

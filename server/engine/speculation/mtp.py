@@ -33,19 +33,21 @@ KEPT = 128
 class Reading:
     """What the head has of one sequence id.
 
-    Its cache holds the entries of positions up to `fed` - 1; `buffer` begins with the hidden rows that
-    it has not used yet, of positions `first` up to `end` - 1. The entry of position p takes the row of p - 1,
-    so `first` is `fed` - 1 or, before anything was fed, the beginning of what is known.
+    Its cache holds the entries of positions up to `fed` - 1; `buffer` begins with the trunk's hidden rows of
+    positions `first` up to `end` - 1. The entry of position p takes the row of p - 1, so `first` is less than
+    `fed` or, before anything was fed, the beginning of what is known.
     """
 
     buffer: npt.NDArray[np.float32]
     fed: int = 0
     first: int = 0
     end: int = 0
+    depth: int | None = None
+    """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
 
     @property
     def rows(self) -> npt.NDArray[np.float32]:
-        """Those not used yet: [n, n_embd]."""
+        """Those that are there: [n, n_embd]."""
         return self.buffer[: self.end - self.first]
 
 
@@ -73,6 +75,7 @@ class MtpDrafter:
         reading = self._readings.get(slot)
         if reading is None:
             reading = self._readings[slot] = Reading(self._buffer())
+        reading.depth = None
         if start > reading.end:
             self._forget_cache(slot, reading)
             reading.first = reading.end = start
@@ -83,19 +86,26 @@ class MtpDrafter:
         if reading.fed and reading.first > reading.fed - 1:
             self._forget_cache(slot, reading)
 
+    def ahead(self, slot: int, depth: int) -> None:
+        """The slot went back to its first `depth` tokens; what was read of those that follow stays right."""
+        self._readings[slot].depth = depth
+
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, but for unused rows further back than KEPT."""
         self.remove(target)
         if (reading := self._readings.get(source)) is None:
             return
-        rows = reading.rows[-KEPT:]
-        copied = self._readings[target] = Reading(self._buffer(), reading.fed, first=reading.end - len(rows))
-        copied.buffer[: len(rows)] = rows
-        copied.end = reading.end
-        if copied.fed and copied.first <= copied.fed - 1:
+        end = reading.end if reading.depth is None else min(reading.end, reading.depth)
+        fed = min(reading.fed, end)
+        first = max(min(reading.first, end), end - KEPT)
+        if fed and first > fed - 1:
+            fed = 0
+        copied = self._readings[target] = Reading(self._buffer(), fed, first, end)
+        copied.rows[:] = reading.buffer[first - reading.first : end - reading.first]
+        if fed:
             self._context.copy(source, target)
-        else:
-            copied.fed = 0
+            if fed < reading.fed:
+                self._context.remove(target, fed)
 
     def remove(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
@@ -126,12 +136,14 @@ class MtpDrafter:
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether the trunk's rows of all tokens but the newest are there."""
         reading = self._readings.get(-1 if sequence.slot is None else sequence.slot)
-        return reading is not None and reading.first < reading.end == len(sequence.tokens) - 1
+        if reading is None or reading.end != len(sequence.tokens) - 1:
+            return False
+        return (reading.fed or reading.first + 1) <= reading.end
 
     # --- drafting ------------------------------------------------------------------------------------------
 
     def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
-        """Draft greedily; the orders stay empty when the head's cache is full.
+        """Draft greedily; the orders stay empty when the head's cache is full or its logits are no use.
 
         All sequences draft together, one token a round, each up to its limit; they stop when the right tokens
         that one more round promises are below the floors. Each sequence must pass `can_draft`.
@@ -144,10 +156,11 @@ class MtpDrafter:
             rounds = self._draft(alive, floors)
             seconds = perf_counter() - started - rounds * self.times.of(len(alive))
             self.times.besides.add(max(0.0, seconds))
-        except NoMemorySlot as error:
+        except (NoMemorySlot, FloatingPointError) as error:
             log.debug("no drafts: %s", error)
             for order in alive:
                 self.remove(order.slot)
+                self._context.remove(order.slot)  # what was fed before it failed
                 order.tokens.clear()
                 order.sure.clear()
 
@@ -206,7 +219,6 @@ class MtpDrafter:
             first = reading.fed or reading.first + 1
             hidden = reading.rows[first - 1 - reading.first :]
             feeds.append((order.slot, first, tokens[first:], hidden))
-            reading.fed, reading.first = len(tokens), reading.end
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
         if total > context.n_batch:  # all but the newest tokens first, piece by piece
             for slot, first, tokens, hidden in feeds:
@@ -224,6 +236,10 @@ class MtpDrafter:
             context.outputs[n - 1] = 1
             rows.append(n - 1)
         context.decode(n)
+        for order in orders:  # the last row stays, in case the newest token is taken back
+            reading = self._readings[order.slot]
+            reading.buffer[0] = reading.rows[-1]
+            reading.fed, reading.first = len(order.sequence.tokens), reading.end - 1
         return rows
 
     def _next_round(self, alive: list[Order], going_on: list[int], tokens: list[int]) -> list[int]:

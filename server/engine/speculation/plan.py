@@ -23,6 +23,9 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 19, 23, 31, 39, 47, 55, 63, 79, 95, 1
 
 _LENGTHS = np.array(LENGTHS)
 
+ROWS = 2048
+"""Rows of one sequence up to which times are tabled; longer drafts are not considered."""
+
 MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
 
@@ -110,7 +113,7 @@ class Planner:
 
     def floors(self, plan: Plan, pending: ListLike[int]) -> Floors:
         """What a round of drafting must promise: its share of the step's time, at the plan's rate."""
-        start = max(pending)
+        start = min(max(pending), ROWS - 2 - max(plan.lengths))
         draft = self._draft_times.of(plan.sources.count("mtp"))
         table, rate = self._table(len(pending)), plan.tokens / plan.seconds
         ends = range(start + 1, start + 1 + max(plan.lengths) + 1)
@@ -125,7 +128,7 @@ class Planner:
             ("mtp", candidate.by_head),
         )
         for source, chances in sources:
-            longest = min(len(chances), most_rows - own)
+            longest = min(len(chances), most_rows - own, ROWS - 2 - own)
             if longest < 1:
                 continue
             survive = np.cumprod(chances[:longest])
@@ -149,7 +152,7 @@ class Planner:
             (chances for c in candidates for chances in (c.ngram, c.by_head)),
             key=lambda chances: float(chances[:8].sum()),
         )
-        longest = min(len(best), most_rows // n - 1)
+        longest = min(len(best), most_rows // n - 1, ROWS - 3)
         if longest < 1:
             return False
         tokens = n * (1 + np.cumsum(np.cumprod(best[:longest])))
@@ -198,6 +201,7 @@ class Planner:
         return Plan(sources, lengths, tokens, seconds), seconds + redo
 
     def _prospect(self, chances: npt.NDArray[np.float64], pending: int, n: int) -> Prospect:
+        chances = chances[: max(0, ROWS - 1 - pending - n)]
         if not len(chances):
             return Prospect()
         survive = np.cumprod(chances)
@@ -220,7 +224,7 @@ class Planner:
         seconds, done = 0.0, 0
         for length in sorted(set(lengths)):
             n = sum(other >= length for other in lengths)
-            seconds += self._table(n)[length - done]
+            seconds += self._table(n)[min(length - done, ROWS - 1)]
             done = length
         return seconds
 
@@ -233,6 +237,6 @@ class Planner:
 
     def _both(self, n: int) -> tuple[list[float], npt.NDArray[np.float64]]:
         if (both := self._tables.get(n)) is None:
-            array = self._times.of(n, np.arange(1024))
+            array = self._times.of(n, np.arange(ROWS))
             both = self._tables[n] = array.tolist(), array
         return both

@@ -38,6 +38,10 @@ class Rollback:
         self._context.copy(self._first + slot, slot, length, length)
         self._context.remove(slot, length)
 
+    def held(self, slot: int) -> int:
+        """Tokens of the slot's checkpoint."""
+        return self._held[slot]
+
     def forget(self, slot: int) -> None:
         """The slot was emptied. Idempotent."""
         if self._held.pop(slot, None) is not None:

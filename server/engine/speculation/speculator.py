@@ -180,7 +180,8 @@ class Speculator:
             by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
             pending = [order.sequence.pending for order in orders]
             self._mtp.propose(by_head, self._planner.floors(plan, pending))
-            cut = max(own + len(order.tokens) for own, order in zip(pending, chosen, strict=True))
+            drafted = zip(pending, chosen, plan.sources, strict=True)
+            cut = max(own + len(order.tokens) for own, order, source in drafted if source == "mtp")
             for own, order, source in zip(pending, chosen, plan.sources, strict=True):
                 if source == "ngram":  # the head may have stopped early: one length, one pass
                     order.tokens = order.tokens[: max(0, cut - own)]
@@ -237,6 +238,8 @@ class Speculator:
         sequence, drafted = chunk.sequence, len(chunk.draft)
         if accepted < drafted and sequence.slot is not None:
             self._rollback.restore(sequence.slot)
+            if self._mtp is not None:
+                self._mtp.ahead(sequence.slot, self._rollback.held(sequence.slot))
         order = self._orders.get(sequence)
         if order is not None:
             self.totals[order.drafter].add(drafted, accepted)

@@ -85,8 +85,10 @@ class StepTimes:
             self._curve = _rising([self._means[1][length] for length in known])
         values = self._curve
         seconds: Seconds = np.interp(rows, known, values)
-        if len(known) > 1:  # past the last, on along the line from the first
-            slope = max(0.0, (values[-1] - values[0]) / (known[-1] - known[0]))
+        if len(known) > 1:
+            # rows get cheaper by the dozen, so the last stretch tells most; a wrong hope is soon corrected
+            middle = len(known) // 2
+            slope = max(0.0, (values[-1] - values[middle]) / (known[-1] - known[middle]))
             seconds = seconds + slope * np.maximum(0, rows - known[-1])
         return seconds
 
