@@ -88,8 +88,11 @@ def _time(context: Context, count: int) -> float:
     return float(np.median(times[1:]))
 
 
-def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
-    """The first `length` tokens of so many sequences, all different; a row at the end of each, sampled."""
+def decode(context: Context, n_sequences: int, length: int = 1, *, take: bool = True) -> Rows:
+    """The first `length` tokens of so many sequences, all different; a row at the end of each.
+
+    With `take`, the best token of each row is looked for where it has to be looked for.
+    """
     n = n_sequences * length
     context.clear()
     context.tokens[:n] = np.arange(n) % 256
@@ -99,7 +102,7 @@ def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
     context.outputs[length - 1 : n : length] = 1
     context.decode(n)
     rows = context.rows(range(n_sequences), range(length - 1, n, length))
-    if rows.all_best() is None:
+    if take and rows.all_best() is None:
         for row, kind in enumerate(rows.kinds):
             if kind is Readout.ROW:
                 rows.logits(row).argmax()
