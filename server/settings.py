@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     ctx_size: int = _setting(
         EngineSettings.ctx_size,
         "engine",
-        "KV cache in tokens for all sequences together; 0 is 16384 each, or what fits",
+        "KV cache in tokens for all sequences together; 0 is 16384 each, 262144 at most, or what fits",
     )
     parallel: int = _setting(EngineSettings.parallel, "engine", "sequences decoded at the same time")
     max_queue: int = _setting(

@@ -327,7 +327,7 @@ class Engine:
             entry = self._open.pop(sequence, None)
         if entry is None:
             return
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence, failed=isinstance(done, Exception))
         if self._speculator is not None:
             self._speculator.forget(sequence)
         sequence.sampler.close()

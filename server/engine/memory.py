@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 TOKENS_PER_SEQUENCE = 16_384
 """What each sequence gets of the cache when nobody says how large it should be."""
 
+MOST_CELLS = 262_144
+"""What all of them together get at most, if nobody says: every copy and removal looks at each cell."""
+
 SMALLEST_CONTEXT = 2_048
 """The least that is worth choosing on one's own; a smaller one has to be asked for."""
 
@@ -134,7 +137,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     chosen = settings.ctx_size == 0
     if chosen:
         each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
-        settings = replace(settings, ctx_size=settings.parallel * each + settings.prefix_cells)
+        cells = min(settings.parallel * each, MOST_CELLS)
+        settings = replace(settings, ctx_size=cells + settings.prefix_cells)
     settings = replace(settings, ctx_size=_padded(settings.ctx_size))
     while True:
         plan = _arrange(settings, shape, places, {})
@@ -179,7 +183,11 @@ def verified_rows(settings: EngineSettings) -> int:
     """Most rows of a verification: one long draft, or a few tokens of the head for everyone who drafts."""
     if (holders := n_holders(settings)) == 0:
         return 0
-    return min(settings.ubatch_size, max(settings.draft_max + 1, holders * (settings.mtp_depth + 1)))
+    return min(
+        settings.ubatch_size,
+        settings.batch_size,
+        max(settings.draft_max + 1, holders * (settings.mtp_depth + 1)),
+    )
 
 
 def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:

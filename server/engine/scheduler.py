@@ -142,11 +142,15 @@ class Scheduler:
         self.waiting.append(sequence)
         self.cache.track(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is; its slot and cells are free for the next step."""
+    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Take a sequence out, wherever it is; its slot and cells are free for the next step.
+
+        Its state stays in the prefix cache, unless it `failed`: then there may be something wrong with it.
+        """
         if sequence.slot is not None:
             self.running.remove(sequence)
-            self.cache.leave(sequence)
+            if not failed:
+                self.cache.leave(sequence)
             self._vacate(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

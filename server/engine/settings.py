@@ -35,7 +35,8 @@ class EngineSettings:
     """Keep the weights that stay on the host from being paged out."""
 
     ctx_size: int = 0
-    """Tokens that the KV cache holds, all sequences together. 0: 16,384 a sequence, or what fits."""
+    """Tokens that the KV cache holds, all sequences together. 0: 16,384 a sequence but no more than 262,144,
+    and what the prefix cache may hold; or what fits."""
     parallel: int = 8
     """Sequences that run at once; the others wait. Each one costs a recurrent state."""
     max_queue: int = 256

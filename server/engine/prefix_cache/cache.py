@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from server.engine.sequence import Sequence
 
-    from .memory import Memory
+    from .memory import Memory, Saved
     from .spans import Spans
 
 log = logging.getLogger(__name__)
@@ -308,9 +308,16 @@ class PrefixCache:
 
     def _restore(self, node: Node) -> bool:
         saved = node.saved
-        if saved is None or not self.make_room(node.depth):
-            return False
-        self._host.touch(node)  # the one that makes room for it may go to the host, and drive out another
+        assert saved is not None
+        # Those that make room for it may go to the host, and its own copy may have to leave for them.
+        self._host.touch(node)
+        node.marks += 1
+        try:
+            return self.make_room(node.depth) and self._bring_back(node, saved)
+        finally:
+            node.marks -= 1
+
+    def _bring_back(self, node: Node, saved: Saved) -> bool:
         holder = self._take_id(node)
         try:
             self._memory.restore(holder, saved)

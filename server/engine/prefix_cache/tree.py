@@ -73,12 +73,13 @@ class Tree:
         return node
 
     def prune(self, node: Node) -> None:
-        """Remove the node, and those above it, as far as nothing needs them."""
+        """Remove the node, and those above it, as far as nothing needs them; nothing if it was removed."""
         while not node._needed:
             parent = node.parent
             assert parent is not None
             if len(node.children) > 1:
                 return
+            node.parent = None  # it is gone, should anybody ask again
             if node.children:
                 [child] = node.children.values()
                 child.tokens = np.concatenate([node.tokens, child.tokens])

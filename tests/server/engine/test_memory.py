@@ -139,6 +139,11 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert "NVIDIA A10G" in str(plan)
 
 
+def test_many_sequences_share_what_is_enough_for_some(card: Any) -> None:
+    card(100 * GIB)
+    assert four_b_plan(parallel=64).settings.ctx_size == 262_144 + 9216
+
+
 def test_a_context_that_is_left_open_shrinks_to_what_fits(card: Any) -> None:
     card(6 * GIB)
     plan = four_b_plan()

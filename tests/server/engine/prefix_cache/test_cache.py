@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -229,6 +230,29 @@ def test_host_memory_has_its_own_budget_and_order() -> None:
     assert world.serve(prompts[2]).reused == 200
 
 
+def test_a_state_may_come_back_though_its_copy_has_to_leave_for_what_makes_room() -> None:
+    world = World(slots=1, ids=3, total_cells=420, host_bytes=260)
+    old = list(range(250))
+    world.serve(old)
+    for n in range(2):
+        world.serve([n + 5000, *range(180)])
+    assert world.serve(old).reused in (0, 249)
+    world.check()
+    for n in range(6):
+        world.serve([*old[: 130 + 20 * n], 7, 7, 7])
+        world.serve([n + 5000, *range(180)])
+        world.check()
+
+
+def test_a_sequence_that_failed_leaves_nothing_of_its_answer() -> None:
+    world = World()
+    sequence = world.add(A, 60)
+    for _ in range(40):
+        world.step()
+    world.scheduler.remove(sequence, failed=True)
+    assert world.serve(sequence.tokens).reused == len(A) - 1
+
+
 def test_a_state_larger_than_host_memory_is_gone() -> None:
     world = World(ids=1, host_bytes=100, slots=1)
     world.serve(list(range(300)))
@@ -285,9 +309,10 @@ def prompt(plan: Plan) -> list[int]:
     batch=st.integers(5, 64),
     budget=st.integers(1, 64),
     interval=st.sampled_from([0, 17]),
-    host_bytes=st.sampled_from([0, 300]),
+    host_bytes=st.sampled_from([0, 60, 300]),
     mixed_steps=st.booleans(),
 )
+@mock.patch("server.engine.prefix_cache.cache.MIN_RESTORE", 20)
 def test_every_request_computes_on_from_what_it_really_holds(
     mix: list[Plan],
     slots: int,
@@ -326,6 +351,8 @@ def test_every_request_computes_on_from_what_it_really_holds(
                 cancelled.add(i)
         if world.scheduler.running or world.scheduler.waiting:
             assert world.step().chunks, "there is work, but nothing was scheduled"
+        elif world.cache.tidy():
+            world.check()
         now += 1
         assert now < 20_000
     assert all(i in cancelled or one.generated == mix[i].answer for i, one in started.items())

@@ -93,3 +93,13 @@ def test_the_tree_holds_what_is_needed_and_where_paths_part(operations: list[tup
             if a[:depth] == b[:depth] and a[depth] != b[depth]
         }
         assert branches <= set(nodes)
+
+
+def test_a_node_that_went_with_another_may_be_pruned_again() -> None:
+    tree = Tree()
+    parent = tree.insert(tokens(1, 2))
+    child = tree.insert(tokens(1, 2, 3))
+    tree.prune(child)
+    tree.prune(parent)
+    assert [*tree.nodes()] == []
+    assert [*tree.root.children] == []
