@@ -12,7 +12,8 @@
 #
 # Each part says how many seconds it needs on an H200. SECONDS_LEFT=500 leaves out what would not fit into that
 # time; RUNS=50 sets the timed requests of every category, which are 3 to 5 by themselves to keep the whole record
-# below 17 minutes; THREADS is for machines without a card; AFTER is a command to run after each part.
+# below 17 minutes; THREADS is for machines without a card; EXTRA='--categories short --levels 2' are flags of
+# bench/peers.py for a rehearsal; AFTER is a command to run after each part.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 models=$1 binaries=$2 out=$3
@@ -50,7 +51,7 @@ part() { # NAME SECONDS flags of bench/peers.py
     local name=$1 seconds=$2
     shift 2
     measure "$name" "$seconds" bench/peers.py --binaries "$binaries" "$@" --residency all --start-timeout 90 \
-        --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} --logs "$out/logs/$name" --out "$out/$name.json"
+        --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} ${EXTRA:-} --logs "$out/logs/$name" --out "$out/$name.json"
 }
 
 words() { # ACCEPTANCE: the text whose words the MTP head drafts with that share of success
