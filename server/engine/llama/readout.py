@@ -22,6 +22,7 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 from . import ggml
+from .top_k import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +75,8 @@ class Readouts:
         self._ends = model.eog_ids
         self._no_padding = self._no_end = 0
         """Tensors to add to logits: -inf for what must not be chosen; 0 where there is no such thing."""
+        self._ids = 0
+        """A tensor of all ids, in order."""
         self._memory = self._buffer = 0
         self._shared: dict[tuple[int, int, Readout], tuple[int, ...]] = {}
         """What all rows of a slab have in common in the graph being built."""
@@ -146,7 +149,7 @@ class Readouts:
     def _prepare(self, _sampler: int, buffer_type: int, _rows: int) -> bool:
         """Put the masks where the logits will be, once; whether the device has all that is needed."""
         if not self._memory:
-            self._memory = ggml.init(ggml.InitParams(64 * ggml.tensor_overhead(), None, True))
+            self._memory = ggml.init(ggml.InitParams(256 * ggml.tensor_overhead(), None, True))
             if device := ggml.device_of(buffer_type):  # plain host memory has none, and can do everything
                 self._refuse(device)
             self._place_masks(buffer_type)
@@ -154,6 +157,7 @@ class Readouts:
 
     def _refuse(self, device: int) -> None:
         logits = ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 2)
+        self._ids = ggml.new_tensor(self._memory, ggml.I32, self._n_vocab, 1)
         for kind in Readout:
             for tensor in self._outputs(self._memory, kind, logits, 2, logits, logits):
                 missing = self._missing(device, tensor) if tensor else None
@@ -169,21 +173,22 @@ class Readouts:
         return next((missing for missing in sources if missing), None)
 
     def _place_masks(self, buffer_type: int) -> None:
-        """Shapes: [n_vocab]. None for padding where there is none."""
+        """Shapes: [n_vocab]. None for padding where there is none. The ids go with them."""
         ggml.free(self._memory)
         self._memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
         banned = [ids for ids in (self._padding, {*self._padding, *self._ends}) if ids]
         tensors = [ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 1) for _ in banned]
-        if not tensors:
-            return
+        self._ids = ggml.new_tensor(self._memory, ggml.I32, self._n_vocab, 1)
         self._buffer = ggml.alloc_tensors(self._memory, buffer_type) or 0
         if not self._buffer:
-            raise LlamaError("no memory for the masks of banned tokens")
+            raise LlamaError("no memory on the device for masks of banned tokens")
         for tensor, ids in zip(tensors, banned, strict=True):
             mask = np.zeros(self._n_vocab, np.float32)
             mask[list(ids)] = -np.inf
             ggml.tensor_set(tensor, mask.ctypes.data, 0, mask.nbytes)
-        self._no_end = tensors[-1]
+        order = np.arange(self._n_vocab, dtype=np.int32)
+        ggml.tensor_set(self._ids, order.ctypes.data, 0, order.nbytes)
+        self._no_end = tensors[-1] if tensors else 0
         self._no_padding = tensors[0] if self._padding else 0
 
     def _build(self, sampler: int, memory: int, _graph: int, data: int) -> None:
@@ -242,9 +247,8 @@ class Readouts:
         sums = ggml.sum_rows(memory, logits)
         allowed = ggml.add(memory, logits, no_padding) if no_padding else logits
         if kind is Readout.TOP_K:
-            found = ggml.top_k(memory, allowed, self._n_candidates(n_vocab))
-            each = ggml.reshape_3d(memory, allowed, 1, n_vocab, n)
-            return sums, 1, found, ggml.get_rows(memory, each, found)
+            ids = self._ids if n_vocab == self._n_vocab else ggml.new_tensor(memory, ggml.I32, n_vocab, 1)
+            return sums, 1, *top_k(memory, allowed, ids, self._n_candidates(n_vocab))
         going_on = ggml.add(memory, logits, no_end) if no_end else logits
         tokens = ggml.concat(memory, self._best(memory, allowed, n), self._best(memory, going_on, n), 0)
         return ggml.concat(memory, tokens, sums, 0), 3, 0, 0

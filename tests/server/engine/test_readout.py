@@ -107,17 +107,22 @@ def test_what_is_banned_does_not_come_back(model: Model, logits: npt.NDArray[np.
     context.close()
 
 
+@pytest.mark.parametrize(("sortable", "k"), [(10_000, 64), (1024, 64), (100, 8), (30, 2)])
 def test_candidates_are_the_best_tokens_with_their_logits(
-    model: Model, logits: npt.NDArray[np.float32]
+    model: Model, logits: npt.NDArray[np.float32], sortable: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sorted as a whole, and by blocks, once, twice or more."""
+    monkeypatch.setattr("server.engine.llama.top_k.SORTABLE", sortable)
+    for module in ("readout", "rows"):
+        monkeypatch.setattr(f"server.engine.llama.{module}.N_CANDIDATES", k)
     context = make(model, Readout.TOP_K)
     rows = decode(context)
     real = allowed(model, logits, ends=True)
     assert rows.all_best() is None
     for row in range(len(rows)):
         ids, values = rows.candidates(row)
-        assert len(ids) == N_CANDIDATES
-        assert set(ids.tolist()) == set(np.argsort(-real[row])[:N_CANDIDATES].tolist())
+        assert len(ids) == k
+        assert set(ids.tolist()) == set(np.argsort(-real[row])[:k].tolist())
         np.testing.assert_array_equal(values, real[row][ids])
     context.close()
 

@@ -1,0 +1,63 @@
+"""The k best of long rows, all rows at once, by small sorts.
+
+CUDA sorts a row of 248,320 numbers as a whole to find a few. But the k best lie in the k blocks with the
+highest maxima: an element outside of them would have k elements above it. So find each block's maximum, sort
+those, and look on only in the k best blocks, until what is left is short enough for one block of threads.
+"""
+
+from __future__ import annotations
+
+from . import ggml
+
+SORTABLE = 1024
+"""Numbers that one block of threads sorts (`argsort.cu`)."""
+
+
+def top_k(memory: int, rows: int, ids: int, k: int) -> tuple[int, int]:
+    """Ids [k, n] and values [1, k, n] of the `k` highest of each row, in no order; `rows` is [size, n].
+
+    `ids` names the columns of all rows: [size]. The size must be at least `k`.
+    """
+    tensor = ggml.Tensor.from_address(rows)
+    size, n = tensor.ne[0], tensor.ne[1]
+    shared = True  # one list of ids for all rows
+    while size > SORTABLE and (width := _block(size, k)):
+        blocks = size // width
+        top = ggml.top_k(memory, _maxima(memory, rows, width, blocks, n), k)
+        rows = ggml.get_rows(memory, ggml.reshape_3d(memory, rows, width, blocks, n), top)
+        if shared:
+            table, which = ggml.reshape_3d(memory, ids, width, blocks, 1), _flat(memory, top, k * n)
+        else:
+            table, which = ggml.reshape_3d(memory, ids, width, blocks, n), top
+        size, shared = width * k, False
+        rows = ggml.reshape_3d(memory, rows, size, n, 1)
+        ids = ggml.reshape_3d(memory, ggml.get_rows(memory, table, which), size, n, 1)
+    top = ggml.top_k(memory, rows, k)
+    values = ggml.get_rows(memory, ggml.reshape_3d(memory, rows, 1, size, n), top)
+    if shared:
+        return top, values
+    return ggml.get_rows(memory, ggml.reshape_3d(memory, ids, 1, size, n), top), values
+
+
+def _block(size: int, k: int) -> int:
+    """The smallest power of two that cuts `size` into few enough blocks to sort; 0 if that gains nothing."""
+    width = 2
+    while size % width == 0:
+        if size // width <= SORTABLE:
+            return width if size // width >= k and width * k < size else 0
+        width *= 2
+    return 0
+
+
+def _maxima(memory: int, rows: int, width: int, blocks: int, n: int) -> int:
+    """The highest number of each block: shape [blocks, n]."""
+    best = ggml.argmax(memory, ggml.reshape_3d(memory, rows, width, blocks * n, 1))
+    # argmax finds -1 where all are -inf or no numbers
+    best = ggml.clamp(memory, ggml.cast(memory, best, ggml.F32), 0.0, float(width - 1))
+    best = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.I32), 1, blocks * n, 1)
+    each = ggml.reshape_3d(memory, rows, 1, width, blocks * n)
+    return int(ggml.reshape_3d(memory, ggml.get_rows(memory, each, best), blocks, n, 1))
+
+
+def _flat(memory: int, top: int, length: int) -> int:
+    return int(ggml.reshape_3d(memory, top, length, 1, 1))
