@@ -87,7 +87,7 @@ class StepTimes:
         seconds: Seconds = np.interp(rows, known, values)
         if len(known) > 1:
             # rows get cheaper by the dozen, so the last stretch tells most; a wrong hope is soon corrected
-            middle = len(known) // 2
+            middle = min(len(known) // 2, len(known) - 2)
             slope = max(0.0, (values[-1] - values[middle]) / (known[-1] - known[middle]))
             seconds = seconds + slope * np.maximum(0, rows - known[-1])
         return seconds

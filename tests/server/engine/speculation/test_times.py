@@ -47,6 +47,13 @@ def test_several_sequences_are_taken_for_as_many_rows_until_they_are_measured(ti
     assert times.of(2, 1) == pytest.approx(card(2))
 
 
+def test_two_measurements_are_a_line() -> None:
+    times = StepTimes()
+    for rows in (1, 2):
+        times.add(1, rows, card(rows))
+    assert times.of(1, [1, 2, 9]) == pytest.approx([card(1), card(2), card(2) + 7e-4])
+
+
 def test_before_anything_is_known_more_rows_cost_more() -> None:
     guessed = StepTimes().of(1, np.arange(1, 100))
     assert (np.diff(guessed) > 0).all()
