@@ -208,6 +208,14 @@ def phases(document: Document) -> Found:
             yield from known(f"{where}: {phase}", value, "ms", "lower")
 
 
+def speculation(document: Document) -> Found:
+    """Of ``bench.speculation``: time a token and what was accepted, by group of tasks and drafter."""
+    for one in document["summaries"]:
+        where = f"{one['group']}: {one['drafter']}"
+        yield from known(f"{where}: per token", one["seconds_per_token"], "ms", "lower", MS)
+        yield from known(f"{where}: accepted a draft", one["mean_accepted_length"], "tokens", "higher")
+
+
 def roofline(document: Document) -> Found:
     """Of ``bench.roofline``: the floor of each category on each card."""
     for one in document["predictions"]:
@@ -279,6 +287,7 @@ READERS: dict[str, Callable[[Document], Found]] = {
     "peers": peers,
     "steps": steps,
     "phases": phases,
+    "speculation": speculation,
     "roofline": roofline,
     "conformance": conformance,
     "record": record,

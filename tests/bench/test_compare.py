@@ -229,6 +229,23 @@ EXPECTED: list[tuple[Record | dict[str, Any], dict[str, tuple[float, str, str | 
             "4 at once: decode of 4: wait": (2, "ms", "lower"),
         },
     ),
+    (
+        {
+            "kind": "speculation",
+            "summaries": [
+                {
+                    "group": "sums",
+                    "drafter": "auto",
+                    "seconds_per_token": 0.004,
+                    "mean_accepted_length": 2.5,
+                }
+            ],
+        },
+        {
+            "sums: auto: per token": (4, "ms", "lower"),
+            "sums: auto: accepted a draft": (2.5, "tokens", "higher"),
+        },
+    ),
     (roofline(), {"A10G: short, plain: floor": (300, "ms", "lower")}),
     (conformance(), {"checks passed": (2, "", "higher"), "checks failed": (1, "", "lower")}),
     (
