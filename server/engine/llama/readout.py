@@ -159,18 +159,23 @@ class Readouts:
         logits = ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 2)
         self._ids = ggml.new_tensor(self._memory, ggml.I32, self._n_vocab, 1)
         for kind in Readout:
-            for tensor in self._outputs(self._memory, kind, logits, 2, logits, logits):
-                missing = self._missing(device, tensor) if tensor else None
+            figures, _, candidates, values = self._outputs(self._memory, kind, logits, 2, logits, logits)
+            for tensor in filter(None, (figures, candidates, values)):
+                missing = self._missing(device, tensor)
                 if missing:
                     self.refused = f"{ggml.device_name(device).decode()} has no {missing}"
 
     def _missing(self, device: int, tensor: int) -> str | None:
-        """The first operation on the way to `tensor` that the device does not have."""
-        node = ggml.Tensor.from_address(tensor)
-        if node.op and not ggml.supports_op(device, tensor):
-            return str(ggml.op_name(node.op).decode())
-        sources = (self._missing(device, source) for source in node.src if source)
-        return next((missing for missing in sources if missing), None)
+        """An operation on the way to `tensor` that the device does not have."""
+        seen, ahead = {tensor}, [tensor]  # a cast is a source of its own
+        while ahead:
+            address = ahead.pop()
+            node = ggml.Tensor.from_address(address)
+            if node.op and not ggml.supports_op(device, address):
+                return str(ggml.op_name(node.op).decode())
+            ahead += {source for source in node.src if source} - seen
+            seen.update(ahead)
+        return None
 
     def _place_masks(self, buffer_type: int) -> None:
         """Shapes: [n_vocab]. None for padding where there is none. The ids go with them."""

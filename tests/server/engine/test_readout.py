@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from server.engine.llama import N_CANDIDATES, Context, ContextOptions, Model, Readout, Rows, supports_gpu
+from server.engine.llama import (
+    N_CANDIDATES,
+    Context,
+    ContextOptions,
+    Model,
+    Readout,
+    Rows,
+    ggml,
+    supports_gpu,
+)
+from server.engine.llama.devices import _dev_get
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
 from server.engine.warmup import warm_up
@@ -173,6 +183,28 @@ def test_prompts_and_decodes_in_one_batch(model: Model, logits: npt.NDArray[np.f
     best = allowed(model, logits, ends=True).argmax(axis=1)
     assert context.rows([0, 1], [0, 9]).all_best() == [best[0], best[LENGTH + 8]]
     context.close()
+
+
+def test_a_device_is_asked_for_every_operation(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; plain host memory belongs to no device, and nothing would be asked."""
+    cpu = _dev_get(0)
+    supports = ggml.supports_op
+    monkeypatch.setattr(ggml, "device_of", lambda _buffer_type: cpu)
+    monkeypatch.setattr(
+        ggml, "supports_op", lambda device, op: operation(op) != "ARGMAX" and supports(device, op)
+    )
+    context = make(model, Readout.BEST)
+    assert "has no ARGMAX" in context.readouts.refused
+    context.close()
+    monkeypatch.setattr(ggml, "supports_op", supports)
+    context = make(model, Readout.TOP_K)
+    assert not context.readouts.refused
+    assert len(decode(context, 4).logits(0)) == model.n_vocab
+    context.close()
+
+
+def operation(tensor: int) -> str:
+    return str(ggml.op_name(ggml.Tensor.from_address(tensor).op).decode())
 
 
 def test_unusable_logits_are_noticed() -> None:
