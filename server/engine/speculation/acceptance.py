@@ -15,6 +15,9 @@ BOUNDS = (4, 16)
 ASSUMED = (0.5, 0.8, 0.97)
 """What the three are worth before anything is known; only their order matters for long."""
 
+GUESS = 0.7
+"""What the MTP head's first guess is worth before anything is known."""
+
 MEMORY = 64
 """Events after which a record begins to fade, so that it follows a text that changes its character."""
 
@@ -63,35 +66,65 @@ class Record:
 
 
 class Confidence:
-    """How far the MTP head's own confidence in its drafts is to be trusted, for one sequence or all.
+    """How often the MTP head was right, by depth, and how far its own confidence is to be trusted.
 
-    `accepted` counts drafts that were right, `expected` sums the confidence of all that were put to the test:
-    those accepted and the first one rejected. Their quotient corrects the confidence of the next.
+    It was trained to guess one token ahead: the further it drafts from its own guesses, the less they hold.
     """
 
-    __slots__ = ("accepted", "expected", "tested")
+    __slots__ = ("_chances", "_of", "accepted", "events", "expected", "hits", "misses")
 
     def __init__(self) -> None:
-        self.accepted = self.expected = self.tested = 0.0
+        self.hits: list[float] = []
+        self.misses: list[float] = []
+        """Of guesses of which those before were right, by depth."""
+        self.accepted = self.expected = 0.0
+        """Right guesses, and the sum of the confidence of all that were put to the test: those, and the first
+        wrong one."""
+        self.events = 0
+        self._chances: tuple[float, ...] = ()
+        self._of = (0, 0)
+        """The events, one's own and others', that they are drawn from."""
 
     def add(self, sure: list[float], accepted: int) -> None:
         """A draft with these confidences was verified, and `accepted` of its tokens were right."""
+        self.events += 1
         tested = min(accepted + 1, len(sure))
+        while len(self.hits) < tested:
+            self.hits.append(0.0)
+            self.misses.append(0.0)
+        for depth in range(tested):
+            counts = self.hits if depth < accepted else self.misses
+            counts[depth] += 1
+            if self.hits[depth] + self.misses[depth] > MEMORY:
+                self.hits[depth] /= 2
+                self.misses[depth] /= 2
         self.accepted += accepted
-        self.tested += tested
         self.expected += sum(sure[:tested])
-        if self.tested > MEMORY:
-            self.accepted, self.tested, self.expected = self.accepted / 2, self.tested / 2, self.expected / 2
+        if self.expected > 2 * MEMORY:
+            self.accepted, self.expected = self.accepted / 2, self.expected / 2
 
     def trust(self, experience: Confidence) -> float:
-        """Accepted drafts for each one that the head's confidence promised; 1 where the head is right."""
+        """Right guesses for each one that the head's confidence promised; 1 where the head is right."""
         broad = (experience.accepted + 4) / (experience.expected + 4)
         return min(1.0, (self.accepted + 6 * broad) / (self.expected + 6))
 
-    def chance(self, experience: Confidence) -> float:
-        """The chance of a draft token of which the confidence is not known yet."""
-        broad = _blend(experience.accepted, experience.tested - experience.accepted, 0.7, 4)
-        return _blend(self.accepted, self.tested - self.accepted, broad, 6)
+    def chances(self, experience: Confidence, n: int) -> tuple[float, ...]:
+        """Of `n` guesses whose confidence is not known yet: each one's chance if those before it are right.
+
+        What this record lacks, `experience` makes up for, and what that lacks the depth before.
+        """
+        if len(self._chances) < n or self._of != (self.events, experience.events):
+            chances, chance = [], GUESS
+            for depth in range(n):
+                broad = _blend(*experience.at(depth), chance, 4)
+                chance = _blend(*self.at(depth), broad, 6)
+                chances.append(chance)
+            self._chances, self._of = tuple(chances), (self.events, experience.events)
+        return self._chances[:n]
+
+    def at(self, depth: int) -> tuple[float, float]:
+        """Hits and misses."""
+        return (self.hits[depth], self.misses[depth]) if depth < len(self.hits) else (0.0, 0.0)
 
 
 def _blend(hits: float, misses: float, prior: float, weight: float) -> float:

@@ -19,8 +19,8 @@ class Order:
     limit: int
     trust: float = 1.0
     """How many drafts were right for each that the drafter's confidence promised."""
-    typical: float = 1.0
-    """The chance of a token that is not drafted yet."""
+    typical: tuple[float, ...] = ()
+    """The chances of tokens that are not drafted yet, by depth; sure where it ends."""
 
     tokens: list[int] = field(default_factory=list)
     drafter: str = ""

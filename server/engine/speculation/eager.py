@@ -23,8 +23,8 @@ class Eager:
         sources: list[Source] = []
         lengths = []
         for candidate in candidates:
-            source: Source = "ngram" if len(candidate.ngram) else "mtp" if candidate.depth else ""
-            longest = len(candidate.ngram) or candidate.depth
+            source: Source = "ngram" if len(candidate.ngram) else "mtp" if candidate.mtp else ""
+            longest = len(candidate.ngram) or len(candidate.mtp)
             sources.append(source)
             lengths.append(min(longest, each))
         return Plan(sources, lengths, float(len(candidates)), 1.0)

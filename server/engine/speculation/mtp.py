@@ -198,7 +198,7 @@ class MtpDrafter:
                     order.tokens.pop()
                 break
             going_on = [k for k, order in enumerate(alive) if order.limit > depth + 1]
-            promised = sum(alive[k].chance * alive[k].typical for k in going_on)
+            promised = sum(alive[k].chance * _at(alive[k].typical, depth + 1) for k in going_on)
             if not going_on or (floors is not None and promised < floors.go_on[depth + 1]):
                 break
             rows = self._next_round(alive, going_on, tokens)
@@ -270,3 +270,7 @@ class MtpDrafter:
         if reading.fed:
             self._context.remove(slot)
             reading.fed = 0
+
+
+def _at(chances: tuple[float, ...], depth: int) -> float:
+    return chances[depth] if depth < len(chances) else 1.0

@@ -37,15 +37,13 @@ class Candidate:
     pending: int
     ngram: npt.NDArray[np.float64]
     """For each token of its draft the chance that it is right if those before it are."""
-    mtp: float
-    """The same for every token that the MTP head drafts."""
-    depth: int
-    """How many these may be."""
+    mtp: tuple[float, ...]
+    """The same for the tokens that the MTP head may draft."""
 
     @property
     def by_head(self) -> npt.NDArray[np.float64]:
         """As `ngram`."""
-        return np.full(self.depth, self.mtp)
+        return np.array(self.mtp)
 
 
 @dataclass(slots=True)
@@ -94,8 +92,8 @@ class Planner:
             self._plans.clear()
         if any(len(candidate.ngram) for candidate in candidates):
             return self._choose(candidates, most_rows)
-        # the head's chances change slowly: most steps are as the one before
-        key = (most_rows, *((c.pending, round(c.mtp, 2), c.depth) for c in candidates))
+        # without drafts the head's chances stay as they are, and so does the plan
+        key = (most_rows, *((c.pending, c.mtp) for c in candidates))
         if (plan := self._plans.get(key)) is None:
             plan = self._plans[key] = self._choose(candidates, most_rows)
         return plan

@@ -120,7 +120,7 @@ class Speculator:
         if self._ngram is not None:
             self._ngram.propose(orders)
         candidates = [self._candidate(order) for order in orders]
-        if not any(len(candidate.ngram) or candidate.depth for candidate in candidates):
+        if not any(len(candidate.ngram) or candidate.mtp for candidate in candidates):
             return [[] for _ in sequences]
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
         plan = self._planner.choose(candidates, most_rows)
@@ -136,15 +136,14 @@ class Speculator:
         return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
 
     def _candidate(self, order: Order) -> Candidate:
-        sequence, ngram, chance = order.sequence, NONE, 0.0
+        sequence, ngram = order.sequence, NONE
         if self._ngram is not None and order.tokens:
             ngram = self._ngram.chances(order)
         depth = min(self._deepest, order.limit)
-        if self._mtp is None or depth < 1 or not self._mtp.can_draft(sequence):
-            depth = 0
-        else:
-            chance = self._confidence(sequence).chance(self._experience)
-        return Candidate(sequence.pending, ngram, chance, depth)
+        mtp: tuple[float, ...] = ()
+        if self._mtp is not None and depth > 0 and self._mtp.can_draft(sequence):
+            mtp = self._confidence(sequence).chances(self._experience, depth)
+        return Candidate(sequence.pending, ngram, mtp)
 
     def _confidence(self, sequence: Sequence) -> Confidence:
         if (confidence := self._confidences.get(sequence)) is None:
@@ -157,10 +156,10 @@ class Speculator:
             self._since_head, self._probe_after = 0, PROBE_FIRST
             return plan
         self._since_head += 1
-        if plan.drafts or self._since_head < self._probe_after or not any(c.depth for c in candidates):
+        if plan.drafts or self._since_head < self._probe_after or not any(c.mtp for c in candidates):
             return plan
         self._since_head, self._probe_after = 0, min(PROBE_LAST, 2 * self._probe_after)
-        hopeful = [Candidate(c.pending, NONE, HOPE, c.depth) for c in candidates]
+        hopeful = [Candidate(c.pending, NONE, (HOPE,) * len(c.mtp)) for c in candidates]
         hoped = self._planner.choose(hopeful, most_rows)
         lengths = [min(1, length) for length in hoped.lengths]
         return replace(hoped, lengths=lengths) if hoped.drafts else plan
@@ -171,7 +170,8 @@ class Speculator:
         for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
             if source == "mtp":
                 confidence = self._confidence(order.sequence)
-                trust, typical = confidence.trust(self._experience), confidence.chance(self._experience)
+                trust = confidence.trust(self._experience)
+                typical = confidence.chances(self._experience, length)
                 order = Order(order.sequence, length, trust, typical)
             else:
                 order.tokens = order.tokens[:length]

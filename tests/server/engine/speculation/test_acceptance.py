@@ -51,7 +51,7 @@ def test_confidence_is_taken_at_its_word_until_it_was_wrong() -> None:
         for one in (own, broad):
             one.add([1.0] * 4, accepted)
     assert own.trust(broad) == pytest.approx(0.6, abs=0.1)
-    assert own.chance(broad) == pytest.approx(0.6, abs=0.1)
+    assert own.chances(broad, 4) == pytest.approx([0.6] * 4, abs=0.15)
     assert Confidence().trust(broad) == pytest.approx(0.6, abs=0.15)
 
 
@@ -64,4 +64,22 @@ def test_an_honest_head_keeps_its_trust() -> None:
             accepted += 1
         own.add(sure, accepted)
     assert own.trust(broad) == pytest.approx(1, abs=0.12)
-    assert own.chance(broad) == pytest.approx(0.65, abs=0.1)
+    assert own.chances(broad, 3) == pytest.approx([0.65] * 3, abs=0.12)
+
+
+def test_a_head_that_loses_its_way_is_known_by_depth() -> None:
+    own, broad, rng, truth = Confidence(), Confidence(), random.Random(3), [0.95, 0.6, 0.2, 0.2]
+    for _ in range(400):
+        accepted = 0
+        while accepted < 4 and rng.random() < truth[accepted]:
+            accepted += 1
+        own.add([1.0] * 4, accepted)
+    assert own.chances(broad, 3) == pytest.approx(truth[:3], abs=0.15)
+    assert own.chances(broad, 8)[4:] == pytest.approx([own.chances(broad, 4)[3]] * 4, abs=0.35)
+
+
+def test_depths_never_tried_are_taken_for_the_one_before() -> None:
+    broad = Confidence()
+    for _ in range(60):
+        broad.add([1.0], 1)
+    assert Confidence().chances(broad, 3) == pytest.approx([0.98] * 3, abs=0.03)

@@ -17,7 +17,7 @@ NOTHING = np.zeros(0)
 
 
 def candidate(pending: int = 1, ngram: float = 0, n: int = 0, mtp: float = 0, depth: int = 0) -> Candidate:
-    return Candidate(pending, np.full(n, ngram), mtp, depth)
+    return Candidate(pending, np.full(n, ngram), (mtp,) * depth)
 
 
 def planner(weights: float = 4.0, row: float = 0.1, draft: float = 0.5) -> Planner:
@@ -127,7 +127,7 @@ def test_plans_keep_to_what_there_is(mix: list[Candidate], room: int) -> None:
         plan = chooser.choose(mix, rows)
         assert sum(c.pending for c in mix) + sum(plan.lengths) <= max(rows, sum(c.pending for c in mix))
         for c, source, length in zip(mix, plan.sources, plan.lengths, strict=True):
-            assert length <= {"": 0, "ngram": len(c.ngram), "mtp": c.depth}[source]
+            assert length <= {"": 0, "ngram": len(c.ngram), "mtp": len(c.mtp)}[source]
         if plan.drafts:
             floors = chooser.floors(plan, [c.pending for c in mix])
             assert len(floors.keep) == len(floors.go_on) >= max(plan.lengths)
