@@ -1,0 +1,142 @@
+"""Whatever the engine does to be fast, in any combination: the same answers, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import pytest
+
+from server.engine import Engine, SamplingParams
+from server.engine.memory import n_sequences
+from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, random_prompt, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server.engine.llama import Context
+
+LONGEST = 150
+SEED = 9
+
+
+def requests(seed: int) -> list[Request]:
+    """Prompts that share, repeat and part; greedy, drawn and penalised answers; some are left early."""
+    rng = random.Random(seed)
+    found: list[Request] = []
+    for _ in range(12):
+        earlier = rng.choice(found).prompt if found else [300]
+        words = random_prompt(rng, rng.randint(2, 25))
+        prompt = rng.choice(
+            [
+                earlier,
+                [*earlier[: rng.randint(1, len(earlier))], *random_prompt(rng, rng.randint(1, 30))],
+                words[:1],
+                (words * 20)[: rng.randint(2, 200)],
+            ]
+        )
+        leaves = rng.choice([None, None, 1, 20])
+        found.append(Request(prompt[:LONGEST], rng.choice([1, 2, 40, 100]), rng.uniform(0, 0.2), leaves))
+        found[-1].params = _params(rng)
+    return found
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    seed, ignore = rng.randrange(100), rng.random() < 0.6
+    return rng.choice(
+        [
+            SamplingParams(ignore_eos=ignore),
+            SamplingParams(temperature=0.8, top_k=rng.choice([0, 5, 100]), seed=seed, ignore_eos=ignore),
+            SamplingParams(temperature=rng.choice([0.0, 0.7]), repetition_penalty=1.2, seed=seed),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(nano_f32: Path) -> list[Answer]:
+    """What the requests get one by one, with nothing switched on."""
+    off: dict[str, Any] = {"parallel": 1, "speculation": "off", "prefix_cache": False}
+    alone = [Request(one.prompt, one.max_tokens, params=one.params) for one in requests(SEED)]
+    with running(nano_f32, **EXACT, **off) as engine:
+        return asyncio.run(ask_all(engine, alone))
+
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "short of cells, host tier, deep drafts": {
+        "ctx_size": 256,
+        "parallel": 6,
+        "draft_always": True,
+        "prefix_checkpoints": 2,
+        "prefix_host_mib": 3,
+        "prefix_interval": 16,
+    },
+    "device, pool, mixed steps": {
+        "parallel": 3,
+        "sampling": "device",
+        "draft_pool": 500,
+        "draft_max": 20,
+        "mixed_steps": True,
+        "prefill_budget": 7,
+        "batch_size": 64,
+        "ubatch_size": 16,
+    },
+    "head only, few rows, few cells": {
+        "parallel": 20,
+        "speculation": "mtp",
+        "mtp_window": 8,
+        "draft_max": 1,
+        "draft_always": True,
+        "prefix_cells": 50,
+        "prefix_checkpoints": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+async def test_answers_stay_and_nothing_is_left(
+    combination: str, nano_f32: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("server.engine.scheduler.GROWTH", 1)  # admit more than can end
+    with running(nano_f32, **EXACT, **COMBINATIONS[combination]) as engine:
+        for again in range(2):
+            answers = await ask_all(engine, requests(SEED))
+            for number, (request, answer, expected) in enumerate(
+                zip(requests(SEED), answers, plain, strict=True)
+            ):
+                about = f"request {number}, round {again}, {request.params}"
+                if request.cancel_after is None:
+                    assert answer == expected, about
+                else:
+                    assert answer.tokens == expected.tokens[: len(answer.tokens)], about
+        await engine.drain()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.kv_cells_used == stats.prefix.resident_cells
+        assert sum(counts.accepted for counts in stats.drafts.values()) > 0
+        nothing_is_left(engine)
+
+
+def nothing_is_left(engine: Engine) -> None:
+    """llama.cpp holds what the prefix cache knows of, in both contexts, and nobody remembers a request."""
+    speculator, cache = engine._speculator, engine._scheduler.cache
+    assert speculator is not None
+    assert not cache._tracks
+    assert not speculator._confidences
+    assert not speculator._rollback._held
+    assert speculator._ngram is None or not speculator._ngram._indexes
+    held = {node.holder: node.depth for node in cache._held}
+    head = speculator._mtp
+    assert head is not None
+    for sequence in range(n_sequences(engine.settings)):
+        assert tokens_of(engine._context, sequence) == held.get(sequence, 0)
+        reading = head._readings.get(sequence)
+        assert tokens_of(head._context, sequence) == (reading.fed if reading else 0)
+        assert reading is None or reading.end <= held[sequence]
+
+
+def tokens_of(context: Context, sequence: int) -> int:
+    """How many tokens llama.cpp holds of a sequence id."""
+    return int(C.llama_memory_seq_pos_max(context._memory, sequence)) + 1
