@@ -154,11 +154,12 @@ def measure_all(
             results[variant.name] = known
         else:
             ready[variant.name] = have
-    for stage in stages(plan):
+    for turn, stage in enumerate(stages(plan)):
         spent: list[float] = []
+        first = turn * len(variants) // len(stages(plan))  # each time another one: a round drifts, too
         left = [
             variant
-            for variant in variants
+            for variant in (*variants[first:], *variants[:first])
             if variant.name in ready and not is_finished(plan, variant, ready[variant.name], stage)
         ]
         for number, variant in enumerate(left, 1):
