@@ -21,8 +21,8 @@ TRIALS, UNTIMED = 5, 4
 """Steps timed for each way of sampling, after some that load kernels, build graphs and capture them."""
 
 TOLERATED = 1.1
-"""How much longer a step of few rows may take with the device: a verified draft brings many, and then the host
-is far behind."""
+"""How much longer a step may take with the device. A verified draft brings so many rows that the host, which
+copies them all, is far behind: no reason to take it for a few per cent."""
 
 SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
