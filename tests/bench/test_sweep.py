@@ -189,7 +189,7 @@ def test_an_interrupted_sweep_goes_on(
     monkeypatch.setattr(measure, "run_gates", lambda *_: pytest.fail("the gates were asked twice"))
     world.served.clear()
     assert sweeping(*options) == 0
-    assert world.served == ["Q4_K_M"]
+    assert world.served == ["Q4_K_M", "Q8_0"], "the second round alone, which begins with another variant"
 
 
 def test_what_lm_eval_throws_is_one_variants_failure(
