@@ -143,5 +143,5 @@ def warm_up(
     )
     if speculator is not None:
         greedy = Sampler(SamplingParams(), vocab, [])
-        speculator.measure(partial(runner.rehearse, greedy), 1.0 if on_gpu else 0.1)
+        speculator.measure(partial(runner.rehearse, greedy), 2.0 if on_gpu else 0.1)
     log.info("warm after %.1f s", perf_counter() - started)

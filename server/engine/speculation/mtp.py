@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+FEW = 24
+"""Tokens to catch up on for a sequence that drafts all the time, at most."""
+
 KEPT = 128
 """Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""
 
@@ -65,6 +68,8 @@ class MtpDrafter:
         self._context, self._window = context, window
         self.times = times
         self._readings: dict[int, Reading] = {}
+        self._caught_up = 0
+        """Tokens that the head read before its last drafts."""
         self._free: list[npt.NDArray[np.float32]] = []
         """Buffers of ids that were removed: fresh memory costs more than what is written to it."""
 
@@ -154,8 +159,9 @@ class MtpDrafter:
         started = perf_counter()
         try:
             rounds = self._draft(alive, floors)
-            seconds = perf_counter() - started - rounds * self.times.of(len(alive))
-            self.times.besides.add(max(0.0, seconds))
+            if self._caught_up <= FEW * len(alive):  # what a prompt left is read once, whatever is planned
+                seconds = perf_counter() - started - rounds * self.times.of(len(alive))
+                self.times.besides.add(max(0.0, seconds))
         except (NoMemorySlot, FloatingPointError) as error:
             log.debug("no drafts: %s", error)
             for order in alive:
@@ -236,6 +242,7 @@ class MtpDrafter:
             context.outputs[n - 1] = 1
             rows.append(n - 1)
         context.decode(n)
+        self._caught_up = total
         for order in orders:  # the last row stays, in case the newest token is taken back
             reading = self._readings[order.slot]
             reading.buffer[0] = reading.rows[-1]

@@ -13,6 +13,7 @@ from .acceptance import Confidence
 from .base import Order
 from .counts import DraftCounts
 from .plan import Candidate
+from .times import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +104,7 @@ class Speculator:
                 late = perf_counter() > deadline and length > MEASURED[1]
                 if length > self._longest + 1 or n * length > self._most_rows or late:
                     break
-                for _ in range(2):
+                for _ in range(FIRST):
                     rehearse(n, length)
         if self._mtp is not None:
             self._mtp.measure(self._slots)
@@ -126,8 +127,8 @@ class Speculator:
         plan = self._planner.choose(candidates, most_rows)
         self._pause = 0 if plan.drafts else min(PAUSE, 2 * len(sequences) - 2, 2 * self._pause + 1)
         self._paused = self._pause
-        plan = self._probe(plan, candidates, most_rows)
-        return self._carry_out(plan, orders)
+        probe = self._probe(plan, candidates, most_rows)
+        return self._carry_out(probe or plan, orders, probing=probe is not None)
 
     def _limit(self, sequence: Sequence) -> int:
         """Tokens that a draft for it may have: the one after the last is sampled too."""
@@ -150,21 +151,21 @@ class Speculator:
             confidence = self._confidences[sequence] = Confidence()
         return confidence
 
-    def _probe(self, plan: Plan, candidates: list[Candidate], most_rows: int) -> Plan:
+    def _probe(self, plan: Plan, candidates: list[Candidate], most_rows: int) -> Plan | None:
         """Now and then a draft of one token by the head, where it is not used but might pay."""
         if "mtp" in plan.sources:
             self._since_head, self._probe_after = 0, PROBE_FIRST
-            return plan
+            return None
         self._since_head += 1
         if plan.drafts or self._since_head < self._probe_after or not any(c.mtp for c in candidates):
-            return plan
+            return None
         self._since_head, self._probe_after = 0, min(PROBE_LAST, 2 * self._probe_after)
         hopeful = [Candidate(c.pending, NONE, (HOPE,) * len(c.mtp)) for c in candidates]
         hoped = self._planner.choose(hopeful, most_rows)
         lengths = [min(1, length) for length in hoped.lengths]
-        return replace(hoped, lengths=lengths) if hoped.drafts else plan
+        return replace(hoped, lengths=lengths) if hoped.drafts else None
 
-    def _carry_out(self, plan: Plan, orders: list[Order]) -> list[list[int]]:
+    def _carry_out(self, plan: Plan, orders: list[Order], *, probing: bool) -> list[list[int]]:
         """Have the head draft where the plan says so, and cut what the n-gram drafter has to length."""
         chosen: list[Order] = []
         for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
@@ -179,7 +180,7 @@ class Speculator:
         if self._mtp is not None and "mtp" in plan.sources:
             by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
             pending = [order.sequence.pending for order in orders]
-            self._mtp.propose(by_head, self._planner.floors(plan, pending))
+            self._mtp.propose(by_head, None if probing else self._planner.floors(plan, pending))
             drafted = zip(pending, chosen, plan.sources, strict=True)
             cut = max(own + len(order.tokens) for own, order, source in drafted if source == "mtp")
             for own, order, source in zip(pending, chosen, plan.sources, strict=True):

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 Seconds = npt.NDArray[np.float64]
 
-FIRST = 3
-"""Measurements of which the least counts: the first ones of a shape may have built graphs."""
+FIRST = 4
+"""Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
 
 WEIGHT = 0.1
 """Of a new measurement in the running mean."""
