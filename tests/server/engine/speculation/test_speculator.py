@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from server.engine.scheduler import Step
@@ -38,6 +39,9 @@ class Head:
             order.tokens, order.sure, order.drafter = [1] * order.limit, [1.0] * order.limit, self.name
         self.rounds += max(order.limit for order in orders)
 
+    def collect(self, slot: int, start: int, rows: np.ndarray) -> None:
+        pass
+
     def ahead(self, slot: int, depth: int) -> None:
         pass
 
@@ -61,7 +65,7 @@ class World:
         self.head, self.rng, self.draft = Head(), random.Random(0), draft
         rollback = SimpleNamespace(save=lambda *_: None, restore=lambda *_: None, held=lambda _: 0)
         self.speculator = Speculator(
-            cast("Any", None),
+            cast("Any", SimpleNamespace(hidden=lambda n: np.zeros((n, 1), np.float32))),
             cast("Any", rollback),
             Planner(times, draft_times),
             times,
@@ -91,7 +95,8 @@ class World:
             sampled.append([*draft[:right], self.rng.randrange(10**5)])
         spent = seconds(step.n_tokens)
         self.speculator.prepare(step)
-        self.speculator.conclude(step, [[0]] * len(sampled), sampled, spent)
+        places = [[0] * chunk.n_tokens for chunk in step.chunks]
+        self.speculator.conclude(step, places, sampled, spent)
         self.clock += spent + (self.head.rounds - rounds) * self.draft
         for one, draft, new in zip(self.sequences, drafts, sampled, strict=True):
             one.tokens += new
