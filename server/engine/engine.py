@@ -195,7 +195,7 @@ class Engine:
             prefix=self._scheduler.cache.stats(),
             readout_changes=self._runner.readout_changes,
             step_totals=self._profile.times(),
-            drafts={} if self._speculator is None else dict(self._speculator.totals),
+            drafts={} if self._speculator is None else self._speculator.stats(),
             finished=dict(self._finished),
         )
 

@@ -79,10 +79,13 @@ def load(plan: MemoryPlan) -> Loaded:
         mlock=settings.mlock,
         load_mtp=by_head,
     )
+    context: Context | None = None
     try:
         context = Context(model, context_options(settings))
         head = MtpContext(model, head_options(settings)) if by_head else None
     except LlamaError as error:
+        if context is not None:
+            context.close()
         model.close()
         raise DoesNotFit(
             f"llama.cpp could not create the context: {error}. If memory is the reason, lower ctx_size "

@@ -90,7 +90,10 @@ class Runner:
         self._device_is_idle = False
 
     def _builds_a_graph(self, step: Step) -> bool:
-        """Whether the call will be short, but call back for the readout of every slot."""
+        """Whether the call will be short, but call back for the readout of every slot.
+
+        It is short in one pass: before another, it would wait for the device.
+        """
         shape = step.n_tokens, self._layout.slots
         changed, self._shape = shape != self._shape, shape
         return (
@@ -98,7 +101,7 @@ class Runner:
             and self._device_runs_alone
             and self._device_is_idle
             and self._context.readouts.active
-            and step.n_tokens <= self._context.n_ubatch
+            and step.n_tokens == len(step.chunks) * step.chunks[0].n_tokens <= self._context.n_ubatch
         )
 
     def collect(self, step: Step) -> list[Sampled]:
@@ -118,6 +121,9 @@ class Runner:
             self._profile.lap("wait")
             sampled = self._sample_all(step.chunks, layout, rows)
             self._profile.lap("sample")
+        elif self._speculator is not None and self._speculator.reads_hidden_rows:
+            self._context.wait()
+            self._profile.lap("wait")
         if self._speculator is not None:
             seconds = perf_counter() - self._launched
             self._speculator.conclude(step, layout.places, sampled, seconds)

@@ -139,6 +139,10 @@ class Context:
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
 
+    def wait(self) -> None:
+        """Until the device has computed what was decoded."""
+        C.llama_synchronize(self._handle)
+
     def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> Rows:
         """The last batch's outputs: the sequence id and the index in the batch of each, in order.
 

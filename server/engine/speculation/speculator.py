@@ -90,6 +90,15 @@ class Speculator:
         self._since_head, self._probe_after = 0, PROBE_FIRST
         self._pause = self._paused = 0
 
+    @property
+    def reads_hidden_rows(self) -> bool:
+        """Whether `conclude` needs every step's hidden rows, so that it waits for the device."""
+        return self._mtp is not None
+
+    def stats(self) -> dict[str, DraftCounts]:
+        """The totals so far; they do not change later."""
+        return {drafter: replace(counts) for drafter, counts in self.totals.items()}
+
     # --- warming up ----------------------------------------------------------------------------------------
 
     def measure(self, rehearse: Callable[[int, int], None], seconds: float) -> None:
