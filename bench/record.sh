@@ -63,7 +63,7 @@ part baseline-F16 30 --gguf "$models/F16.gguf" --protocol official --warmup 1 --
     --peer 'llama-plain=llama-server:plain'
 
 # The same prompt again, one request at a time, with the protocol's five warm-ups; every MTP draft is right.
-part official-Q4_K_M 200 --gguf "$models/Q4_K_M.gguf" --protocol official --warmup 5 --runs 5 \
+part official-Q4_K_M 220 --gguf "$models/Q4_K_M.gguf" --protocol official --warmup 5 --runs 5 \
     --baseline "$out/baseline-F16.json" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -75,7 +75,7 @@ part official-Q4_K_M 200 --gguf "$models/Q4_K_M.gguf" --protocol official --warm
     --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
 
 # Many at once; the MTP head is right on 70% of the tokens.
-part throughput-Q4_K_M 165 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 \
+part throughput-Q4_K_M 220 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 \
     --output-tokens 128 --levels 1,8,64 --waves 2 --warmup 2 --text "$(words 0.7)" \
     --peer 'llama-cache=llama-server:cache' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -94,7 +94,7 @@ acceptance() { # SHARE
 acceptance 0.3
 
 # Another prompt every time; every MTP draft is right.
-part distinct-Q4_K_M 205 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warmup 1 --runs 4 \
+part distinct-Q4_K_M 185 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warmup 1 --runs 3 \
     --text "$(words 1.0)" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -107,7 +107,7 @@ part distinct-Q4_K_M 205 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warm
     --peer "ours-plain=server $defaults $plain"
 
 # Few-shot questions: prefixes of 2,000 tokens.
-part shared-prefix-Q4_K_M 110 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
+part shared-prefix-Q4_K_M 130 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
     --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --requests 64 --warmup 1 --text "$(words 0.7)" \
     --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -117,7 +117,7 @@ acceptance 0.8
 acceptance 0.6
 
 # What cached prompts cost a step that does not use them: one pool of cells, a stream each, the host's memory.
-measure prefix-cost 30 -m server.engine.prefix_cache.cost "$models/Q4_K_M.gguf" --out "$out/prefix-cost.json"
+measure prefix-cost 12 -m server.engine.prefix_cache.cost "$models/Q4_K_M.gguf" --out "$out/prefix-cost.json"
 
 # The larger files: ours and llama-server's best. The engine's ceiling at F16 calibrates bench/roofline.py.
 larger() { # QUANT SECONDS flags
