@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PREFILL_GPU, PREFILL_CPU = 2_048, 128
+"""Prompt tokens in a step when nobody says how many. On an H200 one of 504 takes 59 ms, one of 2,048 165: with
+small ones, prompts are read 30% slower, and decodes in between find fewer sequences to decode."""
+
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
@@ -46,7 +50,7 @@ def decide(settings: EngineSettings) -> EngineSettings:
         settings,
         threads=threads,
         threads_batch=settings.threads_batch or threads,
-        prefill_budget=settings.prefill_budget or (512 if on_gpu else 128),
+        prefill_budget=settings.prefill_budget or (PREFILL_GPU if on_gpu else PREFILL_CPU),
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )

@@ -53,7 +53,7 @@ class EngineSettings:
     that fits, else 512."""
     prefill_budget: int = 0
     """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
-    0: 512 on a GPU, 128 without one."""
+    0: 2,048 on a GPU, 128 without one."""
     mixed_steps: bool = False
     """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns, which is
     as fast, and lets tokens leave before a prompt is read on."""
