@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFILL_GPU, PREFILL_CPU = 2_048, 128
-"""Prompt tokens in a step when nobody says how many. On an H200 one of 504 takes 59 ms, one of 2,048 165: with
-small ones, prompts are read 30% slower, and decodes in between find fewer sequences to decode."""
+"""Prompt tokens in a step when nobody says how many. On an H200, 504 take 59 ms and 2,048 take 165: with few,
+prompts are read 30% slower, and decodes in between find fewer sequences to decode."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
