@@ -14,6 +14,7 @@ from .base import Order
 from .counts import DraftCounts
 from .plan import Candidate
 from .times import FIRST
+from .worth import Worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +90,11 @@ class Speculator:
         self._copies: list[tuple[int, int]] = []
         self._since_head, self._probe_after = 0, PROBE_FIRST
         self._pause = self._paused = 0
+        self._worth = Worth(times)
+        self._proposing = 0.0
+        """Seconds that the drafts of the step took."""
+        self._drafting = ""
+        """Who drafted last, as long as the consequences last."""
 
     @property
     def reads_hidden_rows(self) -> bool:
@@ -122,6 +128,12 @@ class Speculator:
 
     def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         """A draft, perhaps empty, for each of the sequences that decode; at most `rows` tokens in all."""
+        started = perf_counter()
+        drafts = self._propose(sequences, rows)
+        self._proposing = perf_counter() - started
+        return drafts
+
+    def _propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         self._orders.clear()
         if self._paused > 0 or len(sequences) > self._slots:
             self._paused -= 1
@@ -129,7 +141,7 @@ class Speculator:
         orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
         if self._ngram is not None:
             self._ngram.propose(orders)
-        candidates = [self._candidate(order) for order in orders]
+        candidates = self._candidates(orders)
         if not any(len(candidate.ngram) or candidate.mtp for candidate in candidates):
             return [[] for _ in sequences]
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
@@ -144,6 +156,16 @@ class Speculator:
         if sequence.slot is None or sequence.slot >= self._slots:
             return 0
         return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
+
+    def _candidates(self, orders: list[Order]) -> list[Candidate]:
+        """What each may draft from; nothing from a drafter that does not pay for so many."""
+        by_text, by_head = (self._worth.allows(drafter, len(orders)) for drafter in ("ngram", "mtp"))
+        candidates = [self._candidate(order) for order in orders]
+        if not (by_text and by_head):
+            for candidate in candidates:
+                candidate.ngram = candidate.ngram if by_text else NONE
+                candidate.mtp = candidate.mtp if by_head else ()
+        return candidates
 
     def _candidate(self, order: Order) -> Candidate:
         sequence, ngram = order.sequence, NONE
@@ -189,7 +211,9 @@ class Speculator:
         if self._mtp is not None and "mtp" in plan.sources:
             by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
             pending = [order.sequence.pending for order in orders]
-            self._mtp.propose(by_head, None if probing else self._planner.floors(plan, pending))
+            # who has caught up less far would end up with fewer tokens than the others: another pass
+            ragged = len(set(pending)) > 1
+            self._mtp.propose(by_head, None if probing or ragged else self._planner.floors(plan, pending))
             drafted = zip(pending, chosen, plan.sources, strict=True)
             cut = max(own + len(order.tokens) for own, order, source in drafted if source == "mtp")
             for own, order, source in zip(pending, chosen, plan.sources, strict=True):
@@ -233,9 +257,26 @@ class Speculator:
             if chunk.draft:
                 self._judge(chunk, len(new) - 1 if isinstance(new, list) else 0)
         seconds += self._overhead + perf_counter() - started
+        self._learn_worth(step, sampled, seconds + self._proposing)
         lengths = {chunk.n_tokens for chunk in step.chunks}
         if len(lengths) == 1 and all(chunk.samples for chunk in step.chunks):
             self.times.add(len(step.chunks), lengths.pop(), seconds)
+
+    def _learn_worth(self, step: Step, sampled: ListLike[Sampled], seconds: float) -> None:
+        """Book the whole step, drafting included, under who drafted, or as plain."""
+        before, plain = self._drafting, all(chunk.n_tokens == 1 for chunk in step.chunks)
+        if self._orders:
+            self._drafting = "mtp" if any(o.drafter == "mtp" for o in self._orders.values()) else "ngram"
+        elif plain:
+            self._drafting = ""
+        if not all(chunk.samples for chunk in step.chunks):
+            return
+        n = len(step.chunks)
+        tokens = sum(len(new) for new in sampled if isinstance(new, list))
+        if self._drafting:
+            self._worth.add(self._drafting, n, tokens, seconds)
+        elif plain and not before:
+            self._worth.add_plain(n, seconds)
 
     def abandon(self) -> None:
         """The step is over, computed or not: sequence ids that were to become copies do."""

@@ -81,8 +81,8 @@ MIXES: dict[str, dict[str, Any]] = {
         "ubatch_size": 16,
         "prefill_budget": 7,
     },
-    "scripted, too few cells": {"speculation": "ngram", "draft_always": True, "ctx_size": 768},
-    "head, too few cells": {"speculation": "auto", "draft_always": True, "ctx_size": 768},
+    "scripted, too few cells": {"speculation": "ngram", "draft_always": True, "ctx_size": 512},
+    "head, too few cells": {"speculation": "auto", "draft_always": True, "ctx_size": 512},
     "few checkpoints": {"speculation": "auto", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
 

@@ -81,6 +81,8 @@ class World:
             one.slot, one.cached = slot, len(one.tokens) - 1
         self.clock = 0.0
         self.tokens = 0
+        self.surprise = 1.0
+        """How much longer than planned a step with more than one token of a sequence takes."""
 
     def step(self) -> int:
         """Tokens drafted."""
@@ -93,7 +95,7 @@ class World:
             while right < len(draft) and self.rng.random() < self.head.right:
                 right += 1
             sampled.append([*draft[:right], self.rng.randrange(10**5)])
-        spent = seconds(step.n_tokens)
+        spent = seconds(step.n_tokens) * (self.surprise if step.n_tokens > len(sampled) else 1)
         self.speculator.prepare(step)
         places = [[0] * chunk.n_tokens for chunk in step.chunks]
         self.speculator.conclude(step, places, sampled, spent)
@@ -139,6 +141,14 @@ def test_a_head_that_was_bad_is_tried_again() -> None:
 def test_a_head_that_costs_too_much_is_not_even_tried() -> None:
     world = World(draft=20e-3)
     assert sum(world.step() for _ in range(1000)) == 0
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_plans_that_do_not_keep_what_they_promise_are_given_up(n: int) -> None:
+    world = World(n)
+    world.head.right, world.surprise = 0.8, 3.0
+    world.rate(50)
+    assert world.rate(3000) > 0.93
 
 
 def test_a_crowd_is_looked_at_less_and_less_and_then_left_alone() -> None:

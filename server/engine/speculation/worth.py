@@ -1,0 +1,76 @@
+"""Whether drafting has paid lately: what it gave beside what the same time gives without.
+
+Plans rest on times of shapes that repeat and of one pass; real steps are ragged after rejections, and build
+their graphs anew. So what a drafter does for so many sequences is also judged by its results: where they stay
+below those of plain steps it rests, longer each time, before it is tried again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .times import Mean, StepTimes
+
+DECAY = 0.95
+"""What a step's result counts for with each step after it."""
+
+TRIALS, CLEARLY = 12, 0.7
+"""Steps that are looked at before a drafter is judged; a third of them where it is this bad."""
+
+REST_FIRST, REST_LAST = 512, 32_768
+"""Steps that a drafter rests; four times as many each time, at most so many."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """One drafter with about so many sequences."""
+
+    seconds: float = 0.0
+    plain: float = 0.0
+    """What its tokens would have taken without drafts."""
+    steps: int = 0
+    rest: int = REST_FIRST
+    resting: int = 0
+
+
+class Worth:
+    """Judges by drafter and by number of sequences, in powers of two. `times` stands in for plain steps."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._plain: dict[int, Mean] = {}
+        self._trials: dict[tuple[str, int], Trial] = {}
+
+    def allows(self, drafter: str, n: int) -> bool:
+        """Whether it may draft for `n` sequences. To be asked once a step: rests are counted in questions."""
+        trial = self._trial(drafter, n)
+        if trial.resting:
+            trial.resting -= 1
+            return False
+        return True
+
+    def add_plain(self, n: int, seconds: float) -> None:
+        """A step without drafts, after another one, gave each of `n` sequences a token."""
+        self._plain.setdefault(n, Mean()).add(seconds)
+
+    def add(self, drafter: str, n: int, tokens: int, seconds: float) -> None:
+        """A step with drafts, or one that catches up after them, gave `n` sequences so many tokens."""
+        mean = self._plain.get(n)
+        plain = mean.value if mean is not None else float(self._times.of(n, 1))
+        trial = self._trial(drafter, n)
+        trial.seconds = DECAY * trial.seconds + seconds
+        trial.plain = DECAY * trial.plain + tokens * plain / n
+        trial.steps += 1
+        bad = trial.plain < trial.seconds
+        awful = trial.plain < CLEARLY * trial.seconds
+        if (bad and trial.steps >= TRIALS) or (awful and trial.steps >= TRIALS // 3):
+            trial.resting, trial.rest = trial.rest, min(REST_LAST, 4 * trial.rest)
+            trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
+        elif trial.steps >= 20 * TRIALS:
+            trial.rest = REST_FIRST
+
+    def _trial(self, drafter: str, n: int) -> Trial:
+        key = drafter, 1 << (n - 1).bit_length()
+        if (trial := self._trials.get(key)) is None:
+            trial = self._trials[key] = Trial()
+        return trial
