@@ -92,12 +92,13 @@ async def test_drafts_change_no_answer(
     mix: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     rng = random.Random(mix)
-    requests = [Request(prompt, N, delay=rng.uniform(0, 0.3)) for prompt in prompts]
+    crowded = "too few cells" in mix  # all come at once, or they would not be in each other's way
+    requests = [Request(prompt, N, delay=0 if crowded else rng.uniform(0, 0.3)) for prompt in prompts]
     noise = [
         Request(
             random_prompt(rng, rng.randint(1, 200)), N, rng.uniform(0, 1), cancel_after=rng.randint(1, 60)
         )
-        for _ in range(2)
+        for _ in range(0 if crowded else 2)
     ]
     settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
     with running(nano_f32, **EXACT, **settings) as engine:
@@ -113,7 +114,7 @@ async def test_drafts_change_no_answer(
         assert answer.tokens == expected, f"the request with {len(prompt)} prompt tokens"
     assert [answer.tokens for answer in again] in ([], alone)
     assert (stats.running, stats.waiting) == (0, 0)
-    assert (stats.preemptions > 0) == ("too few cells" in mix)
+    assert (stats.preemptions > 0) == crowded
     counts = speculator.totals
     assert mix == "what pays" or all(count.steps and count.drafted for count in counts.values())
     assert all(count.accepted <= count.drafted for count in counts.values())
