@@ -100,7 +100,7 @@ class Settings(BaseSettings):
     speculation: Speculation = _setting(
         EngineSettings.speculation,
         "engine",
-        "guess tokens ahead from the text, by the MTP head, or by what pays; answers stay the same",
+        "guess tokens ahead: from the text, by the MTP head, or either by what pays; answers stay the same",
     )
     draft_max: int = _setting(EngineSettings.draft_max, "engine", "most tokens guessed from the text")
     mtp_depth: int = _setting(EngineSettings.mtp_depth, "engine", "most tokens guessed by the MTP head")

@@ -76,9 +76,10 @@ class EngineSettings:
     prefix_host_mib: int = 0
     """MiB of host memory for states that had to leave the device. 0: they are gone."""
 
-    speculation: Speculation = "auto"
+    speculation: Speculation = "ngram"
     """What guesses tokens ahead, to be verified many at a time: the text itself where it repeats, the
-    checkpoint's own MTP head, either by what pays ("auto"), or nothing. Answers do not depend on it."""
+    checkpoint's own MTP head, either by what pays ("auto"), or nothing. Answers do not depend on it. Not
+    "auto" by default: on the first card it was measured on, the head's drafts cost more than they gave."""
     draft_max: int = 255
     """Most tokens that are guessed at once from the text."""
     mtp_depth: int = 16

@@ -34,7 +34,7 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {},
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"speculation": "off"},
-        {"speculation": "ngram"},
+        {"speculation": "auto"},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
@@ -123,17 +123,19 @@ def test_the_shape_of_the_4b() -> None:
     assert [keys > 0 for keys, _ in shape.kv_elements] == [False, False, False, True] * 8
 
 
-def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: Any) -> None:
+@pytest.mark.parametrize("speculation", ["ngram", "auto"])
+def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: Any, speculation: str) -> None:
     card(23 * GIB)
-    plan = four_b_plan()
+    plan = four_b_plan(speculation=speculation)
+    by_head = speculation == "auto"
     gpu, host = plan.usages
     assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
     assert plan.settings.prefix_checkpoints == 32
     assert plan.settings.prefix_cells == 9216  # a tenth of the weights' bytes is less
-    # the tied head is a copy on the card; the MTP block drafts
-    assert gpu.weights == (33 * 70 + 500) * MIB + 10240
+    # the tied head is a copy on the card
+    assert gpu.weights == ((33 if by_head else 32) * 70 + 500) * MIB + 10240
     assert host.weights == 500 * MIB
-    assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 36 * 1024, 0)
+    assert (gpu.kv, host.kv) == (plan.settings.ctx_size * (36 if by_head else 32) * 1024, 0)
     assert gpu.states == (8 + 8 + 32) * sum(plan.shape.layer_state)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
