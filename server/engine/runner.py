@@ -121,7 +121,7 @@ class Runner:
             self._profile.lap("wait")
             sampled = self._sample_all(step.chunks, layout, rows)
             self._profile.lap("sample")
-        elif self._speculator is not None and self._speculator.reads_hidden_rows:
+        elif self._speculator is not None and self._speculator.reads(step):
             self._context.wait()
             self._profile.lap("wait")
         if self._speculator is not None:

@@ -95,6 +95,10 @@ class MtpDrafter:
         """The slot went back to its first `depth` tokens; what was read of those that follow stays right."""
         self._readings[slot].depth = depth
 
+    def wants(self, sequence: Sequence, end: int) -> bool:
+        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
+        return len(sequence.tokens) - end < self._window
+
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, but for unused rows further back than KEPT."""
         self.remove(target)

@@ -12,6 +12,7 @@ import numpy as np
 from .acceptance import Confidence
 from .base import Order
 from .counts import DraftCounts
+from .eager import Eager
 from .plan import Candidate
 from .times import FIRST
 from .worth import Worth
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from server.engine.scheduler import Chunk, Step
     from server.engine.sequence import Sequence
 
-    from .eager import Eager
     from .mtp import MtpDrafter
     from .ngram import NgramDrafter
     from .plan import Plan, Planner
@@ -90,16 +90,19 @@ class Speculator:
         self._copies: list[tuple[int, int]] = []
         self._since_head, self._probe_after = 0, PROBE_FIRST
         self._pause = self._paused = 0
-        self._worth = Worth(times)
+        self._worth = None if isinstance(planner, Eager) else Worth(times)
         self._proposing = 0.0
         """Seconds that the drafts of the step took."""
         self._drafting = ""
         """Who drafted last, as long as the consequences last."""
 
-    @property
-    def reads_hidden_rows(self) -> bool:
-        """Whether `conclude` needs every step's hidden rows, so that it waits for the device."""
-        return self._mtp is not None
+    def reads(self, step: Step) -> bool:
+        """Whether `conclude` will read hidden rows of a step of prompts alone, and so wait for the device."""
+        mtp = self._mtp
+        return mtp is not None and any(
+            mtp.wants(chunk.sequence, start + chunk.count)
+            for chunk, start in zip(step.chunks, self._starts, strict=True)
+        )
 
     def stats(self) -> dict[str, DraftCounts]:
         """The totals so far; they do not change later."""
@@ -159,9 +162,9 @@ class Speculator:
 
     def _candidates(self, orders: list[Order]) -> list[Candidate]:
         """What each may draft from; nothing from a drafter that does not pay for so many."""
-        by_text, by_head = (self._worth.allows(drafter, len(orders)) for drafter in ("ngram", "mtp"))
         candidates = [self._candidate(order) for order in orders]
-        if not (by_text and by_head):
+        if self._worth is not None:
+            by_text, by_head = (self._worth.allows(drafter, len(orders)) for drafter in ("ngram", "mtp"))
             for candidate in candidates:
                 candidate.ngram = candidate.ngram if by_text else NONE
                 candidate.mtp = candidate.mtp if by_head else ()
@@ -245,13 +248,7 @@ class Speculator:
         """
         started = perf_counter()
         if self._mtp is not None and len(step.chunks) <= self._slots:
-            hidden = self._context.hidden(step.n_tokens)
-            for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
-                right = chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
-                if chunk.sequence.slot is not None and chunk.sequence.slot < self._slots:
-                    together = mine[right - 1] - mine[0] == right - 1
-                    rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
-                    self._mtp.collect(chunk.sequence.slot, start, rows)
+            self._collect(self._mtp, step, places, sampled)
         self.abandon()
         for chunk, new in zip(step.chunks, sampled, strict=True):
             if chunk.draft:
@@ -262,6 +259,23 @@ class Speculator:
         if len(lengths) == 1 and all(chunk.samples for chunk in step.chunks):
             self.times.add(len(step.chunks), lengths.pop(), seconds)
 
+    def _collect(
+        self, mtp: MtpDrafter, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled]
+    ) -> None:
+        """Give the head the hidden rows of what was right. Waits for the device if there are any to give."""
+        wanted = []
+        for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
+            slot, right = chunk.sequence.slot, chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
+            if slot is not None and slot < self._slots and mtp.wants(chunk.sequence, start + right):
+                wanted.append((slot, start, mine, right))
+        if not wanted:
+            return
+        hidden = self._context.hidden(step.n_tokens)
+        for slot, start, mine, right in wanted:
+            together = mine[right - 1] - mine[0] == right - 1
+            rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
+            mtp.collect(slot, start, rows)
+
     def _learn_worth(self, step: Step, sampled: ListLike[Sampled], seconds: float) -> None:
         """Book the whole step, drafting included, under who drafted, or as plain."""
         before, plain = self._drafting, all(chunk.n_tokens == 1 for chunk in step.chunks)
@@ -270,6 +284,8 @@ class Speculator:
         elif plain:
             self._drafting = ""
         if not all(chunk.samples for chunk in step.chunks):
+            return
+        if self._worth is None:
             return
         n = len(step.chunks)
         tokens = sum(len(new) for new in sampled if isinstance(new, list))
