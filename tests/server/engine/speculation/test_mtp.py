@@ -1,0 +1,192 @@
+"""What the head is fed: every token beside the hidden row of the one before it, without a gap, and once.
+
+A pretend context checks that; its hidden rows hold a position, and its guesses count on from the token fed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import numpy as np
+import pytest
+
+from server.engine.errors import NoMemorySlot
+from server.engine.llama.mtp import MtpContext
+from server.engine.sequence import Sequence
+from server.engine.speculation.base import Floors, Order
+from server.engine.speculation.mtp import KEPT, MtpDrafter
+from server.engine.speculation.times import DraftTimes
+from tests.server.engine.speculation.helpers import sequence
+
+WIDTH, GUESSED = 3, 1e6
+"""Of hidden rows; what is added to a position in a row of the head's own."""
+
+
+class Head:
+    """Keeps each id's entries, position by position, as llama.cpp's cache does."""
+
+    n_batch = 16
+
+    def __init__(self) -> None:
+        self.tokens, self.positions = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
+        self.sequences, self.outputs = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
+        self.beside = np.zeros((self.n_batch, WIDTH), np.float32)
+        self.entries: dict[int, dict[int, tuple[int, float]]] = {}
+        self.sure = 0.9
+        self.full = False
+        self._out: list[tuple[int, int]] = []
+
+    def decode(self, n: int) -> None:
+        if self.full:
+            raise NoMemorySlot("full")
+        self._out = []
+        for i in range(n):
+            mine, position = self.entries.setdefault(int(self.sequences[i]), {}), int(self.positions[i])
+            assert not mine or position == max(mine) + 1, "a gap, or an entry twice"
+            mine[position] = int(self.tokens[i]), float(self.beside[i, 0])
+            if self.outputs[i]:
+                self._out.append((int(self.tokens[i]), position))
+
+    def best(self, slots: list[int], rows: list[int]) -> tuple[list[int], list[float]]:
+        assert len(slots) == len(rows) == len(self._out)
+        return [token + 1 for token, _ in self._out], [self.sure] * len(rows)
+
+    def hidden(self, n: int) -> np.ndarray:
+        assert n == len(self._out)
+        return np.array([[position + GUESSED] * WIDTH for _, position in self._out], np.float32)
+
+    def copy(self, source: int, target: int, start: int = -1) -> None:
+        self.entries[target] = dict(self.entries[source])
+
+    def remove(self, sequence_id: int, start: int = 0) -> None:
+        left = {p: entry for p, entry in self.entries.get(sequence_id, {}).items() if p < start}
+        self.entries[sequence_id] = left
+
+    def check(self, slot: int, text: list[int]) -> None:
+        """Every entry is of the text, beside the trunk's row of the token before."""
+        for position, entry in self.entries.get(slot, {}).items():
+            assert entry == (text[position], position - 1)
+
+
+@pytest.fixture
+def head() -> Head:
+    return Head()
+
+
+def drafter(head: Head, window: int = 64) -> MtpDrafter:
+    return MtpDrafter(cast("MtpContext", head), window, DraftTimes())
+
+
+def rows(start: int, n: int) -> np.ndarray:
+    return np.repeat(np.arange(start, start + n, dtype=np.float32)[:, None], WIDTH, axis=1)
+
+
+def running(tokens: list[int], slot: int = 0) -> Sequence:
+    one = sequence(list(tokens))
+    one.slot = slot
+    return one
+
+
+def test_it_reads_the_prompt_when_it_first_drafts_and_guesses_on(head: Head) -> None:
+    mtp, one = drafter(head), running(list(range(100, 111)))
+    assert not mtp.can_draft(one)
+    mtp.collect(0, 0, rows(0, 4))
+    mtp.collect(0, 4, rows(4, 6))
+    assert head.entries == {}, "nothing is read before it is needed"
+    assert mtp.can_draft(one)
+    mtp.propose([order := Order(one, 3)])
+    assert (order.tokens, order.drafter) == ([111, 112, 113], "mtp")
+    assert order.sure == [0.9] * 3
+    head.check(0, one.tokens)
+    assert max(head.entries[0]) == 10, "the entries of guesses are gone"
+    assert not mtp.can_draft(one), "it has drafted from here"
+
+
+def test_a_prompt_longer_than_a_batch_is_read_in_pieces(head: Head) -> None:
+    mtp, one, two = drafter(head), running(list(range(50))), running(list(range(7, 30)), slot=1)
+    mtp.collect(0, 0, rows(0, 49))
+    mtp.collect(1, 0, rows(0, 22))
+    mtp.propose(orders := [Order(one, 1), Order(two, 2)])
+    assert [order.tokens for order in orders] == [[50], [30, 31]]
+    head.check(0, one.tokens)
+    head.check(1, two.tokens)
+
+
+def test_only_the_window_is_read_of_a_long_text(head: Head) -> None:
+    mtp, one = drafter(head, window=8), running(list(range(300)))
+    for start in range(0, 299, 23):
+        mtp.collect(0, start, rows(start, min(23, 299 - start)))
+    mtp.propose([order := Order(one, 1)])
+    assert order.tokens == [300]
+    head.check(0, one.tokens)
+    assert 8 <= len(head.entries[0]) <= 16
+    assert mtp.wants(one, 293)
+    assert not mtp.wants(one, 292)
+
+
+def test_it_stops_where_another_round_promises_too_little(head: Head) -> None:
+    mtp, one = drafter(head), running([5, 6, 7])
+    mtp.collect(0, 0, rows(0, 2))
+    floors = Floors(go_on=[0.0, 0.5, 0.5, 0.5], keep=[0.0] * 4)
+    mtp.propose([order := Order(one, 4, typical=(0.9, 0.5, 0.5))], floors)
+    assert len(order.tokens) == 1, "0.9 and then 0.5 of a token is less than half of one"
+    one.tokens.append(8)
+    mtp.collect(0, 2, rows(2, 1))
+    mtp.propose([order := Order(one, 4)], Floors([0.0] * 5, keep=[0.95] * 5))
+    assert order.tokens == [], "not worth its row"
+
+
+def test_a_full_cache_means_no_draft_and_a_new_beginning(head: Head) -> None:
+    mtp, one = drafter(head), running([5, 6, 7])
+    mtp.collect(0, 0, rows(0, 2))
+    head.full = True
+    mtp.propose([order := Order(one, 2)])
+    assert order.tokens == []
+    assert not mtp.can_draft(one)
+    head.full = False
+    one.tokens += [8, 9]
+    mtp.collect(0, 2, rows(2, 2))
+    mtp.propose([order := Order(one, 2)])
+    assert order.tokens == [10, 11]
+    head.check(0, one.tokens)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int) -> None:
+    """Drafts right and wrong, rows read again, pauses, copies to other ids and back, restarts."""
+    rng = random.Random(seed)
+    mtp = drafter(head, window=rng.choice([4, 12, 100, 2 * KEPT]))
+    texts: dict[int, Sequence] = {}
+    cached: dict[int, int] = {}
+    drafts = 0
+    for _ in range(120):
+        slot = rng.randrange(3)
+        if slot not in texts or rng.random() < 0.03:
+            mtp.remove(slot)
+            texts[slot] = running([rng.randrange(1000) for _ in range(rng.randint(1, 40))], slot)
+            cached[slot] = 0
+        one = texts[slot]
+        guesses: list[int] = []
+        if mtp.can_draft(one) and rng.random() < 0.6:
+            mtp.propose([order := Order(one, rng.randint(1, 5))])
+            guesses = order.tokens
+            drafts += bool(guesses)
+            head.check(slot, one.tokens)
+        accepted = rng.randint(0, len(guesses))
+        start = cached[slot]
+        end = len(one.tokens) + accepted
+        mtp.collect(slot, start, rows(start, end - start))
+        one.tokens += [*guesses[:accepted], rng.randrange(1000)]
+        if accepted < len(guesses):
+            mtp.ahead(slot, start)  # went back: the same tokens come again
+        else:
+            cached[slot] = end
+        if rng.random() < 0.15:
+            spare, other = 3 + rng.randrange(2), rng.randrange(3)
+            mtp.copy(slot, spare)
+            head.check(spare, one.tokens)
+            mtp.copy(spare, other)  # as a request that goes on from there, with other tokens
+            texts[other] = running([*one.tokens[: cached[slot]], rng.randrange(1000)], other)
+            cached[other] = cached[slot]
+    assert drafts > 10
