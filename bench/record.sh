@@ -12,7 +12,7 @@
 #
 # Each part says how many seconds it needs on an H200. SECONDS_LEFT=500 leaves out what would not fit into that
 # time; RUNS=50 sets the timed requests of every category, which are 3 to 5 by themselves to keep the whole record
-# below 17 minutes; THREADS is for machines without a card; EXTRA='--categories short --levels 2' are flags of
+# near 20 minutes; THREADS is for machines without a card; EXTRA='--categories short --levels 2' are flags of
 # bench/peers.py for a rehearsal; AFTER is a command to run after each part.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -22,10 +22,11 @@ wanted=" $* "
 python=${PYTHON:-python3}
 mkdir -p "$out"
 
-# One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it without speculation,
-# and "plain", without its prompt cache too. llama-server's set-ups are explained by bench/peers.py --help.
+# One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it with every drafter
+# ("auto"), without speculation, and "plain", without its prompt cache too. What llama-server's set-ups mean is
+# told by bench/peers.py --help.
 defaults="--parallel 8 --ctx-size 131072"
-spec="--speculation auto"
+auto="--speculation auto"
 no_spec="--speculation off"
 plain="--no-prefix-cache $no_spec"
 
@@ -63,7 +64,7 @@ part baseline-F16 30 --gguf "$models/F16.gguf" --protocol official --warmup 1 --
     --peer 'llama-plain=llama-server:plain'
 
 # The same prompt again, one request at a time, with the protocol's five warm-ups; every MTP draft is right.
-part official-Q4_K_M 220 --gguf "$models/Q4_K_M.gguf" --protocol official --warmup 5 --runs 5 \
+part official-Q4_K_M 230 --gguf "$models/Q4_K_M.gguf" --protocol official --warmup 5 --runs 5 \
     --baseline "$out/baseline-F16.json" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -72,29 +73,31 @@ part official-Q4_K_M 220 --gguf "$models/Q4_K_M.gguf" --protocol official --warm
     --peer 'llama-ngram=llama-server:ngram-mod' \
     --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
     --peer 'llama-ngram-mtp-4=llama-server:ngram-mod+mtp-4+backend-sampling' \
-    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
+    --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+    --peer "ours-no-spec=server $defaults $no_spec"
 
 # Many at once; the MTP head is right on 70% of the tokens.
-part throughput-Q4_K_M 220 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 \
+part throughput-Q4_K_M 250 --gguf "$models/Q4_K_M.gguf" --workload random --input-tokens 512 \
     --output-tokens 128 --levels 1,8,64 --waves 2 --warmup 2 --text "$(words 0.7)" \
     --peer 'llama-cache=llama-server:cache' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
-    --peer "ours=server $spec" --peer "ours-no-spec=server $no_spec"
+    --peer ours=server --peer "ours-auto=server $auto" --peer "ours-no-spec=server $no_spec"
 
 # Drafts that are right less often: depths of llama-server's against our choice.
 acceptance() { # SHARE
-    part "acceptance-$1" 45 --gguf "$models/Q4_K_M.gguf" --protocol distinct --categories short,medium \
+    part "acceptance-$1" 55 --gguf "$models/Q4_K_M.gguf" --protocol distinct --categories short,medium \
         --warmup 1 --runs 3 --no-ceiling --text "$(words "$1")" \
         --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
         --peer 'llama-device-mtp-2=llama-server:no-host-caches+backend-sampling+mtp-2' \
         --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
-        --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec"
+        --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+        --peer "ours-no-spec=server $defaults $no_spec"
 }
 acceptance 0.3
 
 # Another prompt every time; every MTP draft is right.
-part distinct-Q4_K_M 185 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warmup 1 --runs 3 \
+part distinct-Q4_K_M 195 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warmup 1 --runs 3 \
     --text "$(words 1.0)" \
     --peer 'llama-cache=llama-server:cache' --peer 'llama-plain=llama-server:plain' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
@@ -103,15 +106,16 @@ part distinct-Q4_K_M 185 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warm
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
     --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
     --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
-    --peer "ours=server $defaults $spec" --peer "ours-no-spec=server $defaults $no_spec" \
+    --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+    --peer "ours-no-spec=server $defaults $no_spec" \
     --peer "ours-plain=server $defaults $plain"
 
 # Few-shot questions: prefixes of 2,000 tokens.
-part shared-prefix-Q4_K_M 130 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
+part shared-prefix-Q4_K_M 200 --gguf "$models/Q4_K_M.gguf" --workload shared-prefix --input-tokens 100 \
     --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --requests 64 --warmup 1 --text "$(words 0.7)" \
     --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
-    --peer "ours=server $spec" --peer "ours-plain=server $plain"
+    --peer ours=server --peer "ours-auto=server $auto" --peer "ours-plain=server $plain"
 
 acceptance 0.8
 acceptance 0.6
@@ -127,7 +131,7 @@ larger() { # QUANT SECONDS flags
         --text "$(words 1.0)" --baseline "$out/baseline-F16.json" "$@" \
         --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
         --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
-        --peer "ours=server $defaults $spec"
+        --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto"
 }
-larger F16 80
-larger Q8_0 60 --no-ceiling
+larger F16 95
+larger Q8_0 75 --no-ceiling
