@@ -45,7 +45,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "all at once": {"parallel": 8, "ctx_size": 8192},
     "tiny chunks": {"parallel": 8, "ctx_size": 8192, "prefill_budget": 7, "ubatch_size": 16},
     "fewer places than requests": {"parallel": 3, "ctx_size": 8192, "batch_size": 100, "prefill_budget": 50},
-    "too few cells": {"parallel": 8, "ctx_size": 768},
+    "too few cells": {"parallel": 8, "ctx_size": 768, "speculation": "auto"},
     "sampled in the graph": {"parallel": 8, "ctx_size": 8192, "sampling": "device", "prefill_budget": 50},
     "sampled in the graph, too few cells": {"parallel": 8, "ctx_size": 768, "sampling": "device"},
 }
@@ -121,12 +121,16 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
     assert from_candidates == from_rows
 
 
-@pytest.mark.parametrize(("quant", "cache"), [("f16", "f16"), ("q4_k_m", "f16"), ("q4_k_m", "q8_0")])
+@pytest.mark.parametrize(
+    ("quant", "cache", "speculation"),
+    [("f16", "f16", "ngram"), ("q4_k_m", "f16", "auto"), ("q4_k_m", "q8_0", "auto")],
+)
 async def test_other_types_differ_by_no_more_than_the_noise_of_shapes(
-    quant: str, cache: str, prompts: list[list[int]], request: pytest.FixtureRequest
+    quant: str, cache: str, speculation: str, prompts: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     types = {"flash_attn": "auto", "cache_type_k": cache, "cache_type_v": cache}
-    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts[::2])
+    model = request.getfixturevalue(f"nano_{quant}")
+    await differ_by_no_more_than_noise(model, types, prompts[::2], speculation)
 
 
 @pytest.mark.gpu
@@ -136,14 +140,17 @@ async def test_a_gpu_too_differs_by_no_more_than_the_noise_of_shapes(
     quant: str, prompts: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16", "n_gpu_layers": -1}
-    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts)
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "auto")
 
 
-async def differ_by_no_more_than_noise(path: Path, types: dict[str, Any], prompts: list[list[int]]) -> None:
+async def differ_by_no_more_than_noise(
+    path: Path, types: dict[str, Any], prompts: list[list[int]], speculation: str
+) -> None:
     """Serve the prompts together; then replay the answers alone, where each token must have been the best."""
     rng = random.Random(2)
     requests = [Request(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
-    with running(path, **types, parallel=8, ctx_size=4096, prefill_budget=50) as engine:
+    engine_settings = {"parallel": 8, "ctx_size": 4096, "prefill_budget": 50, "speculation": speculation}
+    with running(path, **types, **engine_settings) as engine:
         answers = await ask_all(engine, requests)
 
     reference = Alone(path, **types)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_memory(decide(settings(nano_q4_k_m)), read_header(nano_q4_k_m))
+    plan = plan_memory(decide(settings(nano_q4_k_m, speculation="auto")), read_header(nano_q4_k_m))
     closed: list[str] = []
 
     def refuse(*_: object) -> None:

@@ -121,9 +121,10 @@ def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "roomy": {"ctx_size": 8192, "parallel": 6, "prefix_checkpoints": 100, "prefix_cells": 8192},
+    "drafting": {"ctx_size": 4096, "parallel": 4, "speculation": "auto", "prefix_checkpoints": 3},
     "few ids": {"ctx_size": 4096, "parallel": 4, "prefix_checkpoints": 3, "prefix_interval": 32},
     "few cells": {"ctx_size": 4096, "parallel": 4, "prefix_cells": 200, "prefill_budget": 20},
-    "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64},
+    "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64, "speculation": "auto"},
     "host": {"ctx_size": 1024, "parallel": 3, "prefix_checkpoints": 2, "prefix_host_mib": 4},
     "mixed": {"ctx_size": 2048, "parallel": 4, "mixed_steps": True, "prefill_budget": 48},
 }
@@ -168,4 +169,4 @@ async def test_in_other_types_they_differ_by_no_more_than_the_noise_of_shapes(
     stem = random_prompt(rng, 150)
     prompts = [stem, [*stem, *random_prompt(rng, 30)], [*stem[:90], *random_prompt(rng, 50)], list(stem)]
     types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16"}
-    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts)
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "auto")
