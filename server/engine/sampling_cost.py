@@ -7,25 +7,23 @@ needs its whole row, read out or copied with all the others; and what another re
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import sys
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from .llama import Context, ContextOptions, Model, Readout, devices, supports_gpu
+from .llama import Context, ContextOptions, Readout
 from .llama.ggml import quick, set_sampler
+from .measuring import cost_parser, publish
 from .warmup import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .llama import Rows
+    from .llama import Model, Rows
 
 _sampled_token = quick("llama_get_sampled_token_ith", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
 
@@ -129,30 +127,19 @@ def greedy_chains(model: Model, counts: Sequence[int], times: int) -> dict[int, 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write JSON where `--out` says."""
-    parser = argparse.ArgumentParser(prog="python -m server.engine.sampling_cost", description=__doc__)
-    parser.add_argument("model", type=Path, metavar="GGUF")
+    parser = cost_parser("python -m server.engine.sampling_cost", __doc__, times=10)
     parser.add_argument("--rows", default="1,8,64", metavar="N,...", help="sequences in a step")
-    parser.add_argument("--times", type=int, default=10, metavar="N", help="runs, of which the median counts")
-    parser.add_argument("--out", type=Path, metavar="JSON")
     flags = parser.parse_args(arguments)
     counts = sorted(int(count) for count in flags.rows.split(","))
-    model = Model(flags.model, n_gpu_layers=-1 if supports_gpu() else 0)
-    try:
-        result = {
-            "model": flags.model.name,
-            "device": devices()[0].description,
+
+    def measure(model: Model) -> dict[str, Any]:
+        return {
             "raw_rows": raw(model, counts, flags.times),
             "readouts": by_readout(model, counts, flags.times),
             "greedy_samplers_of_llama_cpp": greedy_chains(model, counts, flags.times),
         }
-    finally:
-        model.close()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if flags.out:
-        partial = flags.out.with_suffix(".part")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(flags.out)
+
+    publish(flags, measure)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,18 @@ of steps that decode and read a prompt, together and apart. The settings' defaul
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
+from server.engine.llama import Context, ContextOptions
+from server.engine.measuring import cost_parser, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from server.engine.llama import Model
 
 STREAMS = 8
 """Sequences that decode side by side."""
@@ -195,31 +195,20 @@ def streams(model: Model, piece: int, ubatch: int, times: int) -> dict[str, Any]
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write JSON where `--out` says."""
-    parser = argparse.ArgumentParser(prog="python -m server.engine.prefix_cache.cost", description=__doc__)
-    parser.add_argument("model", type=Path, metavar="GGUF")
+    parser = cost_parser("python -m server.engine.prefix_cache.cost", __doc__, times=20)
     parser.add_argument("--resident", default="0,8192,16384,32768,65536,131072", metavar="CELLS,...")
     parser.add_argument("--piece", type=int, default=8192, metavar="N", help="tokens of a checkpoint")
     parser.add_argument("--ubatch", type=int, default=512, metavar="N", help="tokens of a pass")
-    parser.add_argument("--times", type=int, default=20, metavar="N", help="runs, of which the median counts")
-    parser.add_argument("--out", type=Path, metavar="JSON")
     flags = parser.parse_args(arguments)
     resident = sorted(int(count) for count in flags.resident.split(","))
-    model = Model(flags.model, n_gpu_layers=-1 if supports_gpu() else 0)
-    try:
-        result = {
-            "model": flags.model.name,
-            "device": devices()[0].description,
+
+    def measure(model: Model) -> dict[str, Any]:
+        return {
             "one_pool": one_pool(model, resident, flags.piece, flags.ubatch, flags.times),
             "streams": streams(model, flags.piece, flags.ubatch, flags.times),
         }
-    finally:
-        model.close()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if flags.out:
-        partial = flags.out.with_suffix(".part")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(flags.out)
+
+    publish(flags, measure)
 
 
 if __name__ == "__main__":

@@ -163,3 +163,11 @@ class Alone:
         rows = self.context.logits(n)[:, : self.n_real].copy()
         rows[:, self.eog] = -np.inf
         return rows
+
+
+def answers_alone(path: Path, prompts: list[list[int]], n: int) -> list[list[int]]:
+    """The `n` best tokens after each prompt, in F32, decoded one request after the other."""
+    reference = Alone(path, **EXACT)
+    answers = [reference.greedy(prompt, n) for prompt in prompts]
+    reference.close()
+    return answers

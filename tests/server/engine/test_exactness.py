@@ -15,7 +15,16 @@ import pytest
 
 from server.engine import SamplingParams
 from server.engine.llama import supports_gpu
-from tests.server.engine.helpers import EXACT, Alone, Request, ask, ask_all, random_prompt, running
+from tests.server.engine.helpers import (
+    EXACT,
+    Alone,
+    Request,
+    answers_alone,
+    ask,
+    ask_all,
+    random_prompt,
+    running,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,9 +43,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
-    reference = Alone(nano_f32, **EXACT)
-    answers = [reference.greedy(prompt, N) for prompt in prompts]
-    reference.close()
+    answers = answers_alone(nano_f32, prompts, N)
     assert sum(len(set(answer)) for answer in answers) > 100, "answers so plain would prove nothing"
     return answers
 
