@@ -154,7 +154,9 @@ async def test_answers_are_those_without_the_cache(
                 else:
                     assert answer.tokens == expected[: len(answer.tokens)]
         stats = engine.stats()
-    assert stats.prefix.hits > len(requests) / 2
+    # where little is kept it depends on who comes when; where all is, every finished prompt is found again
+    finished = sum(request.cancel_after is None for request in requests)
+    assert stats.prefix.hits >= (finished if configuration in ("roomy", "mixed") else 1)
     assert stats.kv_cells_used == stats.prefix.resident_cells
     assert (stats.preemptions > 0) == (configuration == "preempted")
     assert stats.prefix.evictions > 0 or configuration in ("roomy", "mixed")
