@@ -108,6 +108,8 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
+        self._news: list[tuple[Sequence, list[int]]] = []
+        """Tokens whose listeners have not been told yet."""
 
     # --- the event loop's side -----------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Engine:
             self._fail(f"the engine failed: {error}")
 
     def _step(self) -> None:
-        """Schedule, decode, postprocess. What the step before gave is sent off while the device computes."""
+        """Schedule, decode, sample. What the device does not have to wait for is done while it computes."""
         profile, started = self._profile, perf_counter()
         profile.lap("receive")
         step = self._scheduler.schedule()
@@ -238,7 +240,7 @@ class Engine:
         self._runner.prepare(step)
         profile.lap("fill")
         if not self._device_runs_alone:  # the tokens would wait for the whole step; this thread does anyway
-            self._post()
+            self._deliver()
             profile.lap("post")
         try:
             self._runner.launch(step)
@@ -248,14 +250,14 @@ class Engine:
             self._relieve(error)
             return
         profile.lap("decode")
-        self._scheduler.postprocess(step, self._context.sequences[: step.n_tokens])
-        profile.lap("schedule")
-        self._post()
+        self._deliver()
         profile.lap("post")
+        self._scheduler.postprocess(step, self._context.sequences[: step.n_tokens])
+        profile.lap("account")
         sampled = self._runner.collect(step)
-        self._postprocess(step, sampled, started)
+        self._advance(step, sampled, started)
         profile.lap("finish")
-        profile.finish(kind, sum(chunk.n_rows for chunk in step.chunks), step.n_tokens)
+        profile.finish(kind, step.n_rows, step.n_tokens)
 
     def _receive(self) -> bool:
         """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
@@ -263,7 +265,7 @@ class Engine:
             if self._inbox.empty():
                 if self._scheduler.running or self._scheduler.waiting:
                     return True
-                self._post()
+                self._deliver()
                 self._idle()()
                 self._profile.start()
             else:
@@ -279,8 +281,8 @@ class Engine:
             except Empty:
                 patience = 0 if self._scheduler.cache.tidy() else None
 
-    def _postprocess(self, step: Step, sampled: list[Sampled], started: float) -> None:
-        """Append what was sampled, tell the listeners, and end what is complete."""
+    def _advance(self, step: Step, sampled: list[Sampled], started: float) -> None:
+        """Append what was sampled, and end what is complete. Whoever goes on is told later, by `_deliver`."""
         self._steps += 1
         now = perf_counter()
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
@@ -303,14 +305,24 @@ class Engine:
             if done:
                 self._finish(sequence, done, new)
             else:
-                generation, mailbox = self._open[sequence]
+                self._news.append((sequence, new))
+
+    def _deliver(self) -> None:
+        """Tell the listeners what their sequences have gained."""
+        news, self._news = self._news, []
+        for sequence, tokens in news:
+            if (entry := self._open.get(sequence)) is not None:  # else it was cancelled meanwhile
+                generation, mailbox = entry
                 generation.cached_tokens = sequence.reused or 0
-                mailbox.put(generation, new, None)
+                mailbox.put(generation, tokens, None)
+        self._post()
 
     def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of `tokens` before the end of the answer, and the reason to end, if there is one."""
-        new: list[int] = []
         room = sequence.limit - len(sequence.tokens)
+        if len(tokens) < room and self.vocab.eog_ids.isdisjoint(tokens):
+            return tokens, None
+        new: list[int] = []
         for token in tokens:
             if self.vocab.is_eog(token):
                 return new, "stop"
@@ -361,6 +373,7 @@ class Engine:
 
     def _fail(self, message: str) -> None:
         """End everything in flight with `message`, and refuse whatever comes."""
+        self._deliver()
         with self._lock:
             self._error = self._error or message
             left, self._open = self._open, {}
@@ -375,6 +388,8 @@ class Engine:
 
 def _kind(step: Step) -> Kind:
     """What to book a step under, before it is accounted for."""
+    if step.is_decode:
+        return "decode"
     if not all(chunk.sequence.decoding for chunk in step.chunks):
         return "prefill"
-    return "decode" if step.n_tokens == len(step.chunks) else "verify"
+    return "verify"

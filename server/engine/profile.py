@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, get_args
 
-Phase = Literal["receive", "schedule", "fill", "decode", "post", "wait", "sample", "settle", "finish"]
+Phase = Literal[
+    "receive", "schedule", "fill", "decode", "post", "account", "wait", "sample", "settle", "finish"
+]
 """In the order of a step: take in what came; choose its tokens; write the batch; llama_decode; send off the
-tokens of the step before; wait for the device; read and sample its rows; go back where drafts were wrong;
-end what is complete."""
+tokens of the step before; count what the step occupies; wait for the device; read and sample its rows; go
+back where drafts were wrong; end what is complete. What comes between decode and wait, a device that runs
+alone does not notice."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

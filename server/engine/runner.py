@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .llama import Readout
 from .scheduler import Step
 from .sequence import Sequence
 
@@ -62,6 +63,8 @@ class Runner:
         self._speculator = speculator
         self._launched = 0.0
         self._layout = Layout()
+        self._filled: Step | None = None
+        self._fits = self._greedy = False
         self._device_runs_alone = device_runs_alone
         self._device_is_idle = True
         self._shape: tuple[int, list[int]] = 0, []
@@ -71,9 +74,18 @@ class Runner:
         """How often a slot had to be given another readout for a request."""
 
     def prepare(self, step: Step) -> None:
-        """Write the step's batch."""
-        self._set_readouts(step)
+        """Write the step's batch; after the same step, only what has changed."""
+        if step is self._filled:
+            n, context = step.n_tokens, self._context
+            context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in step.chunks]
+            context.positions[:n] += 1
+            if not self._fits:
+                self._fits = self._set_readouts(step)
+            return
+        self._fits = self._set_readouts(step)
+        self._greedy = all(chunk.sequence.sampler.need is Readout.BEST for chunk in step.chunks)
         self._layout = self._fill(step)
+        self._filled = step if step.is_decode else None
 
     def launch(self, step: Step) -> None:
         """Start to compute what was prepared. On a GPU this returns at once, without one when it is done.
@@ -119,7 +131,7 @@ class Runner:
             rows = self._context.rows(layout.slots, layout.indices)
             self._device_is_idle = True
             self._profile.lap("wait")
-            sampled = self._sample_all(step.chunks, layout, rows)
+            sampled = self._sample_all(step, layout, rows)
             self._profile.lap("sample")
         elif self._speculator is not None and self._speculator.reads(step):
             self._context.wait()
@@ -158,12 +170,15 @@ class Runner:
 
     # --- sampling ------------------------------------------------------------------------------------------
 
-    def _set_readouts(self, step: Step) -> None:
-        """Have enough read out of each slot for the request that is in it, and in the long run no more."""
+    def _set_readouts(self, step: Step) -> bool:
+        """Have enough read out of each slot for the request that is in it, and in the long run no more.
+
+        Whether that holds already of the long run.
+        """
         readouts = self._context.readouts
         if not readouts.active:
-            return
-        patience = self._wasted < PATIENCE
+            return True
+        patience, fits = self._wasted < PATIENCE, True
         for chunk in step.chunks:
             slot, need = chunk.sequence.slot or 0, chunk.sequence.sampler.need
             kind = readouts.kinds[slot]
@@ -171,21 +186,25 @@ class Runner:
                 continue
             if kind.serves(need) and patience:
                 self._wasted += 1
+                fits = False
             else:
                 self._context.set_readout(slot, need)
                 self.readout_changes += 1
                 self._wasted = 0
+        return fits
 
-    def _sample_all(self, chunks: list[Chunk], layout: Layout, rows: Rows) -> list[Sampled]:
-        best = rows.all_best()
+    def _sample_all(self, step: Step, layout: Layout, rows: Rows) -> list[Sampled]:
+        best = rows.all_best() if self._greedy else None
         if best is not None and self._ends.isdisjoint(best):  # an end may have to be ignored
+            if step is self._filled:
+                return [[token] for token in best]
             return [
                 self._accept(chunk.draft, [best[row] for row in own]) if own else None
-                for chunk, own in zip(chunks, layout.rows, strict=True)
+                for chunk, own in zip(step.chunks, layout.rows, strict=True)
             ]
         return [
             self._sample(chunk, own, rows) if own else None
-            for chunk, own in zip(chunks, layout.rows, strict=True)
+            for chunk, own in zip(step.chunks, layout.rows, strict=True)
         ]
 
     def _accept(self, draft: list[int], best: list[int]) -> list[int]:

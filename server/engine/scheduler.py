@@ -74,6 +74,7 @@ class Step:
 
     chunks: list[Chunk] = field(default_factory=list)
     n_tokens: int = 0
+    n_rows: int = 0
 
     def add(self, sequence: Sequence, count: int, draft: list[int] | None = None) -> None:
         """Put the next `count` pending tokens of `sequence` into the step, and `draft` behind the last."""
@@ -81,6 +82,12 @@ class Step:
         chunk = Chunk(sequence, count, samples, draft or [], is_prompt=not sequence.decoding)
         self.chunks.append(chunk)
         self.n_tokens += chunk.n_tokens
+        self.n_rows += chunk.n_rows
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it takes one generated token of each of its sequences, and nothing else."""
+        return self.n_tokens == self.n_rows == len(self.chunks) and not any(c.is_prompt for c in self.chunks)
 
 
 def no_drafts(sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
@@ -126,6 +133,8 @@ class Scheduler:
         self._propose = propose
         self._place = place
         self._prefill_is_due = False
+        self._last: Step | None = None
+        """The step before, if everybody only decoded in it, and nobody has gone since."""
 
     @property
     def cells(self) -> int:
@@ -148,6 +157,7 @@ class Scheduler:
         Its state stays in the prefix cache, unless it `failed`: then there may be something wrong with it.
         """
         if sequence.slot is not None:
+            self._last = None
             self.running.remove(sequence)
             if not failed:
                 self.cache.leave(sequence)
@@ -159,13 +169,32 @@ class Scheduler:
 
     def preempt_youngest(self) -> None:
         """Put the sequence that came last back at the head of the queue; it will read its tokens again."""
+        self._last = None
         sequence = self.running.pop()
         self._vacate(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def schedule(self) -> Step:
-        """Choose the tokens of the next step. Empty only when there is nothing to do."""
+        """Choose the tokens of the next step. Empty only when there is nothing to do.
+
+        It may be the very object of the step before: the same sequences, each a token further.
+        """
+        return self._again() or self._anew()
+
+    def _again(self) -> Step | None:
+        """The step before once more: what a device that decodes would otherwise wait for."""
+        step = self._last
+        if step is None or (self.waiting and self._free_slots) or not self.cache.make_room(step.n_tokens):
+            return None
+        self._prefill_is_due = not self._mixed_steps
+        drafts = self._drafts(self.running, step.n_tokens)
+        if any(drafts):
+            step, self._last = Step(), None
+            self._add_decodes(step, self.running, [1] * len(self.running), drafts)
+        return step
+
+    def _anew(self) -> Step:
         step = Step()
         self._admit()
         self.cache.running = len(self.running)
@@ -182,6 +211,7 @@ class Scheduler:
             self._schedule_decodes(step)
             self._schedule_prefills(step)
         self._prefill_is_due = apart and not self._prefill_is_due
+        self._last = step if step.is_decode and len(step.chunks) == len(self.running) else None
         return step
 
     def postprocess(self, step: Step, slots: npt.NDArray[np.int32]) -> None:
@@ -238,12 +268,18 @@ class Scheduler:
             if not ready or self.cache.make_room(taken):
                 break
             self.preempt_youngest()
-        if not ready:
-            return
-        rows = self._batch_size - taken
-        drafts = self._propose(ready, rows)
-        if not self.cache.make_room(taken + sum(map(len, drafts))):
-            drafts = no_drafts(ready, 0)
+        if ready:
+            self._add_decodes(step, ready, counts, self._drafts(ready, taken))
+
+    def _drafts(self, ready: list[Sequence], taken: int) -> list[list[int]]:
+        """What may follow the `taken` pending tokens, if there are cells for all of it."""
+        drafts = self._propose(ready, self._batch_size - taken)
+        return drafts if self.cache.make_room(taken + sum(map(len, drafts))) else no_drafts(ready, 0)
+
+    def _add_decodes(
+        self, step: Step, ready: list[Sequence], counts: list[int], drafts: list[list[int]]
+    ) -> None:
+        rows = self._batch_size - sum(counts)
         for sequence, count, draft in zip(ready, counts, drafts, strict=True):
             if draft and (len(draft) > rows or count < sequence.pending):
                 draft = []

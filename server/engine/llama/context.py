@@ -111,7 +111,7 @@ class Context:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        self._rows = Rows(self._handle, self._n_vocab)
+        self._rows = Rows(self._handle, self._n_vocab, model.n_real)
         self._hidden_address = self._logits_address = 0
         self._hidden: npt.NDArray[np.float32] = np.zeros((0, self._n_embd), np.float32)
         self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)

@@ -27,7 +27,9 @@ class Rows:
     Not made anew for each batch: `fill` is called after every decode. Nothing is copied.
     """
 
-    def __init__(self, context: int, n_vocab: int) -> None:
+    def __init__(self, context: int, n_vocab: int, n_real: int) -> None:
+        """`n_real` of the `n_vocab` tokens are no padding."""
+        self._n_real = n_real
         self.kinds: Sequence[Readout] = ()
         """Of each row."""
         self._n_candidates = min(N_CANDIDATES, n_vocab)
@@ -64,8 +66,15 @@ class Rows:
         return int(self._checked(row)[1])
 
     def all_best(self) -> list[int] | None:
-        """`best` of every row at once; None if some row is not BEST or can not be used."""
-        if not self.kinds or max(self.kinds) > Readout.BEST:
+        """The best token of every row at once; None if a row has been read out in another way, or can not be
+        used."""
+        if not self.kinds:
+            return None
+        if self._raw is not None:
+            ids = self._raw[:, : self._n_real].argmax(axis=1)
+            usable = np.isfinite(self._raw[np.arange(len(ids)), ids]).all()  # a NaN anywhere wins
+            return ids.tolist() if usable else None
+        if max(self.kinds) > Readout.BEST:
             return None
         figures = self._figures.of(self._indices, 0)[: len(self), :3]
         if not np.isfinite(figures[:, 2]).all():

@@ -124,6 +124,9 @@ class Spans:
 
     def _take(self, count: int) -> npt.NDArray[np.intp]:
         """The lowest free cells. Raises ValueError when there are not as many."""
+        next_to_each_other = self._free[self._head : self._head + count]
+        if len(next_to_each_other) == count and next_to_each_other.all():  # most often, while others decode
+            return self._occupy(np.arange(self._head, self._head + count))
         window = 1024
         while True:
             free = np.flatnonzero(self._free[self._head : self._head + window])
@@ -132,9 +135,11 @@ class Spans:
             if self._head + window >= len(self._free):
                 raise ValueError(f"{count} cells are wanted, {len(free)} are free")
             window *= 8
-        cells = free[:count] + self._head
+        return self._occupy(free[:count] + self._head)
+
+    def _occupy(self, cells: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         self._free[cells] = False
-        self.used += count
+        self.used += len(cells)
         self._head = int(cells[-1]) + 1
         self._extent = max(self._extent, self._head)
         return cells

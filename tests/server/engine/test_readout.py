@@ -208,7 +208,7 @@ def operation(tensor: int) -> str:
 
 
 def test_unusable_logits_are_noticed() -> None:
-    rows = Rows(0, 4)
+    rows = Rows(0, 4, 4)
     rows.fill([Readout.BEST, Readout.BEST], [0, 1], None)
     rows._figures.rows = np.array([[2.0, 3.0, 7.5, 0.0], [3.0, 3.0, np.nan, 0.0]], np.float32)
     assert (rows.best(0), rows.best_but_end(0)) == (2, 3)

@@ -189,7 +189,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(nano_f32: Path) -> No
                 order.tokens, order.drafter = [*best.tokens[:3], end, *best.tokens[4:9]], "ngram"
 
         script.propose = propose  # type: ignore[method-assign]
-        generation = engine.submit(prompt, SamplingParams(), 30)
+        generation = engine.submit(prompt, SamplingParams(temperature=1.0), 30)
         sequence = next(iter(engine._open))
         sequence.sampler.sample = lambda *_: next(chosen)  # type: ignore[method-assign]
         tokens = [token async for new in generation for token in new]
