@@ -53,7 +53,7 @@ def _f32_to_f16(values: Array) -> Array:
 
 
 def _bf16_to_f16(bits: Array) -> Array:
-    """Rebiases the exponent in 16-bit integers: exact, and four times as fast as going through float32.
+    """Rebiases the exponent in 16-bit integers: exact, and without widening every weight to 32 bits and back.
 
     Both types have 16 bits and F16 the longer mantissa, so a normal F16 needs no rounding. The rest
     (subnormals, zero, infinities, NaN) is a fraction of a percent of any weight matrix and goes through

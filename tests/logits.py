@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from convert.llama import Batch, Context, Model, Runtime
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama.py)
+import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
 if TYPE_CHECKING:
     from pathlib import Path

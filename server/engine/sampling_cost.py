@@ -7,16 +7,13 @@ needs its whole row, read out or copied with all the others; and what another re
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
-
 from .llama import Context, ContextOptions, Readout
-from .llama.ggml import quick, set_sampler
+from .llama.chains import GreedyChains, detach
 from .measuring import cost_parser, publish
 from .warmup import decode
 
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .llama import Model, Rows
-
-_sampled_token = quick("llama_get_sampled_token_ith", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
 
 
 def make(model: Model, most: int, readouts: bool) -> Context:
@@ -80,7 +75,7 @@ def by_readout(model: Model, counts: Sequence[int], times: int) -> dict[str, Any
     found["best"] = steps()
     context.set_readout(most - 1, Readout.ROW)
     found["one_whole_row"] = {most: milliseconds(lambda: decode(context, most), times)}
-    set_sampler(context._handle, most - 1, None)  # llama.cpp then copies the rows of all
+    detach(context, most - 1)
     found["one_without_a_sampler"] = {most: milliseconds(lambda: decode(context, most, take=False), times)}
     context.set_readouts(Readout.BEST)
     decode(context, most)
@@ -104,24 +99,17 @@ def raw(model: Model, counts: Sequence[int], times: int) -> dict[int, float]:
 
 
 def greedy_chains(model: Model, counts: Sequence[int], times: int) -> dict[int, float]:
-    """llama.cpp's greedy sampler on every sequence id, as llama-server's `--backend-sampling` has it."""
+    """llama.cpp's greedy sampler on every sequence id."""
     context = make(model, max(counts), readouts=False)
-    chains = []
-    for sequence in range(max(counts)):
-        chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
-        C.llama_sampler_chain_add(chain, C.llama_sampler_init_greedy())
-        C.llama_set_sampler(context._handle, sequence, chain)
-        chains.append(chain)
+    chains = GreedyChains(context, max(counts))
 
     def step(n: int) -> None:
         decode(context, n, take=False)
-        for index in range(n):
-            _sampled_token(context._handle, index)
+        chains.tokens(range(n))
 
     found = {n: milliseconds(lambda n=n: step(n), times) for n in counts}  # type: ignore[misc]
     context.close()
-    for chain in chains:
-        C.llama_sampler_free(chain)
+    chains.close()
     return found
 
 

@@ -10,7 +10,7 @@ from convert.imatrix import Imatrix, collect_imatrix
 from convert.kld import measure_divergence
 from convert.llama import Runtime
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama.py)
+import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
 pytestmark = [
     pytest.mark.gpu,

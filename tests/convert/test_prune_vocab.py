@@ -23,7 +23,7 @@ from tests.checkpoints import PLAIN_ADDED, SPECIAL, VOCAB, model_config, write_c
 from tests.conftest import NANO
 from tests.logits import gguf_log_probabilities
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama.py)
+import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 REGULAR = 1500  # of nano's 3,584

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,12 @@ from server.engine import Engine, EngineSettings, FinishReason, SamplingParams, 
 from server.engine.llama import Context, ContextOptions, Model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
+
+    from server.engine import Generation
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""
@@ -65,7 +69,15 @@ class Answer:
 async def ask(engine: Engine, request: Request) -> Answer:
     """Submit one request and collect its answer."""
     await asyncio.sleep(request.delay)
-    generation = engine.submit(request.prompt, request.params, request.max_tokens)
+    return await _collect(submit(engine, request), request)
+
+
+def submit(engine: Engine, request: Request) -> Generation:
+    """Submit one request, now."""
+    return engine.submit(request.prompt, request.params, request.max_tokens)
+
+
+async def _collect(generation: Generation, request: Request) -> Answer:
     tokens: list[int] = []
     async for new in generation:
         assert new, "an empty list was delivered"
@@ -78,6 +90,55 @@ async def ask(engine: Engine, request: Request) -> Answer:
 async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
     """Submit requests at the moments they name, and wait for all."""
     return list(await asyncio.gather(*(ask(engine, request) for request in requests)))
+
+
+async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Submit all requests, whatever their delays, before the engine looks at the first; wait for all."""
+    with standing_still(engine):
+        generations = [submit(engine, request) for request in requests]
+    return list(await asyncio.gather(*map(_collect, generations, requests)))
+
+
+@contextmanager
+def standing_still(engine: Engine) -> Iterator[None]:
+    """An engine with nothing to do takes nothing in until the end of the block, and then all at once."""
+    go_on = threading.Event()
+
+    def wait() -> None:
+        assert go_on.wait(60)
+
+    engine._inbox.put(wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@contextmanager
+def step_by_step(engine: Engine) -> Iterator[Callable[[int], None]]:
+    """The engine takes only the steps that it is granted: `grant(n)` returns once it has taken so many.
+
+    From the end of the block on it goes its way again.
+    """
+    leave, step = threading.Semaphore(0), engine._step
+
+    def wait_for_leave() -> None:
+        leave.acquire()
+        step()
+
+    def grant(n: int) -> None:
+        wanted, deadline = engine.stats().steps + n, time.monotonic() + 60
+        leave.release(n)
+        while engine.stats().steps < wanted:
+            assert time.monotonic() < deadline, "the engine has nothing to do, or does not get on"
+            time.sleep(0.001)
+
+    engine._step = wait_for_leave  # type: ignore[method-assign]
+    try:
+        yield grant
+    finally:
+        engine._step = step  # type: ignore[method-assign]
+        leave.release()
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

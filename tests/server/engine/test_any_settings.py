@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
 from server.engine import Engine, SamplingParams
-from server.engine.memory import n_sequences
+from server.engine.contexts import n_sequences
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ async def test_answers_stay_and_nothing_is_left(
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.kv_cells_used == stats.prefix.resident_cells
-        assert sum(counts.accepted for counts in stats.drafts.values()) > 0
+        if engine.settings.draft_always:  # else it is the clock that says whether drafts pay
+            assert sum(counts.accepted for counts in stats.drafts.values()) > 0
         nothing_is_left(engine)
 
 

@@ -22,6 +22,7 @@ from tests.server.engine.helpers import (
     answers_alone,
     ask,
     ask_all,
+    ask_at_once,
     random_prompt,
     running,
 )
@@ -70,16 +71,21 @@ async def test_together_as_alone(
         )
         for _ in range(4)
     ]
+    crowded = mix.endswith("too few cells")
+    if crowded:  # two that are admitted together, and can not end together however fast each is
+        wide = [random_prompt(rng, 310) for _ in range(2)]
+        requests = [*(Request(prompt, N) for prompt in wide), *requests]
+        alone = [*answers_alone(nano_f32, wide, N), *alone]
     with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
-        answers = await ask_all(engine, [*requests, *noise])
+        answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         stats = engine.stats()
-    for prompt, answer, expected in zip(prompts, answers, alone, strict=False):
+    for request, answer, expected in zip(requests, answers, alone, strict=False):
         assert answer.finish_reason == "length"
-        assert answer.tokens == expected, f"the request with {len(prompt)} prompt tokens"
-    assert {answer.finish_reason for answer in answers[len(prompts) :]} <= {"cancelled", "length"}
+        assert answer.tokens == expected, f"the request with {len(request.prompt)} prompt tokens"
+    assert {answer.finish_reason for answer in answers[len(requests) :]} <= {"cancelled", "length"}
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.kv_cells_used == stats.prefix.resident_cells
-    assert (stats.preemptions > 0) == mix.endswith("too few cells")
+    assert (stats.preemptions > 0) == crowded
 
 
 async def test_a_seeded_draw_survives_company_and_preemption(
@@ -97,8 +103,8 @@ async def test_a_seeded_draw_survives_company_and_preemption(
     requests = [Request(prompt, 100, params=params) for prompt in prompts]
     with running(nano_f32, **EXACT, parallel=1, ctx_size=1024) as engine:
         one_by_one = [await ask(engine, request) for request in requests]
-    with running(nano_f32, **EXACT, parallel=8, ctx_size=768) as engine:
-        together = await ask_all(engine, requests)
+    with running(nano_f32, **EXACT, parallel=8, ctx_size=768, speculation="off") as engine:
+        together = await ask_at_once(engine, requests)
         assert engine.stats().preemptions > 0
     assert together == one_by_one
 
@@ -124,7 +130,7 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
         assert engine.stats().readout_changes == 0
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="device") as engine:
         from_candidates = await ask_all(engine, requests)
-        assert engine.stats().readout_changes > 3
+        assert engine.stats().readout_changes >= 2  # for a request with candidates, for one with whole rows
     assert from_candidates == from_rows
 
 

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.engine import Engine
-from tests.server.engine.helpers import EXACT, Alone, Request, ask, ask_all, random_prompt, running
+from server.engine.prefix_cache.cache import MIN_GAIN
+from server.engine.speculation import DraftCounts
+from tests.server.engine.helpers import (
+    EXACT,
+    Alone,
+    Request,
+    ask,
+    ask_all,
+    ask_at_once,
+    random_prompt,
+    running,
+)
 from tests.server.engine.test_exactness import differ_by_no_more_than_noise
 
 if TYPE_CHECKING:
@@ -19,7 +30,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def engine(nano_f32: Path) -> Iterator[Engine]:
-    with running(nano_f32, **EXACT, ctx_size=8192) as engine:
+    """Without drafts: whether they pay depends on the clock, and steps are counted here."""
+    with running(nano_f32, **EXACT, ctx_size=8192, speculation="off") as engine:
         yield engine
 
 
@@ -47,11 +59,10 @@ async def test_cached_tokens_are_told(engine: Engine) -> None:
 async def test_a_shared_prefix_is_computed_once_however_many_use_it_at_once(engine: Engine) -> None:
     rng = random.Random(3)
     shared = random_prompt(rng, 500)
-    busy = Request(random_prompt(rng, 1500), 1)  # so that all others are there when it is done
     requests = [Request([*shared, 256 + n, *random_prompt(rng, 20)], 8) for n in range(12)]
-    _, *answers = await ask_all(engine, [busy, *requests])
+    answers = await ask_at_once(engine, requests)
     stats = engine.stats()
-    assert stats.prompt_tokens == 1500 + 500 + 12 * 21
+    assert stats.prompt_tokens == 500 + 12 * 21
     assert stats.prefix.tokens_saved == 11 * 500
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
@@ -69,17 +80,24 @@ async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> N
 async def test_what_many_left_high_up_is_brought_down_when_nobody_runs(nano_f32: Path) -> None:
     rng = random.Random(8)
     requests = [Request(random_prompt(rng, 100), 20) for _ in range(6)]
-    with running(nano_f32, **EXACT, parallel=6, prefix_cells=400) as engine:
-        answers = await ask_all(engine, requests)
-        spans = engine._scheduler.cache.spans
-        assert spans.extent > 400
-        while spans.extent > 400:
-            await asyncio.sleep(0.05)
+    with running(nano_f32, **EXACT, parallel=6, prefix_cells=400, speculation="off") as engine:
+        cache, extents = engine._scheduler.cache, [0]
+        tidy = cache.tidy
+
+        def watched() -> bool:
+            extents.append(cache.spans.extent)
+            return tidy()
+
+        cache.tidy = watched  # type: ignore[method-assign]
+        answers = await ask_at_once(engine, requests)
+        async with asyncio.timeout(60):
+            while not max(extents) > 400 >= extents[-1]:
+                await asyncio.sleep(0.05)
         longer = [
             Request([*request.prompt, *answer.tokens, 300], 20)
             for request, answer in zip(requests, answers, strict=True)
         ]
-        answers = await ask_all(engine, longer)
+        answers = await ask_at_once(engine, longer)
         stats = engine.stats()
     assert stats.prefix.hits > 0
     reference = Alone(nano_f32, **EXACT)
@@ -119,14 +137,25 @@ def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
     return requests
 
 
+ALL = {"ctx_size": 8192, "prefix_checkpoints": 100, "prefix_cells": 8192}
+"""Room for everything that the requests below leave."""
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "roomy": {"ctx_size": 8192, "parallel": 6, "prefix_checkpoints": 100, "prefix_cells": 8192},
+    "roomy": {**ALL, "parallel": 6},
     "drafting": {"ctx_size": 4096, "parallel": 4, "speculation": "auto", "prefix_checkpoints": 3},
     "few ids": {"ctx_size": 4096, "parallel": 4, "prefix_checkpoints": 3, "prefix_interval": 32},
     "few cells": {"ctx_size": 4096, "parallel": 4, "prefix_cells": 200, "prefill_budget": 20},
     "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64, "speculation": "auto"},
     "host": {"ctx_size": 1024, "parallel": 3, "prefix_checkpoints": 2, "prefix_host_mib": 4},
-    "mixed": {"ctx_size": 2048, "parallel": 4, "mixed_steps": True, "prefill_budget": 48},
+    "host, drafting": {
+        "ctx_size": 1024,
+        "parallel": 3,
+        "prefix_checkpoints": 2,
+        "prefix_host_mib": 4,
+        "speculation": "auto",
+        "draft_always": True,
+    },
+    "mixed": {**ALL, "parallel": 4, "mixed_steps": True, "prefill_budget": 48},
 }
 
 
@@ -136,15 +165,14 @@ async def test_answers_are_those_without_the_cache(
 ) -> None:
     monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     rng = random.Random(configuration)
+    settings = CONFIGURATIONS[configuration]
+    keeps_all = ALL.items() <= settings.items()
     count, longest = (8, 250) if configuration == "preempted" else (20, 25)
     requests = mixture(rng, count, longest)
-    reference = Alone(nano_f32, **EXACT)
-    known: dict[tuple[int, ...], list[int]] = {}
-    for request in sorted(requests, key=lambda request: -request.max_tokens):
-        if tuple(request.prompt) not in known:
-            known[tuple(request.prompt)] = reference.greedy(request.prompt, request.max_tokens)
-    reference.close()
-    with running(nano_f32, **EXACT, **CONFIGURATIONS[configuration]) as engine:
+    one, two, three = (Request(random_prompt(rng, 170), 20) for _ in range(3))
+    wide = [Request(random_prompt(rng, 190), 250) for _ in range(2)]
+    known = greedy_alone(nano_f32, [*requests, one, two, three, *wide])
+    with running(nano_f32, **EXACT, **settings) as engine:
         for again in range(2):
             answers = await ask_all(engine, requests)
             for request, answer in zip(requests, answers, strict=True):
@@ -154,13 +182,66 @@ async def test_answers_are_those_without_the_cache(
                 else:
                     assert answer.tokens == expected[: len(answer.tokens)]
         stats = engine.stats()
-    # where little is kept it depends on who comes when; where all is, every finished prompt is found again
-    finished = sum(request.cancel_after is None for request in requests)
-    assert stats.prefix.hits >= (finished if configuration in ("roomy", "mixed") else 1)
+        assert stats.kv_cells_used == stats.prefix.resident_cells
+        assert stats.preemptions == 0 or configuration == "preempted"
+        if keeps_all:
+            finished = [r for r in requests if r.cancel_after is None and len(r.prompt) > MIN_GAIN]
+            assert stats.prefix.hits >= len(finished), "the second time, each is found"
+            assert stats.prefix.evictions == 0
+
+        # what was reused so far depends on who came when; from here on it does not
+        for request in (one, one):
+            assert (await ask(engine, request)).tokens == known[tuple(request.prompt)]
+        assert engine.stats().prefix.hits == stats.prefix.hits + 1
+        if "prefix_host_mib" in settings:
+            for request in (two, three, one):
+                assert (await ask(engine, request)).tokens == known[tuple(request.prompt)]
+            assert engine.stats().prefix.restores > stats.prefix.restores
+        if configuration == "preempted":  # they fit beside each other as they come, but not as they grow
+            for request, answer in zip(wide, await ask_at_once(engine, wide), strict=True):
+                assert answer.tokens == known[tuple(request.prompt)]
+            assert engine.stats().preemptions > stats.preemptions
+        stats = engine.stats()
     assert stats.kv_cells_used == stats.prefix.resident_cells
-    assert (stats.preemptions > 0) == (configuration == "preempted")
-    assert stats.prefix.evictions > 0 or configuration in ("roomy", "mixed")
-    assert (stats.prefix.restores > 0) == (configuration == "host")
+    assert stats.prefix.evictions > 0 or keeps_all
+
+
+def greedy_alone(model: Path, requests: list[Request]) -> dict[tuple[int, ...], list[int]]:
+    """The longest answer that any request with a prompt gets, by prompt."""
+    reference = Alone(model, **EXACT)
+    known: dict[tuple[int, ...], list[int]] = {}
+    for request in sorted(requests, key=lambda request: -request.max_tokens):
+        if tuple(request.prompt) not in known:
+            known[tuple(request.prompt)] = reference.greedy(request.prompt, request.max_tokens)
+    reference.close()
+    return known
+
+
+async def test_a_checkpoint_from_the_host_drafts_as_one_that_stayed(nano_f32: Path) -> None:
+    rng = random.Random(9)
+    one, *others = (Request(random_prompt(rng, 300), 60) for _ in range(3))
+    only_the_head = {"speculation": "mtp", "draft_always": True}
+    with running(
+        nano_f32, **EXACT, **only_the_head, prefix_checkpoints=2, prefix_host_mib=8, parallel=1
+    ) as engine:
+
+        async def drafts(request: Request) -> tuple[list[int], DraftCounts]:
+            before = engine.stats().drafts["mtp"]
+            answer = await ask(engine, request)
+            after = engine.stats().drafts["mtp"]
+            counts = (getattr(after, name) - getattr(before, name) for name in DraftCounts.__slots__)
+            return answer.tokens, DraftCounts(*counts)
+
+        first, _ = await drafts(one)
+        stayed, counts = await drafts(one)
+        for other in others:
+            await drafts(other)
+        assert engine.stats().prefix.restores == 0
+        came_back, same_counts = await drafts(one)
+        assert engine.stats().prefix.restores == 1
+    assert first == stayed == came_back
+    assert counts.accepted > 0
+    assert same_counts == counts
 
 
 @pytest.mark.parametrize("quant", ["q4_k_m"])

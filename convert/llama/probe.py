@@ -1,0 +1,69 @@
+"""What goes into the matrix products of a graph, as importance matrices need it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as api
+
+from .bindings import MUL_MAT, Floats, Tensor, ggml_is_host, ggml_nbytes, ggml_read
+
+Observer = Callable[[str, Floats], None]
+
+
+class Probe:
+    """The eval callback: hands the F32 inputs of wanted matmuls to an observer (as `llama-imatrix` does).
+
+    Matmuls in a row that read the same tensor (q, k and v, say) are handed the same array, read once.
+    """
+
+    def __init__(self, observe: Observer, observes: Callable[[str], bool]) -> None:
+        self._observe, self._observes = observe, observes
+        self._error: BaseException | None = None
+        self._source, self._rows = 0, np.empty((0, 0), np.float32)
+        self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
+
+    def reraise(self) -> None:
+        error, self._error, self._source = self._error, None, 0
+        if error is not None:
+            raise error
+
+    def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
+        # An exception must not cross into C: it is kept, the graph is stopped, and `reraise` brings it back.
+        try:
+            tensor = Tensor.from_address(pointer)
+            if tensor.op != MUL_MAT:
+                return not ask
+            name = _weight_name(Tensor.from_address(tensor.src[0]).name)
+            rows = Tensor.from_address(tensor.src[1])
+            if rows.type != api.GGML_TYPE_F32 or not self._observes(name):
+                return not ask
+            if not ask:
+                if tensor.src[1] != self._source:
+                    self._source, self._rows = tensor.src[1], _read_rows(rows)
+                self._observe(name, self._rows)
+        except BaseException as error:
+            self._error = error
+            return False
+        return True
+
+
+def _weight_name(name: bytes) -> str:
+    """`CUDA0#blk.0.attn_k.weight#0` -> `blk.0.attn_k.weight`: the scheduler decorates copies of weights."""
+    parts = name.decode().split("#")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _read_rows(tensor: Tensor) -> Floats:
+    """An F32 tensor as [rows, ne0]: a view of host memory, or a copy of device memory."""
+    n_bytes = ggml_nbytes(tensor)
+    if ggml_is_host(tensor.buffer):
+        raw = (ctypes.c_char * n_bytes).from_address(tensor.data)
+    else:
+        raw = (ctypes.c_char * n_bytes)()
+        ggml_read(tensor, raw, 0, n_bytes)
+    shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
+    return np.ndarray(shape, np.float32, raw, strides=strides).reshape(-1, tensor.ne[0])

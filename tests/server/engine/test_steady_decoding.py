@@ -1,0 +1,164 @@
+"""Steps that only go on: what is taken over from the step before, and what ends that."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from server.engine import GenerationError, SamplingParams
+from server.engine.llama import Rows
+from server.engine.runner import Runner
+from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running
+from tests.server.engine.scheduling import advance, scheduler, sequence
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server.engine.llama import Context
+    from server.engine.scheduler import Step
+
+
+def test_the_same_sequences_are_not_scheduled_anew() -> None:
+    s = scheduler(slots=2)
+    s.add(one := sequence(4, max_tokens=10))
+    s.add(two := sequence(4, max_tokens=10))
+    advance(s)
+    steps = [advance(s) for _ in range(5)]
+    assert all(step is steps[0] for step in steps)
+    assert (one.generated, two.generated) == (6, 6)
+
+
+def test_who_comes_is_taken_in_at_once() -> None:
+    s = scheduler(slots=2)
+    s.add(one := sequence(4, max_tokens=20))
+    for _ in range(4):
+        advance(s)
+    s.add(two := sequence(4, max_tokens=20))
+    assert two in [chunk.sequence for _ in range(2) for chunk in advance(s).chunks]
+    step = advance(s)
+    assert [chunk.sequence for chunk in step.chunks] == [one, two]
+    assert advance(s) is step
+
+
+def test_who_waits_for_a_slot_changes_nothing_until_one_is_free() -> None:
+    s = scheduler(slots=1)
+    s.add(one := sequence(4, max_tokens=20))
+    for _ in range(3):
+        advance(s)
+    step = advance(s)
+    s.add(two := sequence(4, max_tokens=20))
+    assert advance(s) is step
+    s.remove(one)
+    assert [chunk.sequence for chunk in advance(s).chunks] == [two]
+
+
+def test_who_has_gone_is_in_no_step() -> None:
+    s = scheduler(slots=2)
+    s.add(one := sequence(4, max_tokens=20))
+    s.add(two := sequence(4, max_tokens=20))
+    for _ in range(4):
+        advance(s)
+    s.remove(one)
+    assert [chunk.sequence for chunk in advance(s).chunks] == [two]
+
+
+def test_a_draft_makes_another_step_of_it() -> None:
+    drafts: list[list[int]] = [[]]
+    s = scheduler(slots=1, propose=lambda sequences, rows: drafts)
+    s.add(sequence(4, max_tokens=50))
+    for _ in range(3):
+        advance(s)
+    step = advance(s)
+    assert step.is_decode
+    drafts = [[7, 8]]
+    verification = s.schedule()
+    assert verification is not step
+    assert [chunk.draft for chunk in verification.chunks] == [[7, 8]]
+    assert not verification.is_decode
+
+
+def test_when_cells_run_short_the_youngest_goes_as_ever() -> None:
+    s = scheduler(slots=2, cells=160, batch=64, budget=64)
+    s.add(old := sequence(10, max_tokens=140))
+    s.add(sequence(10, max_tokens=140))
+    while not s.preemptions:
+        step = advance(s)
+    assert [chunk.sequence for chunk in step.chunks] == [old]
+
+
+async def test_what_is_taken_over_is_what_would_be_written_anew(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch against one that is laid out from the sequences themselves, with people coming and going."""
+    seen = {"taken over": 0, "anew": 0}
+    prepare = Runner.prepare
+
+    def checked(self: Runner, step: Step) -> None:
+        again = step is self._filled
+        seen["taken over" if again else "anew"] += 1
+        prepare(self, step)
+        if again:
+            _compare(self._context, step)
+
+    monkeypatch.setattr(Runner, "prepare", checked)
+    rng = random.Random(11)
+    warm = SamplingParams(temperature=0.8, seed=5, ignore_eos=True)
+    requests = [
+        Request(random_prompt(rng, rng.randint(1, 60)), rng.randint(1, 60), rng.uniform(0, 0.5))
+        for _ in range(12)
+    ]
+    requests += [
+        Request(random_prompt(rng, 20), 30, 0.1, params=warm),
+        Request(random_prompt(rng, 30), 80, 0.2, cancel_after=9),
+    ]
+    with running(nano_f32, **EXACT, parallel=5, speculation="off") as engine:
+        answers = await ask_all(engine, requests)
+    assert min(seen.values()) > 10
+    reference = Alone(nano_f32, **EXACT)
+    for request, answer in zip(requests, answers, strict=True):
+        if request.params is not warm:
+            expected = reference.greedy(request.prompt, request.max_tokens)
+            assert answer.tokens == expected[: len(answer.tokens)]
+            assert request.cancel_after or len(answer.tokens) == request.max_tokens
+    reference.close()
+
+
+def _compare(context: Context, step: Step) -> None:
+    n, sequences = step.n_tokens, [chunk.sequence for chunk in step.chunks]
+    assert n == len(sequences)
+    assert context.tokens[:n].tolist() == [one.tokens[one.cached] for one in sequences]
+    assert context.positions[:n].tolist() == [one.cached for one in sequences]
+    assert context.sequences[:n].tolist() == [one.slot for one in sequences]
+    assert np.all(context.outputs[:n] == 1)
+
+
+async def test_a_greedy_row_that_is_no_number_fails_its_sequence_alone(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all rows are looked at together, too."""
+    everything, warm, spoilt = Rows.all_best, False, False
+
+    def all_best(self: Rows) -> list[int] | None:
+        nonlocal spoilt
+        if warm and len(self) == 2 and not spoilt:
+            self.logits(0)[5] = np.nan
+            spoilt = True
+        return everything(self)
+
+    monkeypatch.setattr(Rows, "all_best", all_best)
+    rng = random.Random(12)
+    prompts = [random_prompt(rng, 20), random_prompt(rng, 20)]
+    params = SamplingParams(ignore_eos=True)
+    with running(nano_f32, **EXACT, parallel=2, speculation="off") as engine:
+        warm = True
+        first, second = (engine.submit(prompt, params, 30) for prompt in prompts)
+        with pytest.raises(GenerationError, match="the best of"):
+            _ = [token async for new in first for token in new]
+        tokens = [token async for new in second for token in new]
+    assert spoilt
+    reference = Alone(nano_f32, **EXACT)
+    assert tokens == reference.greedy(prompts[1], 30)
+    reference.close()

@@ -1,0 +1,66 @@
+"""Who imports what: the rooms of the tree keep to themselves, and two packages alone touch the C API."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+C_API = {"ctypes", "llama_cpp"}
+DOORS = ("server/engine/llama/", "convert/llama/")
+"""Everybody else takes typed objects from there, and exceptions for errors."""
+
+REASONS = {
+    "server/engine/mailbox.py": {"ctypes"},  # libc's write(), with the interpreter's lock held
+    "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
+    "bench/perplexity.py": {"llama_cpp"},  # the same
+    "bench/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, where a benchmark has the GGUF but no server
+}
+
+OTHERS = {
+    "convert": {"server", "bench"},
+    "server": {"convert", "bench"},
+    "server/engine": {"server.api", "server.chat"},
+    "server/chat": {"server.api"},
+}
+"""What a room does not know."""
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, wherever in the file; relative ones made absolute."""
+    package = path.relative_to(ROOT).parent.parts
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def test_the_c_api_is_touched_behind_its_doors_alone() -> None:
+    found = {}
+    for path in (path for room in ("server", "convert", "bench") for path in sources(room)):
+        name = path.relative_to(ROOT).as_posix()
+        used = {module.partition(".")[0] for module in imports(path)} & C_API
+        if used and not name.startswith(DOORS):
+            found[name] = used
+    assert found == REASONS
+
+
+@pytest.mark.parametrize("room", OTHERS)
+def test_imports_point_one_way(room: str) -> None:
+    for path in sources(room):
+        for module in imports(path):
+            known = {other for other in OTHERS[room] if f"{module}.".startswith(f"{other}.")}
+            assert not known, f"{path.relative_to(ROOT)} imports {module}"
