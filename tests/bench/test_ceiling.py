@@ -105,8 +105,8 @@ async def test_measure_fails(tmp_path: Path) -> None:
     slow = tmp_path / "llama-batched-bench"
     pid = tmp_path / "pid"
     slow.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
-    with pytest.raises(BenchError, match=r"not done within 1 s"):
-        await measure_ceiling(tmp_path, Path("m.gguf"), **shape, timeout=1)  # type: ignore[arg-type]
+    with pytest.raises(BenchError, match=r"not done within 5 s"):
+        await measure_ceiling(tmp_path, Path("m.gguf"), **shape, timeout=5)  # type: ignore[arg-type]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 

@@ -20,7 +20,7 @@ from convert.llama import Model, Runtime
 from tests.checkpoints import write_checkpoint
 from tests.logits import gguf_log_probabilities
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama.py)
+import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
 CONTEXT, SKIP = 96, 32
 SETTINGS = Settings(context=CONTEXT, skip=SKIP, threads=1, gpu_layers=0)

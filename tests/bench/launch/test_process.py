@@ -50,8 +50,8 @@ def is_running(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether it is gone within two seconds: a signal takes a moment to arrive."""
-    for _ in range(100):
+    """Whether it is gone within twenty seconds: a signal takes a moment to arrive."""
+    for _ in range(1000):
         if not is_running(pid):
             return True
         sleep(0.02)
@@ -84,8 +84,8 @@ async def test_a_program_that_ends(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_is_never_ready(tmp_path: Path) -> None:
-    server = process(tmp_path, ready="/never", timeout=1.5)
-    with pytest.raises(StartError, match=r"not ready within 1.5 s: /never answers 404; its log"):
+    server = process(tmp_path, ready="/never", timeout=5)
+    with pytest.raises(StartError, match=r"not ready within 5 s: /never answers 404; its log"):
         await server.start()
     assert ends(child_of(server))
 
