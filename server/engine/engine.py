@@ -250,10 +250,10 @@ class Engine:
             self._relieve(error)
             return
         profile.lap("decode")
-        self._deliver()
-        profile.lap("post")
         self._scheduler.postprocess(step, self._context.sequences[: step.n_tokens])
         profile.lap("account")
+        self._deliver()  # last: the event loop wakes up, and can run while this thread waits
+        profile.lap("post")
         sampled = self._runner.collect(step)
         self._advance(step, sampled, started)
         profile.lap("finish")

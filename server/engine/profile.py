@@ -7,12 +7,12 @@ from time import perf_counter
 from typing import Literal, get_args
 
 Phase = Literal[
-    "receive", "schedule", "fill", "decode", "post", "account", "wait", "sample", "settle", "finish"
+    "receive", "schedule", "fill", "decode", "account", "post", "wait", "sample", "settle", "finish"
 ]
-"""In the order of a step: take in what came; choose its tokens; write the batch; llama_decode; send off the
-tokens of the step before; count what the step occupies; wait for the device; read and sample its rows; go
-back where drafts were wrong; end what is complete. What comes between decode and wait, a device that runs
-alone does not notice."""
+"""In the order of a step: take in what came; choose its tokens; write the batch; llama_decode; count what it
+occupies; send off the tokens of the step before; wait for the device; read and sample its rows; go back where
+drafts were wrong; end what is complete. What comes between decode and wait costs a device that runs alone no
+time."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
