@@ -30,9 +30,11 @@ Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with 
 Files go to --out, each under its final name only when it is complete:
   <name>-F16.gguf           the whole model, from which everything else is made
   <name>.calibration.txt    text that the model wrote itself, for the importance matrix
+  <name>.evaluation.txt     more of it, from other prompts, for the KL divergence
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+  <name>.stages.json        which of these are finished, and what each was made from
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
 A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.

@@ -20,7 +20,7 @@ from convert.errors import ConvertError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from convert.tensors import TensorSource
+    from convert.safetensors import TensorSource
     from convert.transforms import Array
     from convert.vocab import Vocab
 

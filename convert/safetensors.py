@@ -12,7 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,20 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
 }
+
+
+class TensorSource(Protocol):
+    """What a tensor is read from: a `StoredTensor`, or anything that can make any run of elements."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, start: int, count: int) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True)

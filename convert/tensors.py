@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from convert.config import FULL, ModelConfig
 from convert.errors import CheckpointError
 from convert.prune_vocab import KeptRows
-from convert.safetensors import NUMPY_TYPES, StoredTensor
+from convert.safetensors import NUMPY_TYPES, StoredTensor, TensorSource
 from convert.transforms import (
-    Array,
     Transform,
     add_one,
     decay,
@@ -28,7 +27,6 @@ from convert.transforms import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -149,20 +147,6 @@ MTP = (
 TEXT_PREFIXES = ("model.language_model.", "model.")  # inside Qwen3_5ForConditionalGeneration, and alone
 VISION_PREFIX = "model.visual."
 MTP_PREFIX = "mtp."
-
-
-class TensorSource(Protocol):
-    """What a tensor is read from: a `StoredTensor`, or anything that can make any run of elements."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> Shape: ...
-    def read(self, start: int, count: int) -> Array: ...
 
 
 @dataclass(frozen=True)

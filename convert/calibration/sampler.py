@@ -32,7 +32,7 @@ class Request:
         self.random = np.random.default_rng(self.seed)
 
 
-def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[], None]) -> None:
+def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[Request], None]) -> None:
     """Fills in every request's `generated`, its end-of-generation token included where one was drawn.
 
     At most `PARALLEL` sequences run at once; one that ends makes room for the next. The draws depend on the
@@ -54,7 +54,7 @@ def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[]
             if model.is_eog(token) or len(request.generated) == request.max_new:
                 del running[sequence]
                 free.append(sequence)
-                on_finished()
+                on_finished(request)
 
         while waiting or running:
             while waiting and free:

@@ -45,23 +45,30 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
             )
         template = ChatTemplate(source)
         rendered = [model.tokenize(template.render(prompt)) for prompt in prompts]
-        text, n_tokens, answered = "", 0, 0
-        while n_tokens < MIN_TOKENS:
-            count = len(prompts)
-            if answered:
-                count = min(count, 1 + answered * (MIN_TOKENS - n_tokens) // n_tokens)
-            requests = [
-                Request(
-                    prompt=rendered[i],
-                    max_new=MAX_NEW_THINKING if prompts[i].thinking else MAX_NEW,
-                    seed=(SEEDS[purpose], answered + i),
-                )
-                for i in range(count)
-            ]
-            with Progress(f"Writing {purpose} text", count, "answers") as progress:
-                complete(model, requests, progress.advance)
-            text += "".join(_conversation(model, request) for request in requests)
-            n_tokens, answered = len(model.tokenize(text)), answered + count
+        text, n_tokens, answered, shown = "", 0, 0, 0
+        with Progress(f"Writing {purpose} text", MIN_TOKENS, "tokens") as progress:
+
+            def show(request: Request) -> None:
+                nonlocal shown
+                count = min(len(request.prompt) + len(request.generated), MIN_TOKENS - shown)
+                shown += count
+                progress.advance(count)
+
+            while n_tokens < MIN_TOKENS:
+                count = len(prompts)
+                if answered:
+                    count = min(count, 1 + answered * (MIN_TOKENS - n_tokens) // n_tokens)
+                requests = [
+                    Request(
+                        prompt=rendered[i],
+                        max_new=MAX_NEW_THINKING if prompts[i].thinking else MAX_NEW,
+                        seed=(SEEDS[purpose], answered + i),
+                    )
+                    for i in range(count)
+                ]
+                complete(model, requests, show)
+                text += "".join(_conversation(model, request) for request in requests)
+                n_tokens, answered = len(model.tokenize(text)), answered + count
     out.write_text(text, encoding="utf-8")
 
 

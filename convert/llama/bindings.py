@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 # Before numpy, and this module before the others here: where libggml-cuda exports C++ runtime symbols, the
 # other order crashes at model load.
@@ -119,3 +119,22 @@ def failure(what: str) -> LlamaError:
     words = " / ".join(_complaints)
     _complaints.clear()
     return LlamaError(f"{what}: {words}" if words else what)
+
+
+class Handle:
+    """Something of llama.cpp's that has to be freed, as the end of a `with` block does."""
+
+    _free: Callable[[Any], None]
+    _pointer: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees it. Idempotent."""
+        if self._pointer:
+            self._free(self._pointer)
+            self._pointer = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from llama_cpp import llama_cpp as api
 from llama_cpp import llama_cpp_ext as ext
 
-from .bindings import FLOATS, LlamaError, failure
+from .bindings import FLOATS, Handle, LlamaError, failure
 from .probe import Probe
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Batch:
         self.n_outputs += output
 
 
-class Context:
+class Context(Handle):
     """A llama.cpp context over `model`: `trunk`, or `mtp` for the draft head; use as a context manager.
 
     Args:
@@ -71,6 +71,8 @@ class Context:
         observe: called with (weight name, rows [n, width]) for every matmul whose weight `observes` picks.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
     """
+
+    _free = staticmethod(api.llama_free)
 
     def __init__(
         self,
@@ -102,18 +104,6 @@ class Context:
         if not self._pointer:
             raise failure(f"{model.path}: llama.cpp cannot make a context of {n_ctx} tokens")
         self._n_tokens = self._n_outputs = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees caches and compute buffers."""
-        if self._pointer:
-            api.llama_free(self._pointer)
-            self._pointer = None
 
     @property
     def pointer(self) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llama_cpp import llama_cpp as api
 
-from .bindings import GgufParams, failure, gguf_close, gguf_find, gguf_open
+from .bindings import GgufParams, Handle, failure, gguf_close, gguf_find, gguf_open
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,13 @@ class Runtime:
         return self.threads or len(os.sched_getaffinity(0))
 
 
-class Model:
-    """A loaded GGUF, MTP block included; a context manager. Raises `LlamaError` if it cannot be loaded."""
+class Model(Handle):
+    """A loaded GGUF, MTP block included. Raises `LlamaError` if it cannot be loaded.
+
+    A context manager, to be closed after the contexts that were made from it.
+    """
+
+    _free = staticmethod(api.llama_model_free)
 
     def __init__(self, path: Path, runtime: Runtime) -> None:
         self.path, self.runtime = path, runtime
@@ -51,18 +56,6 @@ class Model:
         self.bos: int | None = (
             api.llama_vocab_bos(self._vocab) if api.llama_vocab_get_add_bos(self._vocab) else None
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees the weights; contexts made from this model must be closed before."""
-        if self._pointer:
-            api.llama_model_free(self._pointer)
-            self._pointer = None
 
     def head_name(self) -> str:
         """The weight of the output head: `output.weight`, or `token_embd.weight` where the two are tied."""

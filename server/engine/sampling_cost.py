@@ -1,4 +1,4 @@
-"""What each way to the next tokens costs on this machine: `python -m server.engine.sampling_cost MODEL`.
+"""What each way to the next tokens costs on this machine: `python -m server.engine.sampling_cost GGUF`.
 
 Milliseconds of a step that decodes a token of each of so many sequences and ends with a token of each on the
 host: from raw rows, from each readout, from llama.cpp's own greedy samplers; with one request among them that

@@ -72,9 +72,14 @@ def test_the_text_is_long_enough_templated_and_reproducible(nano_f16: Path, tmp_
 
 
 @pytest.mark.usefixtures("short")
-def test_the_two_purposes_get_different_text(nano_f16: Path, tmp_path: Path) -> None:
+def test_the_two_purposes_get_different_text(
+    nano_f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for purpose in ("calibration", "evaluation"):
         write_text(nano_f16, tmp_path / purpose, purpose=purpose, runtime=RUNTIME)
+        shown = capsys.readouterr().err
+        assert shown.count(": 600 tokens\n") == 1, "one bar, however often the prompts are answered"
+        assert f"Writing {purpose} text: done, 600 tokens in " in shown
     assert (tmp_path / "calibration").read_text() != (tmp_path / "evaluation").read_text()
 
 
@@ -85,9 +90,9 @@ def test_more_requests_than_run_at_once_are_all_finished(
     with Model(nano_f16, RUNTIME) as model:
         prompts = [model.tokenize(f"Count from {n}:") for n in range(8)]
         requests = [Request(prompt, 5 + i, (1, i)) for i, prompt in enumerate(prompts)]
-        finished: list[int] = []
-        complete(model, requests, lambda: finished.append(1))
-        assert len(finished) == len(requests)
+        finished: list[Request] = []
+        complete(model, requests, finished.append)
+        assert sorted(map(id, finished)) == sorted(map(id, requests))
         for request in requests:
             ended = model.is_eog(request.generated[-1])
             assert len(request.generated) == request.max_new or ended
@@ -99,7 +104,7 @@ def test_seeds_decide(nano_f16: Path) -> None:
     with Model(nano_f16, RUNTIME) as model:
         prompt = model.tokenize("Once upon a time")
         requests = [Request(prompt, 24, (seed,)) for seed in (1, 1, 2)]
-        complete(model, requests, lambda: None)
+        complete(model, requests, lambda request: None)
     assert requests[0].generated == requests[1].generated
     assert requests[0].generated != requests[2].generated
 

@@ -1,4 +1,4 @@
-"""What holding and sharing states costs on this machine: `python -m server.engine.prefix_cache.cost MODEL`.
+"""What holding and sharing states costs on this machine: `python -m server.engine.prefix_cache.cost GGUF`.
 
 Milliseconds of a decode step by the number of cells that are occupied but not used by it, with one pool of
 cells for all sequences and with a stream of cells for each; of copying, saving and restoring a sequence; and
@@ -196,7 +196,12 @@ def streams(model: Model, piece: int, ubatch: int, times: int) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write JSON where `--out` says."""
     parser = cost_parser("python -m server.engine.prefix_cache.cost", __doc__, times=20)
-    parser.add_argument("--resident", default="0,8192,16384,32768,65536,131072", metavar="CELLS,...")
+    parser.add_argument(
+        "--resident",
+        default="0,8192,16384,32768,65536,131072",
+        metavar="CELLS,...",
+        help="occupied beside a step; whole checkpoints",
+    )
     parser.add_argument("--piece", type=int, default=8192, metavar="N", help="tokens of a checkpoint")
     parser.add_argument("--ubatch", type=int, default=512, metavar="N", help="tokens of a pass")
     flags = parser.parse_args(arguments)
