@@ -268,7 +268,9 @@ def draw(result: Comparison, path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.compare", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/compare.py", description=__doc__, formatter_class=HelpFormatter
+    )
     made.add_argument(
         "files", metavar="FILE", nargs="+", type=Path, help="result files; the first is the measure"
     )

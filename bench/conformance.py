@@ -163,7 +163,7 @@ def draw(result: ConformanceResult, path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = base_parser(__doc__ or "")
-    made.prog = "bench.conformance"
+    made.prog = "python bench/conformance.py"
     group = made.add_argument_group("checks")
     group.add_argument("--list", action="store_true", help="print the checks and stop")
     group.add_argument(

@@ -88,7 +88,7 @@ class ConversionResult(Record):
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.conversion", description=__doc__, formatter_class=HelpFormatter
+        prog="python bench/conversion.py", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--llama-cpp", type=Path, required=True, help="llama.cpp's sources")
     parser.add_argument("--runs", type=positive, default=3, help="of each program")

@@ -2,8 +2,8 @@
 
     python bench/history.py add mtp-depth-4 --parent plain-q4 --changed "MTP drafts, depth 4" \\
         --fixed model=synthetic-4B-Q4_K_M.gguf --fixed workload="official latency protocol, 10 runs" \\
-        --from bench/results/2026-11-21-h200/latency.json \\
-        --figure "official mean=/summaries/[protocol=official]/latency/p50*1000 ms lower"
+        --from bench/results/2026-11-21-h200/official-Q4_K_M.json \\
+        --figure "official mean=/figures/[peer=ours][what=mean, official]/value ms lower"
     python bench/history.py show [NAME]
     python bench/history.py frontier --figure "official mean"
     python bench/history.py lineage mtp-depth-4
@@ -177,7 +177,9 @@ def moment(text: str) -> datetime:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="bench.history", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python bench/history.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--dir", type=Path, default=FOLDER, help="the records (bench/results/history)")

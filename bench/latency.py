@@ -183,7 +183,7 @@ def parse_categories(text: str) -> list[Category]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = base_parser(__doc__ or "")
-    made.prog = "bench.latency"
+    made.prog = "python bench/latency.py"
     group = made.add_argument_group("measurement")
     group.add_argument("--protocol", choices=("both", *PROTOCOLS), default="both")
     group.add_argument("--runs", type=positive, default=50, help="timed requests per category and protocol")

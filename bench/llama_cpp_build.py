@@ -1,6 +1,6 @@
 """llama.cpp's own sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
 
-    python -m bench.llama_cpp_build llama-server llama-bench llama-batched-bench
+    python bench/llama_cpp_build.py llama-server llama-bench llama-batched-bench
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
 lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake.
@@ -138,7 +138,7 @@ def _run(*command: str | Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.llama_cpp_build", description=__doc__, formatter_class=HelpFormatter
+        prog="python bench/llama_cpp_build.py", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("programs", nargs="+", help="such as llama-server")
     parser.add_argument("--flavour", choices=("cpu", "cuda"), help="else as this machine allows")

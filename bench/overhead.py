@@ -177,7 +177,9 @@ def draw(result: OverheadResult, path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.overhead", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/overhead.py", description=__doc__, formatter_class=HelpFormatter
+    )
     made.add_argument("--levels", type=positives, default=[1, 4, 16, 64], help="concurrent streams")
     made.add_argument("--rate", type=float, default=50.0, help="pieces a second in each stream")
     made.add_argument("--tokens", type=positive, default=200, help="pieces a stream")

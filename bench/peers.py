@@ -258,7 +258,7 @@ async def _ceiling(args: argparse.Namespace, setup: Setup, notes: list[str]) -> 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="bench.peers",
+        prog="python bench/peers.py",
         description=__doc__,
         epilog=f"{SYNTAX}\n\n{HELP}",
         formatter_class=HelpFormatter,

@@ -1,6 +1,6 @@
 """A comparison of peers as tables and as a picture.
 
-    python -m bench.peers_report RESULT.json ...
+    python bench/peers_report.py RESULT.json ...
 
 prints the tables of result files as Markdown.
 """
@@ -226,7 +226,7 @@ def show_files(args: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="python -m bench.peers_report", description=__doc__, formatter_class=HelpFormatter
+        prog="python bench/peers_report.py", description=__doc__, formatter_class=HelpFormatter
     )
     made.add_argument(
         "results", nargs="+", type=Path, metavar="RESULT.json", help="written by bench/peers.py"

@@ -1,6 +1,6 @@
 """How far is a GGUF from its reference? Perplexity, KL divergence and top-1 agreement over a text.
 
-    python bench/perplexity.py models/nano-Q4_K_M.gguf --reference models/nano-F16.gguf \
+    python bench/perplexity.py models/nano-Q4_K_M.gguf --reference models/nano-F16.gguf \\
         --text models/nano.evaluation.txt --out results.json
 
 The text is cut into chunks of --context tokens; the second half of each is scored, so that every scored
@@ -168,7 +168,7 @@ def exponential(logarithm: Estimate) -> Estimate:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="bench.perplexity", description=__doc__, formatter_class=HelpFormatter
+        prog="python bench/perplexity.py", description=__doc__, formatter_class=HelpFormatter
     )
     made.add_argument("gguf", type=Path, metavar="GGUF", help="the model to judge")
     made.add_argument("--reference", type=Path, required=True, metavar="GGUF", help="what it was made from")

@@ -194,6 +194,7 @@ async def main(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = base_parser(__doc__ or "")
+    result.prog = "python bench/phases.py"
     group = result.add_argument_group("load")
     group.add_argument("--levels", type=positives, default=[1, 8, 64], help="streams at once")
     group.add_argument("--rounds", type=positive, default=2, help="answers of each stream")

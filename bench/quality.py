@@ -49,7 +49,7 @@ def gate_folder(text: str) -> tuple[str, Path]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = base_parser(__doc__ or "")
-    made.prog = "bench.quality"
+    made.prog = "python bench/quality.py"
     made.set_defaults(timeout=3600.0)
     group = made.add_argument_group("gates")
     names = ", ".join([*(gate.name for gate in OFFICIAL), *NANO_NAMES])

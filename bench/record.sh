@@ -6,7 +6,7 @@
 # MODELS   holds what bench/synthetic.py and llama-quantize made:
 #            python bench/synthetic.py --out MODELS/F16.gguf --mtp-acceptance 1.0,0.8,0.7,0.6,0.3 --words 150000
 #            llama-quantize MODELS/F16.gguf MODELS/Q4_K_M.gguf Q4_K_M   (and Q8_0)
-# BINARIES holds llama-server, llama-bench, llama-batched-bench (python -m bench.llama_cpp_build ...)
+# BINARIES holds llama-server, llama-bench, llama-batched-bench (python bench/llama_cpp_build.py ...)
 # OUT      gets one JSON and one picture for each part; a part whose JSON is there is not run again
 # PART     which of the parts below, all by default
 #

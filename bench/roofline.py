@@ -272,7 +272,9 @@ def parse_rate(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.roofline", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/roofline.py", description=__doc__, formatter_class=HelpFormatter
+    )
     made.add_argument("--model", type=Path, required=True, help="the GGUF whose passes are priced")
     cards = made.add_argument_group("card")
     cards.add_argument("--card", type=parse_cards, default=",".join(CARDS), help="presets to predict for")

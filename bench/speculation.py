@@ -273,7 +273,9 @@ def drafters_of(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    result = argparse.ArgumentParser(
+        prog="python bench/speculation.py", description=__doc__, formatter_class=HelpFormatter
+    )
     result.add_argument("--model", type=Path, required=True, help="the GGUF to serve")
     result.add_argument("--drafters", type=drafters_of, default=list(DRAFTERS), help="in this order")
     result.add_argument("--tasks", type=Path, default=HELDOUT, help="folder of held-out tasks")

@@ -3,7 +3,7 @@
     python bench/steps.py Q4_K_M.gguf Q4_K_M-head4.gguf v131072-Q4_K_M.gguf --binaries DIR --out results.json
 
 Steps are timed by llama.cpp's llama-batched-bench, which decodes one token of each sequence a step and does
-nothing else; `python -m bench.llama_cpp_build llama-batched-bench` builds it and prints the folder. The files
+nothing else; `python bench/llama_cpp_build.py llama-batched-bench` builds it and prints the folder. The files
 take turns, --rounds times; a figure is the median of the rounds.
 
 Bytes are those of the weights that a step reads, from the file's own tensor table: the trunk's blocks and the
@@ -220,7 +220,9 @@ def draw(result: StepsResult, path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.steps", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/steps.py", description=__doc__, formatter_class=HelpFormatter
+    )
     made.add_argument(
         "gguf", type=Path, nargs="+", metavar="GGUF", help="the first is what others compare with"
     )

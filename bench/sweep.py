@@ -259,7 +259,9 @@ def setting(text: str) -> tuple[str, Setting]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.sweep", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/sweep.py", description=__doc__, formatter_class=HelpFormatter
+    )
     what = made.add_argument_group("variants")
     what.add_argument("--src", required=True, help="the checkpoint, a folder or a hub id")
     what.add_argument("--quants", metavar="A,B", help="levels of quant_recipes/ (or F16, BF16, F32)")

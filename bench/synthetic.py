@@ -238,7 +238,9 @@ def parse_shares(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="bench.synthetic", description=__doc__, formatter_class=HelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="python bench/synthetic.py", description=__doc__, formatter_class=HelpFormatter
+    )
     made.add_argument(
         "--out", type=Path, required=True, help="the GGUF; the words go beside it as .words.txt"
     )

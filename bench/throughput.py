@@ -239,7 +239,7 @@ def verdict(result: ThroughputResult) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = base_parser(__doc__ or "")
-    made.prog = "bench.throughput"
+    made.prog = "python bench/throughput.py"
     group = made.add_argument_group("measurement")
     group.add_argument("--workload", choices=("random", "shared-prefix", "chat"), default="random")
     group.add_argument("--levels", type=positives, default=list(WEIGHTS), help="concurrent requests")

@@ -11,7 +11,7 @@ import pytest
 from server.engine import GenerationError, SamplingParams
 from server.engine.llama import Rows
 from server.engine.runner import Runner
-from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running
+from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
 from tests.server.engine.scheduling import advance, scheduler, sequence
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ async def test_a_greedy_row_that_is_no_number_fails_its_sequence_alone(
     params = SamplingParams(ignore_eos=True)
     with running(nano_f32, **EXACT, parallel=2, speculation="off") as engine:
         warm = True
-        first, second = (engine.submit(prompt, params, 30) for prompt in prompts)
+        with standing_still(engine):
+            first, second = (engine.submit(prompt, params, 30) for prompt in prompts)
         with pytest.raises(GenerationError, match="the best of"):
             _ = [token async for new in first for token in new]
         tokens = [token async for new in second for token in new]
