@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -81,6 +82,8 @@ def load(settings: Settings) -> Backend:
     except BaseException:
         engine.close()
         raise
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection need look at it, and hold the engine's thread up
     logger.info("ready: %s, up to %d tokens a sequence", settings.model_id, engine.context_size)
     return Backend(engine, prompter, defaults)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio import to_thread
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
 
-LARGE_BYTES = 32 * 1024
-"""Above this, work on a body leaves the event loop; below, the hop to a thread costs more than the work."""
+LARGE_JSON = 128 * 1024
+LONG_TEXT = 4 * 1024
+"""Bytes from which on a body is decoded, or its text tokenised, off the event loop: a millisecond or two that
+every stream would wait for. Below, the way to a thread and back costs as much as the work."""
 
 
-async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """`work()`, on a worker thread where `size` bytes or characters are many."""
-    return await to_thread.run_sync(work) if size > LARGE_BYTES else work()
+async def off_loop(work: Callable[[], Result], size: int, limit: int = LONG_TEXT) -> Result:
+    """`work()`, on a worker thread where there are `limit` bytes of work or more."""
+    return await asyncio.to_thread(work) if size >= limit else work()
 
 
 def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
@@ -51,7 +53,7 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
         raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
     body = await read(request, max_bytes)
     try:
-        decoded = await off_loop(len(body), lambda: from_json(body, allow_inf_nan=False))
+        decoded = await off_loop(lambda: from_json(body, allow_inf_nan=False), len(body), LARGE_JSON)
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):
@@ -62,7 +64,7 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
     """`body` as `schema`. Raises ApiError 400."""
     try:
-        return await off_loop(size, lambda: schema.model_validate(body))
+        return await off_loop(lambda: schema.model_validate(body), size, LARGE_JSON)
     except ValidationError as error:
         raise from_validation(error) from error
 

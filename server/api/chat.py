@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
 from server.api.body import off_loop
 from server.api.run import Run
-from server.api.sse import EventStream
+from server.api.sse import EventStream, Frame, ending, event
 from server.api.streams import merge, until_gone
 from server.chat import Content, Reasoning, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from fastapi import Request, Response
 
@@ -31,13 +32,13 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
     backend = service.backend
     thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
     prompt = await off_loop(
-        size,
         lambda: backend.prompter.chat(
             request.messages,
             tools=request.offered_tools,
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
         ),
+        size,
     )
     parsers = [
         ReplyParser(
@@ -118,8 +119,8 @@ async def collect(run: Run, replies: list[Reply]) -> dict[str, Any]:
     return {**run.envelope(KIND, choices), "usage": run.usage(), **run.extras()}
 
 
-async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncIterator[dict[str, Any]]:
-    """The response as chunks.
+async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGenerator[bytes, None]:
+    """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
@@ -134,16 +135,24 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncIt
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return {**run.envelope(CHUNK, [choice]), **usage}
 
+    @cache
+    def frame(index: int, field: str) -> Frame:
+        return Frame(lambda text: chunk(index, {field: text}))
+
     left = len(replies)
     async for index, part in merge([reply.parts() for reply in replies]):
-        if part is not None:
-            yield chunk(index, delta_of(part))
-            continue
-        left -= 1
-        last = chunk(index, {}, replies[index].finish_reason(run))
-        yield last if left else {**last, **run.extras()}
-    if include_usage:
-        yield {**run.envelope(CHUNK, []), "usage": run.usage()}
+        if part is None:
+            left -= 1
+            last = chunk(index, {}, replies[index].finish_reason(run))
+            if left:
+                yield event(last)
+        elif index in started and not isinstance(part, ToolCall):
+            [(field, text)] = delta_of(part).items()
+            yield frame(index, field).filled(text)
+        else:
+            yield event(chunk(index, delta_of(part)))
+    total = [{**run.envelope(CHUNK, []), "usage": run.usage()}] if include_usage else []
+    yield ending({**last, **run.extras()}, *total)
 
 
 def delta_of(part: Part) -> dict[str, Any]:

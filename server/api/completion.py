@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
 from server.api.body import off_loop
 from server.api.run import Run
-from server.api.sse import EventStream
+from server.api.sse import EventStream, Frame, ending, event
 from server.api.streams import merge, until_gone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from fastapi import Request, Response
 
@@ -28,7 +29,7 @@ KIND = "text_completion"
 async def complete(http: Request, service: Service, request: CompletionRequest, size: int) -> Response:
     """Answers with a completion; `size` is the body's, in bytes."""
     backend = service.backend
-    prompts = await off_loop(size, lambda: tokenize(backend.prompter, request))
+    prompts = await off_loop(lambda: tokenize(backend.prompter, request), size)
     echoes = [echo(backend.engine.vocab, request, number, ids) for number, ids in enumerate(prompts)]
     run = Run(service, request, prompts, "cmpl")
     per_choice = [text for text in echoes for _ in range(request.choices)]
@@ -68,22 +69,31 @@ async def text_of(generation: TextGeneration) -> str:
     return "".join([text async for text in generation])
 
 
-async def stream(run: Run, echoes: Sequence[str], include_usage: bool) -> AsyncIterator[dict[str, Any]]:
-    """The response as chunks: texts, a finish reason for each choice, usage where asked for."""
+async def stream(run: Run, echoes: Sequence[str], include_usage: bool) -> AsyncGenerator[bytes, None]:
+    """The response as events: texts, a finish reason for each choice, usage where asked for."""
     usage = {"usage": None} if include_usage else {}
+
+    def chunk(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        return {**run.envelope(KIND, [choice(index, text, finish_reason)]), **usage}
+
+    @cache
+    def frame(index: int) -> Frame:
+        return Frame(partial(chunk, index))
+
     for index, start in enumerate(echoes):
         if start:
-            yield {**run.envelope(KIND, [choice(index, start, None)]), **usage}
+            yield frame(index).filled(start)
     left = len(echoes)
     async for index, text in merge([aiter(generation) for generation in run.generations]):
         if text is not None:
-            yield {**run.envelope(KIND, [choice(index, text, None)]), **usage}
+            yield frame(index).filled(text)
             continue
         left -= 1
-        last = [choice(index, "", run.check(run.generations[index]))]
-        yield {**run.envelope(KIND, last), **usage, **(run.extras() if not left else {})}
-    if include_usage:
-        yield {**run.envelope(KIND, []), "usage": run.usage()}
+        last = chunk(index, "", run.check(run.generations[index]))
+        if left:
+            yield event(last)
+    total = [{**run.envelope(KIND, []), "usage": run.usage()}] if include_usage else []
+    yield ending({**last, **run.extras()}, *total)
 
 
 def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:

@@ -37,9 +37,9 @@ class Run:
             for prompt in prompts:
                 for choice in range(request.choices):
                     params = sampling_params(request, backend.defaults, choice=choice)
-                    self.generations.append(
-                        generate(backend.engine, prompt, params, request.token_limit, request.stop)
-                    )
+                    made = generate(backend.engine, prompt, params, request.token_limit, request.stop)
+                    made.generation.patient = request.whole
+                    self.generations.append(made)
         except BaseException:
             self.close()
             raise

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from sse_starlette import EventSourceResponse
 
 from server.api.errors import from_exception
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -23,20 +25,43 @@ LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 """Legal in JSON, but line ends to clients that split a stream with `str.splitlines`."""
 
 
-def encode(event: Mapping[str, Any]) -> str:
+def encode(value: Any) -> str:
     """One line of JSON, in UTF-8 rather than escapes."""
-    text = ENCODER.encode(event)
+    text = ENCODER.encode(value)
     return text if text.isascii() else text.translate(LINE_BREAKS)
 
 
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return f"data: {encode(data)}\n\n".encode()
+
+
+def ending(*events: Mapping[str, Any]) -> bytes:
+    """The last events and the mark of a complete stream, in one piece: a client wakes up once for them."""
+    return b"".join(map(event, events)) + b"data: [DONE]\n\n"
+
+
+class Frame:
+    """Events that differ in one string: `make` tells an event by that string, and is called once."""
+
+    def __init__(self, make: Callable[[str], Mapping[str, Any]]) -> None:
+        hole = uuid4().hex  # what it is made of beside may come from the client
+        before, after = encode(make(hole)).split(f'"{hole}"')
+        self._before, self._after = f"data: {before}", f"{after}\n\n"
+
+    def filled(self, text: str) -> bytes:
+        """The event with `text` in it."""
+        return f"{self._before}{encode(text)}{self._after}".encode()
+
+
 class EventStream(EventSourceResponse):
-    """Streams `events`; calls `close` when the stream ends, however it ends.
+    """Streams whole `events`; calls `close` when the stream ends, however it ends.
 
     That includes a client that left before the first event, when the generator's own `finally` never runs.
     """
 
-    def __init__(self, events: AsyncIterator[Mapping[str, Any]], close: Callable[[], None]) -> None:
-        super().__init__(_lines(events), sep="\n", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(_to_the_end(events), sep="\n", headers={"Cache-Control": "no-cache"})
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,20 +71,15 @@ class EventStream(EventSourceResponse):
             self._close()
 
 
-async def _lines(events: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
-    """Whole events, as bytes: what is a string, sse-starlette would take apart and put together again."""
-    try:
-        async for event in events:
-            yield _event(encode(event))
-    except Exception as error:
-        # the status is sent, so an error event is all that is left; no [DONE], or it would pass for complete
-        answer = from_exception(error)
-        if answer.status == 500:
-            logger.exception("a stream failed")
-        yield _event(encode(answer.body()))
-        return
-    yield _event("[DONE]")
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+async def _to_the_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The events as they are; a failure becomes the last of them."""
+    async with aclosing(events):
+        try:
+            async for data in events:
+                yield data
+        except Exception as error:
+            # the status is sent, so an event is all that is left; no [DONE], or it would pass for complete
+            answer = from_exception(error)
+            if answer.status == 500:
+                logger.exception("a stream failed")
+            yield event(answer.body())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from server.api.errors import ClientLeft
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Sequence
 
     from fastapi import Request
 
@@ -16,24 +16,30 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client disconnects. Raises ClientLeft then."""
-    answer = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
+async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientLeft then.
+
+    The request must have been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while not gone:
+            gone = (await request.receive())["type"] == "http.disconnect"
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientLeft
-        return answer.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientLeft from None
+        raise
     finally:
-        for task in (answer, gone):
-            task.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .errors import PromptError
 from .messages import check_messages, check_tools, plain_text, separate_reasoning
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from server.engine import Vocab
+
+
+class Options(TypedDict, total=False):
+    """What goes into a prompt beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """OpenAI's objects."""
+    enable_thinking: bool
+    template_kwargs: Mapping[str, Any] | None
+    """The request's chat_template_kwargs; their `enable_thinking` gives way to the one here."""
+    add_generation_prompt: bool
 
 
 class Prompter:
@@ -30,36 +41,20 @@ class Prompter:
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        enable_thinking: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's reply.
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> list[int]:
+        """The token ids of a conversation (OpenAI's messages), ready for the assistant's reply.
 
-        `messages` and `tools` are OpenAI's objects, `template_kwargs` the request's chat_template_kwargs,
-        where `enable_thinking` gives way to the argument. Raises PromptError.
+        Raises PromptError.
         """
-        pieces = self._pieces(messages, tools, enable_thinking, template_kwargs, add_generation_prompt)
-        ids = [token for piece in pieces for token in self._vocab.tokenize(piece, special=True)]
+        ids: list[int] = []
+        for piece in self._pieces(messages, **options):
+            ids += self._vocab.tokenize(piece, special=True)
         bos = self._vocab.bos_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        enable_thinking: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> str:
         """The text that `chat` tokenises. Raises PromptError."""
-        return "".join(self._pieces(messages, tools, enable_thinking, template_kwargs, add_generation_prompt))
+        return "".join(self._pieces(messages, **options))
 
     def raw(self, text: str) -> list[int]:
         """The token ids of a text as it is; added tokens in it are parsed, as llama-server does here."""
@@ -70,10 +65,11 @@ class Prompter:
     def _pieces(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        enable_thinking: bool,
-        template_kwargs: Mapping[str, Any] | None,
-        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[str]:
         extra = {**(template_kwargs or {}), "enable_thinking": enable_thinking}
         try:

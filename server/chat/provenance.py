@@ -74,7 +74,11 @@ class AddedTokens:
 
 def choose_sentinel(*values: Any) -> str:
     """A character that occurs in none of the values' strings; PromptError when all 137,000 are used."""
-    used = set(chain.from_iterable(_strings(values)))
+    texts = list(_strings(values))
+    likely = chr(_CANDIDATES[0][0])
+    if not any(likely in text for text in texts):  # far faster than a look at every character
+        return likely
+    used = set(chain.from_iterable(texts))
     for code in chain.from_iterable(_CANDIDATES):
         if chr(code) not in used:
             return chr(code)

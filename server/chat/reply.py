@@ -69,6 +69,8 @@ class ReplyParser:
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the reply; return the parts that are certain now."""
+        if self._schemas is None and self._state == self._answer and not self._skip_space:
+            return [Content(text)] if text else []  # nothing to find any more, and nothing is held back
         self._pending += text
         return _merge(self._steps(final=False))
 
@@ -81,7 +83,7 @@ class ReplyParser:
         while True:
             before = self._state, len(self._pending)
             yield from self._state(final)
-            if before == (self._state, len(self._pending)):
+            if not self._pending or before == (self._state, len(self._pending)):
                 return
 
     def _open(self, final: bool) -> Iterator[Part]:

@@ -37,10 +37,12 @@ class Generation:
         self.timings = timings
         self.finish_reason: FinishReason | None = None
         """Known once the iterator is exhausted."""
+        self.patient = False
+        """Wake the listener at the end only, for one who can do nothing with less than everything."""
         self._cancel = cancel
         self._arrived: list[int] = []
         self._done: FinishReason | Exception | None = None
-        self._wake: asyncio.Event = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
         """End the generation: its place is free within one step. Idempotent; harmless after the end."""
@@ -57,8 +59,8 @@ class Generation:
             if self._done is not None:
                 self.finish_reason = self._done
                 raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         tokens, self._arrived = self._arrived, []
         return tokens
 
@@ -67,4 +69,7 @@ class Generation:
         self._arrived += tokens
         if done is not None and self._done is None:
             self._done = done
-        self._wake.set()
+        if self.patient and done is None:
+            return
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -30,6 +30,7 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._written: list[Letter] = []
+        self._urgent = False
         self._posted: deque[list[Letter]] = deque()
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
@@ -37,16 +38,20 @@ class Mailbox:
         loop.add_reader(self._ear, self._deliver)
 
     def put(self, generation: Generation, tokens: list[int], done: FinishReason | Exception | None) -> None:
-        """Add a result; it leaves with the next `post`."""
+        """Add a result; it leaves with the next `post`, where somebody waits for it or for another."""
         self._written.append((generation, tokens, done))
+        self._urgent = self._urgent or done is not None or not generation.patient
 
     def post(self) -> bool:
-        """Deliver everything put so far; False when the loop is closed and nobody can listen any more."""
+        """Deliver what was put so far; False when the loop is closed and nobody can listen any more.
+
+        Nobody is woken for what only patient listeners will read: that leaves with the end of their answers.
+        """
         if self._loop.is_closed() or self._bell < 0:
             return False
-        if not self._written:
+        if not self._urgent:
             return True
-        letters, self._written = self._written, []
+        letters, self._written, self._urgent = self._written, [], False
         self._posted.append(letters)
         _write(self._bell, b"\0", 1)  # a full pipe rings all the same
         return True

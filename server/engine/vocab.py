@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .remembered import Remembered
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .llama import Model
 
 
 TURN_START = b"<|im_start|>"
 """ChatML's, which every Qwen speaks."""
+
+LONG = 512
+"""Characters from which on a text is remembered: shorter ones would push long ones out for little."""
+
+MOST_REMEMBERED = 2**20
+"""Tokens: some 10 MiB, their texts included."""
 
 
 class Vocab:
@@ -34,6 +44,8 @@ class Vocab:
         while self.n_real > 0 and model.is_unused(self.n_real - 1):
             self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
+        self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
+        self._remembered = Remembered(MOST_REMEMBERED)
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Ids of `text`. With `special`, the texts of control tokens in it become those tokens.
@@ -41,7 +53,27 @@ class Vocab:
         Without it llama.cpp still matches USER_DEFINED tokens (Qwen's `<think>`); see `added_tokens`. Lone
         surrogates, which have no UTF-8, become question marks.
         """
-        return self._model.tokenize(text.encode("utf-8", "replace"), special=special)
+        if len(text) < LONG or not special:
+            return self._model.tokenize(text.encode("utf-8", "replace"), special=special)
+        ids: list[int] = []
+        short = ""
+        for turn in self._turns(text):
+            if len(turn) < LONG:
+                short += turn
+            else:
+                ids += self._parse(short) + self._remembered.of(turn, self._parse)
+                short = ""
+        return ids + self._parse(short)
+
+    def _parse(self, text: str) -> list[int]:
+        return self._model.tokenize(text.encode("utf-8", "replace"), special=True) if text else []
+
+    def _turns(self, text: str) -> list[str]:
+        """The text cut where chat turns begin: whatever follows a control token, it splits the text there."""
+        if self._cut is None:
+            return [text]
+        first, *others = text.split(self._cut)
+        return [first, *(self._cut + turn for turn in others)]
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to a text: often part of a character only, nothing for a control token."""
@@ -55,3 +87,17 @@ class Vocab:
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return token in self.eog_ids
+
+
+def _stands_alone(piece: bytes, added: Iterable[bytes]) -> bool:
+    """Whether `piece` is an added token that no other one can lie across, or hold."""
+    others = set(added)
+    if piece not in others:
+        return False
+    others.remove(piece)
+    ends = range(1, len(piece) + 1)
+    return not any(
+        piece in other or any(other.endswith(piece[:n]) or other.startswith(piece[-n:]) for n in ends)
+        for other in others
+        if other
+    )

@@ -17,10 +17,11 @@ ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
 
 
 def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16, "--ctx-size", "4096")
+    # without drafts, so that the answer outlasts what is asked meanwhile
+    server = ServerProcess("--model", nano_f16, "--ctx-size", "4096", "--speculation", "off")
     try:
         with server.client() as http:
-            body = {**ENDLESS, "max_tokens": 200, "stream": True}
+            body = {**ENDLESS, "max_tokens": 2000, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -72,7 +73,7 @@ def test_the_second_signal_ends_it_at_once(nano_f16: Path) -> None:
             server.wait_for(lambda: "draining" in server.log)
             time.sleep(0.2)
             server.process.send_signal(signal.SIGINT)
-            assert server.wait(10) == 128 + signal.SIGINT
+            assert server.wait() == 128 + signal.SIGINT
             thread.join()
     finally:
         server.kill()
@@ -83,7 +84,7 @@ def test_sigterm_while_the_model_loads(nano_f16: Path) -> None:
     try:
         assert server.url
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait() == 0
     finally:
         server.kill()
 

@@ -167,19 +167,15 @@ def test_prompt_forms_agree(http: httpx.Client) -> None:
     assert echoed == text + answers[0]["text"]
 
 
-def test_a_client_that_leaves_frees_its_sequence(http: httpx.Client) -> None:
-    body = {"prompt": FILLER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+def test_a_client_that_leaves_frees_its_sequence(server: ServerProcess, http: httpx.Client) -> None:
+    body = {"prompt": FILLER, "max_tokens": 16_000, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # held: httpx closes the connection with its iterator
         next(lines)
         assert "qwen_running_sequences 1.0" in http.get("/metrics").text
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json={**body, "stream": False}, timeout=1)
-    for _ in range(200):
-        if "qwen_running_sequences 0.0" in http.get("/metrics").text:
-            break
-    else:
-        pytest.fail("sequences go on without their clients")
+        http.post("/v1/completions", json={**body, "stream": False}, timeout=0.5)
+    server.wait_for(lambda: "qwen_running_sequences 0.0" in http.get("/metrics").text)
 
 
 def test_a_prompt_longer_than_the_context(http: httpx.Client) -> None:

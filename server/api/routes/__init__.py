@@ -2,6 +2,7 @@
 
 from server.api.routes import generation, health, metrics, models, tokens
 
-ROUTERS = (health.router, metrics.router, models.router, generation.router, tokens.router)
+ROUTERS = (generation.router, tokens.router, health.router, metrics.router, models.router)
+"""Looked through in this order: what is asked for most comes first."""
 
 __all__ = ["ROUTERS"]

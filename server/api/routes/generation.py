@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
 from server.api.body import body_of, documented, validate
 from server.api.chat import chat
@@ -11,7 +14,19 @@ from server.api.errors import bad_request
 from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.service import service_of
 
-router = APIRouter()
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+
+class PlainRoute(APIRoute):
+    """For endpoints that take the request and return a response: FastAPI has nothing to find out for them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        return self.endpoint
+
+
+router = APIRouter(route_class=PlainRoute)
 
 
 @router.post("/v1/completions", openapi_extra=documented(CompletionRequest))

@@ -21,7 +21,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
     body, size = await body_of(http, service)
     request = await validate(TokenizeRequest, body, size)
     vocab = service.backend.engine.vocab
-    ids = await off_loop(size, lambda: vocab.tokenize(request.content, special=request.parse_special))
+    ids = await off_loop(lambda: vocab.tokenize(request.content, special=request.parse_special), size)
     if request.add_special and vocab.bos_id is not None:
         ids = [vocab.bos_id, *ids]
     return {"tokens": ids}
@@ -36,5 +36,5 @@ async def detokenize(http: Request) -> dict[str, Any]:
     vocab = service.backend.engine.vocab
     if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
         raise bad_request(f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}", "tokens")
-    text = await off_loop(size, lambda: b"".join(map(vocab.token_bytes, request.tokens)))
+    text = await off_loop(lambda: b"".join(map(vocab.token_bytes, request.tokens)), size)
     return {"content": text.decode("utf-8", "replace")}

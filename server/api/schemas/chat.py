@@ -56,6 +56,11 @@ class ChatRequest(GenerationRequest):
         return default if enabled is None else bool(enabled)
 
     @property
+    def whole(self) -> bool:
+        """As everywhere, but a single tool call ends an answer that may have only one."""
+        return super().whole and self.parallel_tool_calls is not False
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools the model is told of."""
         return None if self.tool_choice == "none" else self.tools or None

@@ -12,7 +12,7 @@ Prompt = str | list[int]
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _prompt_list(value: Any) -> list[Prompt]:

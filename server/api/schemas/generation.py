@@ -69,5 +69,10 @@ class GenerationRequest(BaseModel):
         return self.n or 1
 
     @property
+    def whole(self) -> bool:
+        """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
+        return not self.stream and not self.stop
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.conftest import TEMPLATE, Start
+from tests.server.api.conftest import TEMPLATE, Start, wait_until
 from tests.server.api.test_completions import events
 
 PATH = "/v1/chat/completions"
@@ -173,10 +173,13 @@ def test_tool_choice_none_hides_the_tools(start: Start) -> None:
 
 
 def test_a_single_call_where_parallel_ones_are_not_wanted(start: Start) -> None:
-    server = start(CALL + "\n" + CALL)
+    server = start(CALL + "\n" + CALL + "x" * 2000)
     choice = server.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["finish_reason"] == "tool_calls"
+    [entry] = server.engine.submissions
+    wait_until(lambda: entry.finished)
+    assert entry.sent < 1000, "the call was the end of it"
 
 
 def test_control_tokens_in_content_stay_text(start: Start) -> None:

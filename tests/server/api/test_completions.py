@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.conftest import Server, Start
+from tests.server.api.conftest import Server, Start, wait_until
 
 
 def events(server: Server, path: str, **body: Any) -> list[Any]:
@@ -121,6 +121,15 @@ def test_stop_strings(start: Start) -> None:
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == len("one two ")
     assert all(entry.cancelled for entry in server.engine.submissions), "a stopped sequence must not go on"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_generation_at_once(start: Start, stream: bool) -> None:
+    server = start("one STOP" + "x" * 2000)
+    server.post("/v1/completions", prompt="x", stop="STOP", stream=stream).read()
+    [entry] = server.engine.submissions
+    wait_until(lambda: entry.finished)
+    assert entry.sent < 1000
 
 
 def test_a_stream_never_shows_a_part_of_a_stop_string(start: Start) -> None:

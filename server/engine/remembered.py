@@ -1,0 +1,46 @@
+"""The token ids of texts that were tokenised lately."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Remembered:
+    """Least recently used first out, once there are more than `limit` tokens; safe to use from any thread.
+
+    A token takes 4 bytes, and the text that it stands for about as many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = Lock()
+        self.tokens = 0
+        """How many are remembered."""
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def of(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """The ids of `text`, from `tokenize` where they are not remembered."""
+        with self._lock:
+            known = self._ids.get(text)
+            if known is not None:
+                self._ids.move_to_end(text)
+        if known is not None:
+            return known.tolist()
+        ids = tokenize(text)
+        with self._lock:
+            if text not in self._ids and len(ids) <= self._limit:
+                self._ids[text] = array("i", ids)
+                self.tokens += len(ids)
+                while self.tokens > self._limit:
+                    _, oldest = self._ids.popitem(last=False)
+                    self.tokens -= len(oldest)
+        return ids

@@ -1,0 +1,158 @@
+"""Events as they leave, and what becomes of a stream whose client, server or engine gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.api.sse import EventStream, Frame, encode, ending, event
+from server.engine import GenerationError
+
+SCOPE: dict[str, Any] = {"type": "http", "method": "POST"}
+
+
+class Client:
+    """The other end of a response: what it got, and when it leaves."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        self.leaves = asyncio.Event()
+        self.closed = 0
+
+    async def receive(self) -> dict[str, Any]:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.got.append(message)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.got if "body" in message]
+
+    async def follow(self, events: AsyncGenerator[bytes, None]) -> None:
+        await EventStream(events, self.close)(SCOPE, self.receive, self.send)
+
+
+@given(text=st.text(), model=st.text())
+def test_a_frame_is_the_event_with_its_text(text: str, model: str) -> None:
+    def make(text: str) -> dict[str, Any]:
+        return {"model": model, "choices": [{"index": 3, "delta": {"content": text}, "logprobs": None}]}
+
+    filled = Frame(make).filled(text)
+    assert filled == event(make(text))
+    assert filled.decode().splitlines() == [f"data: {encode(make(text))}", ""]
+    assert json.loads(filled.removeprefix(b"data: ")) == make(text)
+
+
+def test_the_end_is_one_piece() -> None:
+    assert ending({"a": 1}, {"b": "é"}) == 'data: {"a":1}\n\ndata: {"b":"é"}\n\ndata: [DONE]\n\n'.encode()
+
+
+async def test_events_are_sent_as_they_are() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        yield b"two"
+
+    client = Client()
+    await client.follow(events())
+    start, *_, last = client.got
+    assert start["status"] == 200
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
+    assert client.bodies == [b"one", b"two", b""]
+    assert last["more_body"] is False
+    assert client.closed == 1
+
+
+async def test_a_long_wait_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.001)
+    client = Client()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while len(client.bodies) < 2:
+            await asyncio.sleep(0.001)
+        yield b"late"
+
+    await client.follow(events())
+    *pings, late, last = client.bodies
+    assert all(ping.startswith(b":") and ping.endswith(b"\n\n") for ping in pings)
+    assert (late, last) == (b"late", b"")
+
+
+async def test_a_client_that_leaves_ends_the_stream() -> None:
+    client = Client()
+    ended = False
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal ended
+        try:
+            yield b"one"
+            client.leaves.set()
+            await asyncio.Event().wait()
+        finally:
+            ended = True
+
+    await client.follow(events())
+    assert client.bodies == [b"one"], "no end: that is how the middleware knows"
+    assert ended
+    assert client.closed == 1
+
+
+async def test_a_client_that_leaves_while_it_is_sent_to_ends_the_stream() -> None:
+    client = Client()
+    ended = False
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal ended
+        try:
+            yield b"one"
+        finally:
+            ended = True
+
+    async def stuck(message: Any) -> None:
+        if "body" in message:
+            client.leaves.set()
+            await asyncio.Event().wait()
+
+    await EventStream(events(), client.close)(SCOPE, client.receive, stuck)
+    assert ended
+    assert client.closed == 1
+
+
+async def test_a_server_that_stops_ends_the_stream() -> None:
+    client = Client()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(client.follow(events()))
+    while not client.bodies:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.closed == 1
+
+
+async def test_a_failure_is_the_last_event() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        raise GenerationError("no memory slot")
+
+    client = Client()
+    await client.follow(events())
+    one, failure, last = client.bodies
+    assert (one, last) == (b"one", b"")
+    assert json.loads(failure.removeprefix(b"data: "))["error"]["code"] == "generation_failed"
+    assert client.got[-1]["more_body"] is False
+    assert client.closed == 1

@@ -1,0 +1,67 @@
+"""Work that ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from server.api.errors import ClientLeft
+from server.api.streams import until_gone
+
+
+def request(*messages: str) -> Request:
+    """One whose client sends these types of messages, and then nothing."""
+    left = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": left.pop(0)}
+
+    return Request({"type": "http"}, receive)
+
+
+async def test_work_that_ends_first() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert await until_gone(request("http.request"), work()) == 7
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_failure_is_passed_on() -> None:
+    async def work() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        await until_gone(request(), work())
+
+
+async def test_a_client_that_leaves_cancels_the_work() -> None:
+    cancelled = False
+
+    async def work() -> None:
+        nonlocal cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
+
+    with pytest.raises(ClientLeft):
+        await until_gone(request("http.request", "http.disconnect"), work())
+    assert cancelled
+    await asyncio.sleep(0)  # the task itself goes on
+
+
+async def test_a_server_that_stops_is_no_client_that_left() -> None:
+    task = asyncio.create_task(until_gone(request(), asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,20 @@
+"""`python -m server`, from the inside."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from server.__main__ import load
+from server.settings import Settings
+
+
+def test_what_is_there_once_loaded_is_not_collected_again(nano_f16: Path) -> None:
+    settings = Settings(model=nano_f16, ctx_size=512, parallel=1, threads=1, prefix_cache=False)
+    before = gc.get_freeze_count()
+    backend = load(settings)
+    try:
+        assert gc.get_freeze_count() > before
+    finally:
+        backend.engine.close()
+        gc.unfreeze()
