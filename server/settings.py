@@ -104,6 +104,12 @@ class Settings(BaseSettings):
     )
     draft_max: int = _setting(EngineSettings.draft_max, "engine", "most tokens guessed from the text")
     mtp_depth: int = _setting(EngineSettings.mtp_depth, "engine", "most tokens guessed by the MTP head")
+    mtp_snapshots: int = _setting(
+        EngineSettings.mtp_snapshots,
+        "engine",
+        "tokens of wrong drafts that a lone sequence takes back at once; multiplies the memory of states (-1: "
+        "what fits, if the MTP head drafts)",
+    )
     mtp_window: int = _setting(
         EngineSettings.mtp_window, "engine", "most tokens that the MTP head reads before its first guess"
     )

@@ -9,11 +9,19 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import warmup
+from .contexts import (
+    ALONE,
+    context_options,
+    drafts_by_head,
+    head_options,
+    n_holders,
+    n_sequences,
+    verified_rows,
+)
 from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
 from .llama.mtp import MtpContext
-from .memory import context_options, drafts_by_head, head_options, n_holders, n_sequences, verified_rows
 from .prefix_cache import PrefixCache, Spans
 from .sampling import Sampler, SamplingParams
 from .speculation import DraftingMemory, Speculator, build_speculator
@@ -27,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFILL_GPU, PREFILL_CPU = 2_048, 128
-"""Prompt tokens in a step when nobody says how many. On an H200, 504 take 59 ms and 2,048 take 165: with few,
-prompts are read 30% slower, and decodes in between find fewer sequences to decode."""
+"""Prompt tokens in a step when nobody says how many. With few, a prompt takes more passes over the weights,
+and decodes in between find fewer sequences to decode."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
@@ -110,7 +118,9 @@ def speculator_for(settings: EngineSettings, loaded: Loaded) -> Speculator | Non
         return None
     holders = range(settings.parallel, settings.parallel + n)
     rows = verified_rows(settings)
-    return build_speculator(settings, loaded.context, loaded.head, holders=holders, most_rows=rows)
+    return build_speculator(
+        settings, loaded.context, loaded.head, holders=holders, alone=ALONE, most_rows=rows
+    )
 
 
 def prefix_cache_for(
@@ -118,9 +128,12 @@ def prefix_cache_for(
 ) -> PrefixCache:
     """The cache that was planned; it holds nothing if the settings want none."""
     settings, shape = plan.settings, plan.shape
+    spans = Spans(settings.parallel, context.n_ctx)
+    if speculator is not None:
+        speculator.spans = spans
     return PrefixCache(
         DraftingMemory(context, speculator) if speculator else context,
-        Spans(settings.parallel, context.n_ctx),
+        spans,
         ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
         total_cells=context.n_ctx,
         cells=settings.prefix_cells,

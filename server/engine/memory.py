@@ -6,13 +6,22 @@ a rehearsal, in which llama.cpp builds its graphs without allocating weights or 
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .contexts import (
+    ALONE,
+    context_options,
+    drafts_by_head,
+    head_options,
+    n_holders,
+    n_sequences,
+)
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import Context, ContextOptions, Device, Model, Readout, devices
+from .llama import Context, Device, Model, devices
 from .llama.mtp import MtpContext
 from .settings import MAX_SEQUENCES
 from .shape import Shape, kv_bytes, shape_of
@@ -21,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .gguf import Header
-    from .settings import EngineSettings
+    from .settings import EngineSettings, Speculation
+
+log = logging.getLogger(__name__)
 
 TOKENS_PER_SEQUENCE = 16_384
 """What each sequence gets of the cache when nobody says how large it should be."""
@@ -42,12 +53,16 @@ such a step reads the weights and every occupied cell once, so this is the ratio
 LEAST_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
 
-MAX_DRAFTING = 16
-"""Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
+SNAPSHOTS = 4
+"""Snapshots of each recurrent state where the MTP head drafts and nobody says how many. More let deeper
+drafts keep their graph, but every step copies the convolutions' part of each one, drafts or not."""
+
+FEW_CHECKPOINTS = 16
+"""Checkpoints down to which these make room for snapshots."""
 
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
-"""Tokens in one pass over the weights when nobody says how many. On an H200 prompts of 8,192 tokens were read
-in 659 ms by 2,048, in 673 by 1,024 and in 734 by 512."""
+"""Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
+has: 128 of a prompt took 19 ms on an H200, 512 took 44 (bench/results/2026-11-21-h200/prefix-cost.json)."""
 
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
@@ -66,11 +81,13 @@ class Usage:
     compute: int
     saved: int = 0
     """What the prefix cache may put aside in host memory."""
+    settling: int = 0
+    """Buffers for states of sequences that went back to a snapshot."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv + self.states + self.compute + self.saved
+        return self.weights + self.kv + self.states + self.compute + self.saved + self.settling
 
     @property
     def short(self) -> int:
@@ -93,7 +110,8 @@ class MemoryPlan:
         columns = ("weights", "KV cache", "states", "compute", "saved", "total", "free")
         lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
         for name, u in zip(names, self.usages, strict=True):
-            sizes = (u.weights, u.kv, u.states, u.compute, u.saved, u.total, u.device.free)
+            states = u.states + u.settling
+            sizes = (u.weights, u.kv, states, u.compute, u.saved, u.total, u.device.free)
             lines.append(f"{name:<{width}}" + "".join(f"{_size(size):>12}" for size in sizes))
         settings, shape = self.settings, self.shape
         types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
@@ -109,6 +127,8 @@ class MemoryPlan:
         if holders := n_holders(settings):
             head = " and the multi-token-prediction head" if drafts_by_head(settings, shape) else ""
             lines.append(f"speculation: {holders} states to go back to{head}")
+        if settings.mtp_snapshots:
+            lines.append(f"snapshots: every state has {settings.mtp_snapshots} more")
         if shape.mtp_weights and not drafts_by_head(settings, shape):
             lines.append(f"not loaded: multi-token-prediction head, {_size(shape.mtp_weights)}")
         return "\n".join(lines)
@@ -131,9 +151,10 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     """
     shape = shape_of(header)
     places = _places(wanted)
-    settings = _with_prefix_cache(wanted, shape)
+    settings = _with_prefix_cache(_with_what_can_draft(wanted, shape), shape)
     if not wanted.ubatch_size:
         settings = replace(settings, ubatch_size=UBATCH_GPU if places[0].is_gpu else UBATCH_CPU)
+    settings = _with_snapshots(settings, shape)
     chosen = settings.ctx_size == 0
     if chosen:
         each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
@@ -149,6 +170,9 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         plan = _arrange(settings, shape, places, compute)
         if not any(usage.short for usage in plan.usages):
             break
+        if wanted.mtp_snapshots < 0 and settings.mtp_snapshots:
+            settings = _with_fewer_snapshots(plan, places, compute, checkpoints=not wanted.prefix_checkpoints)
+            continue
         smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
         if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
             smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
@@ -161,33 +185,48 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     return plan
 
 
-def n_sequences(settings: EngineSettings) -> int:
-    """Sequence ids of the context, each with a recurrent state: those that run, then those that hold what
-    the first of these go back to after a wrong draft, then those of checkpoints."""
-    return settings.parallel + n_holders(settings) + settings.prefix_checkpoints
-
-
-def n_holders(settings: EngineSettings) -> int:
-    """Sequences that may draft: in a larger crowd it does not pay."""
-    if settings.speculation == "off":
-        return 0
-    return min(settings.parallel, MAX_DRAFTING, MAX_SEQUENCES - settings.parallel)
-
-
-def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
-    """Whether the multi-token-prediction head is loaded."""
-    return settings.speculation in ("auto", "mtp") and shape.mtp_weights > 0
-
-
-def verified_rows(settings: EngineSettings) -> int:
-    """Most rows of a verification: one long draft, or a few tokens of the head for everyone who drafts."""
-    if (holders := n_holders(settings)) == 0:
-        return 0
-    return min(
-        settings.ubatch_size,
-        settings.batch_size,
-        max(settings.draft_max + 1, holders * (settings.mtp_depth + 1)),
+def _with_what_can_draft(settings: EngineSettings, shape: Shape) -> EngineSettings:
+    """Without the multi-token-prediction head, if the file has none."""
+    if shape.mtp_weights or settings.speculation not in ("auto", "mtp"):
+        return settings
+    left: Speculation = "ngram" if settings.speculation == "auto" else "off"
+    log.warning(
+        "speculation is %r, but %s has no multi-token-prediction head: %s",
+        settings.speculation,
+        settings.model,
+        "only text that repeats is drafted from" if left == "ngram" else "nothing is drafted",
     )
+    return replace(settings, speculation=left)
+
+
+def _with_snapshots(settings: EngineSettings, shape: Shape) -> EngineSettings:
+    """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
+    wanted = settings.mtp_snapshots
+    if wanted < 0:
+        wanted = min(settings.mtp_depth, SNAPSHOTS) if drafts_by_head(settings, shape) else 0
+    if not n_holders(settings) or not sum(shape.layer_state):
+        wanted = 0
+    # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
+    most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
+    return replace(settings, mtp_snapshots=min(wanted, most))
+
+
+def _with_fewer_snapshots(
+    plan: MemoryPlan, places: Sequence[Device], compute: Mapping[str, int], *, checkpoints: bool
+) -> EngineSettings:
+    """What fits, if buffers stay as they are; without any where even none are too many.
+
+    With `checkpoints`, some of these may go, too.
+    """
+    settings = before = plan.settings
+    while settings.mtp_snapshots and any(usage.short for usage in plan.usages):
+        fewer = max(FEW_CHECKPOINTS, settings.prefix_checkpoints * 3 // 4)
+        if checkpoints and fewer < settings.prefix_checkpoints:
+            settings = replace(settings, prefix_checkpoints=fewer)
+        else:
+            settings = replace(settings, mtp_snapshots=settings.mtp_snapshots - 1)
+        plan = _arrange(settings, plan.shape, places, compute)
+    return settings if settings.mtp_snapshots else replace(before, mtp_snapshots=0)
 
 
 def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:
@@ -200,41 +239,6 @@ def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings
     weights = sum(shape.layer_weights) + shape.output_weights
     cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / shape.cell(settings))))
     return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
-
-
-def context_options(settings: EngineSettings) -> ContextOptions:
-    """The llama.cpp context that these settings describe; `ctx_size` and threads must be decided."""
-    return ContextOptions(
-        n_ctx=settings.ctx_size,
-        n_seq=n_sequences(settings),
-        n_batch=settings.batch_size,
-        n_ubatch=settings.ubatch_size,
-        # llama.cpp reserves a row for each id, whatever is asked for
-        n_outputs=max(n_sequences(settings), verified_rows(settings)),
-        n_outputs_per_seq=max(1, min(settings.draft_max + 1, verified_rows(settings))),
-        threads=settings.threads,
-        threads_batch=settings.threads_batch,
-        flash_attn=settings.flash_attn,
-        type_k=settings.cache_type_k,
-        type_v=settings.cache_type_v,
-        n_readouts=0 if settings.sampling == "host" else settings.parallel,
-    )
-
-
-def head_options(settings: EngineSettings) -> ContextOptions:
-    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
-
-    Its batches are short but for the first of a sequence, and its buffers grow with them.
-    """
-    options = context_options(settings)
-    return replace(
-        options,
-        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
-        n_ubatch=min(settings.ubatch_size, 256),
-        n_outputs=options.n_seq,
-        n_outputs_per_seq=1,
-        readout=Readout.GUESS,
-    )
 
 
 def _places(settings: EngineSettings) -> list[Device]:
@@ -258,12 +262,15 @@ def _arrange(
     """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU."""
     n_gpu = 0 if len(places) == 1 else settings.n_gpu_layers
     first = _first_on_gpu(settings, shape)
-    weights, kv, states = [0, 0], [0, 0], [0, 0]
+    weights, kv, states, settling = [0, 0], [0, 0], [0, 0], [0, 0]
+    n_states = n_sequences(settings) * (1 + settings.mtp_snapshots)
+    n_settling = min(settings.parallel, ALONE) if settings.mtp_snapshots else 0
     for layer, size in enumerate(shape.layer_weights):
         on_host = int(n_gpu == 0 or layer < first)
         weights[on_host] += size
         kv[on_host] += shape.kv_cell(layer, settings) * settings.ctx_size
-        states[on_host] += shape.layer_state[layer] * n_sequences(settings)
+        states[on_host] += shape.layer_state[layer] * n_states
+        settling[on_host] += shape.layer_state[layer] * n_settling
     if drafts_by_head(settings, shape):
         weights[int(n_gpu == 0)] += shape.mtp_weights
         kv[int(n_gpu == 0)] += kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
@@ -279,7 +286,7 @@ def _arrange(
         else:  # plain, or pinned for the GPU's sake (CUDA_Host)
             buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
         saved = 0 if device.is_gpu or not settings.prefix_cache else settings.prefix_host_mib * _MIB
-        usages.append(Usage(device, weights[i], kv[i], states[i], buffers, saved))
+        usages.append(Usage(device, weights[i], kv[i], states[i], buffers, saved, settling[i]))
     return MemoryPlan(settings, shape, tuple(usages))
 
 
@@ -341,6 +348,9 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
             freed += shape.mtp_weights + kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
         if freed >= short:
             helps.append("speculation=off")
+    freed = usage.states - usage.states // (1 + settings.mtp_snapshots) + usage.settling
+    if settings.mtp_snapshots and freed >= short:
+        helps.append("mtp_snapshots=0")
     if surplus < settings.prefix_checkpoints:
         helps.append(f"prefix_checkpoints={settings.prefix_checkpoints - surplus}")
     elif surplus == settings.prefix_checkpoints:
@@ -355,7 +365,7 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
         freed = 0
         for layer in range(_first_on_gpu(settings, shape), len(shape.layer_weights)):
             freed += shape.layer_weights[layer] + shape.kv_cell(layer, settings) * settings.ctx_size
-            freed += shape.layer_state[layer] * n_sequences(settings)
+            freed += shape.layer_state[layer] * n_sequences(settings) * (1 + settings.mtp_snapshots)
             if freed >= short:
                 helps.append(f"n_gpu_layers={shape.n_blocks - layer} (the rest runs on the CPU, much slower)")
                 break

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .llama import Readout
+from .rounds import rounds
 from .scheduler import Step
 from .sequence import Sequence
 
@@ -26,8 +27,8 @@ Sampled = list[int] | Exception | None
 
 
 PATIENCE = 400
-"""Rows that may be read out more widely than needed before slots get narrower readouts: what a change costs
-(40 ms on an H200) over what one whole row costs there (0.1 ms)."""
+"""Rows that may be read out more widely than needed before slots get narrower readouts: what a change costs,
+all graphs being planned anew, over what a whole row costs (`python -m server.engine.sampling_cost`)."""
 
 
 @dataclass(slots=True)
@@ -257,23 +258,17 @@ class Runner:
         return layout
 
     def _fill_rounds(self, chunks: list[Chunk]) -> Layout:
-        """Round by round, as many tokens of each as the shortest has left: in the order of computation.
-
-        That is how `split_equal` (llama-batch.cpp) cuts a batch for recurrent layers. Outputs that came in
-        another order would have to be swapped back, row by row.
-        """
+        """In the order of computation: outputs that came in another would be swapped back, row by row."""
         context = self._context
         layout = Layout(rows=[[] for _ in chunks], places=[[] for _ in chunks])
         tokens = [
             chunk.sequence.tokens[chunk.sequence.cached : chunk.sequence.cached + chunk.count] + chunk.draft
             for chunk in chunks
         ]
-        done = [0] * len(chunks)
-        start = 0
-        while left := [i for i, mine in enumerate(tokens) if done[i] < len(mine)]:
-            length = min(len(tokens[i]) - done[i] for i in left)
-            length = min(length, max(1, context.n_ubatch // len(left)))
-            for i in left:
+        done, start = [0] * len(chunks), 0
+        tail = context.n_snapshots + 1 if context.n_snapshots else 0
+        for length, taken in rounds([len(mine) for mine in tokens], context.n_ubatch, tail):
+            for i in taken:
                 sequence, first, end = chunks[i].sequence, done[i], start + length
                 context.tokens[start:end] = tokens[i][first : first + length]
                 context.positions[start:end] = self._offsets[:length]

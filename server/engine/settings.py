@@ -84,6 +84,10 @@ class EngineSettings:
     """Most tokens that are guessed at once from the text."""
     mtp_depth: int = 16
     """Most tokens that are guessed at once by the MTP head."""
+    mtp_snapshots: int = -1
+    """Tokens by which a sequence that decodes alone can go back to a snapshot of its state, rather than to a
+    copy that it read on from. Multiplies the memory of every recurrent state by one more than it is.
+    -1: where the head drafts, up to `mtp_depth` and 4, as many as fit; else none."""
     mtp_window: int = 512
     """Most tokens that the MTP head reads before it guesses for a sequence for the first time."""
     draft_pool: int = 0
@@ -113,6 +117,7 @@ class EngineSettings:
             "prefix_host_mib": 0,
             "draft_max": 1,
             "mtp_depth": 1,
+            "mtp_snapshots": -1,
             "mtp_window": 1,
             "draft_pool": 0,
             "threads": 0,

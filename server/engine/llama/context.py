@@ -17,6 +17,7 @@ from .devices import CACHE_TYPES
 from .log import reason, tapped_log
 from .readout import Readout, Readouts
 from .rows import Rows
+from .snapshots import Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,9 @@ class ContextOptions:
     """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
     readout: Readout = Readout.BEST
     """What is read out at first."""
+    n_snapshots: int = 0
+    """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
+    recurrent state for every sequence id."""
     unified: bool = True
     """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
     to another copies its keys and values on the device."""
@@ -72,6 +76,7 @@ class Context:
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
         params.n_outputs_max_per_seq = options.n_outputs_per_seq
+        params.n_rs_seq = options.n_snapshots
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -94,6 +99,9 @@ class Context:
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
+        self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
+        """0 where the model does not keep any."""
+        self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
 
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
@@ -129,6 +137,9 @@ class Context:
             raise LlamaError(f"a batch of {n_tokens} tokens; it must be 1 to {self.n_batch}")
         if (rows := np.count_nonzero(self.outputs[:n_tokens])) > self._n_outputs:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
+        sequences = self.sequences[:n_tokens]
+        for sequence in self._snapshots.disturbed(sequences):
+            self._settle(sequence)
         self._batch.n_tokens = n_tokens
         call = ggml.decode_holding_the_lock if hold else C.llama_decode
         status = call(self._handle, self._batch)
@@ -138,6 +149,13 @@ class Context:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
+        if self.n_snapshots:
+            self._snapshots.decoded(sequences)
+
+    @property
+    def graphs_reused(self) -> int:
+        """Passes so far that found llama.cpp's graph, of which it keeps one, as they needed it."""
+        return int(C.llama_perf_context(self._handle).n_reused)
 
     def wait(self) -> None:
         """Until the device has computed what was decoded."""
@@ -191,35 +209,62 @@ class Context:
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
 
-        Nothing is copied on the device: cells are shared, and whoever writes next gets cells of its own.
+        Nothing is copied on the device: cells are shared, and whoever writes next gets cells of its own. Only
+        one that has just gone back to a snapshot gets its state copied first.
         """
+        for sequence in self._snapshots.pending & {source, target}:
+            self._settle(sequence)
+        for sequence in (source, target):  # they share a state now: neither goes back in it
+            self._snapshots.gone(sequence)
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
         """Forget a sequence, or positions [start, end) of it: cells that no other shares are free again.
 
-        False, with nothing changed, where a recurrent state would have to go back in time.
+        False, with nothing changed, where a recurrent state would have to go back in time. With snapshots, a
+        sequence that was alone in the last call, in one pass, can: by at most `n_snapshots` tokens, and not
+        to before that call. Raises LlamaError where llama.cpp would go back to a state that is not there.
         """
+        if start > 0 and self.n_snapshots:
+            surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start
+            if surplus > 0:
+                self._snapshots.went_back(sequence, surplus)
+        else:
+            self._snapshots.gone(sequence)
         return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
+
+    def _settle(self, sequence: int) -> None:
+        """Make the state that a sequence went back to its newest, through a buffer on the device."""
+        flags = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+        saved = self._save(sequence, flags)
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, flags):
+            raise LlamaError(f"llama.cpp could not bring sequence {sequence} to where it went back")
+        self._snapshots.gone(sequence)
 
     def save(self, sequence: int) -> npt.NDArray[np.uint8]:
         """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device."""
-        size = int(C.llama_state_seq_get_size_ext(self._handle, sequence, 0))
+        return self._save(sequence, 0)
+
+    def _save(self, sequence: int, flags: int) -> npt.NDArray[np.uint8]:
+        size = int(C.llama_state_seq_get_size_ext(self._handle, sequence, flags))
         saved = np.empty(size, np.uint8)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = C.llama_state_seq_get_data_ext(self._handle, pointer, size, sequence, 0)
+        written = C.llama_state_seq_get_data_ext(self._handle, pointer, size, sequence, flags)
         if written != size:
             raise LlamaError(f"{written} bytes of sequence {sequence} were saved, out of {size}")
         return saved
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
         """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
+        self._snapshots.gone(sequence)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, 0):
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:
         """Forget every sequence."""
+        self._snapshots.clear()
         C.llama_memory_clear(self._memory, False)
 
     def close(self) -> None:

@@ -21,6 +21,9 @@ GUESS = 0.7
 MEMORY = 64
 """Events after which a record begins to fade, so that it follows a text that changes its character."""
 
+REMEMBERED = 2
+"""Events that what was learnt long ago counts for, when a head that rested is tried again."""
+
 _KIND = np.array([0] * BOUNDS[0] + [1] * (BOUNDS[1] - BOUNDS[0]) + [2], np.intp)
 
 
@@ -104,9 +107,9 @@ class Confidence:
             self.accepted, self.expected = self.accepted / 2, self.expected / 2
 
     def trust(self, experience: Confidence) -> float:
-        """Right guesses for each one that the head's confidence promised; 1 where the head is right."""
+        """Right guesses for each one that the head's confidence promised; above 1 where it is too modest."""
         broad = (experience.accepted + 4) / (experience.expected + 4)
-        return min(1.0, (self.accepted + 6 * broad) / (self.expected + 6))
+        return (self.accepted + 6 * broad) / (self.expected + 6)
 
     def chances(self, experience: Confidence, n: int) -> tuple[float, ...]:
         """Of `n` guesses whose confidence is not known yet: each one's chance if those before it are right.
@@ -121,6 +124,13 @@ class Confidence:
                 chances.append(chance)
             self._chances, self._of = tuple(chances), (self.events, experience.events)
         return self._chances[:n]
+
+    def forget(self) -> None:
+        """Have what comes next count for more than all that was."""
+        self.events += 1
+        for depth, (hits, misses) in enumerate(zip(self.hits, self.misses, strict=True)):
+            share = min(1.0, REMEMBERED / max(1.0, hits + misses))
+            self.hits[depth], self.misses[depth] = share * hits, share * misses
 
     def at(self, depth: int) -> tuple[float, float]:
         """Hits and misses."""

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
 
 
 def build_speculator(
-    settings: EngineSettings, context: Context, head: MtpContext | None, *, holders: range, most_rows: int
+    settings: EngineSettings,
+    context: Context,
+    head: MtpContext | None,
+    *,
+    holders: range,
+    alone: int,
+    most_rows: int,
 ) -> Speculator:
     """Drafters and planner as the settings want them; without a `head` the text alone is drafted from.
 
-    `holders` are the sequence ids that slots from 0 on are saved in; `most_rows` bounds a verification.
+    `holders` are the sequence ids that slots from 0 on are saved in; slots below `alone` may go back to
+    snapshots; `most_rows` bounds a verification.
     """
     times, draft_times = StepTimes(), DraftTimes()
     pool = Pool(settings.draft_pool) if settings.draft_pool else None
@@ -32,7 +39,7 @@ def build_speculator(
         context.keep_hidden()
     return Speculator(
         context,
-        Rollback(context, holders.start),
+        Rollback(context, holders.start, alone),
         Eager() if settings.draft_always else Planner(times, draft_times),
         times,
         ngram=NgramDrafter(pool) if settings.speculation in ("auto", "ngram") else None,

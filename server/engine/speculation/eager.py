@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class Eager:
     """A planner that weighs nothing. It prefers the n-gram drafter, and shortens all when rows are short."""
 
+    shape = (0, 0)
+
     def choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
         """The longest draft that each sequence can get; at most `most_rows` rows in all."""
         room = most_rows - sum(candidate.pending for candidate in candidates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,14 +11,25 @@ if TYPE_CHECKING:
 
     from server.engine.llama import Context
 
+    from .mtp import SavedReading
     from .speculator import Speculator
 
 
-class DraftingMemory:
-    """Copies and removes sequence ids in the trunk's context and, with it, what the draft head has of them.
+@dataclass(frozen=True, slots=True)
+class SavedSequence:
+    """A sequence in host memory: the trunk's keys, values and states, and what the draft head had of it."""
 
-    What is saved to the host leaves the head's part out: after a restore the head begins anew from there.
-    """
+    trunk: npt.NDArray[np.uint8]
+    head: SavedReading | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.trunk.nbytes + (0 if self.head is None else self.head.nbytes)
+
+
+class DraftingMemory:
+    """Copies, removes and saves sequence ids in the trunk's context and what the draft head has of them."""
 
     def __init__(self, context: Context, speculator: Speculator) -> None:
         self._context, self._speculator = context, speculator
@@ -32,11 +44,11 @@ class DraftingMemory:
         self._context.remove(sequence)
         self._speculator.remove(sequence)
 
-    def save(self, sequence: int) -> npt.NDArray[np.uint8]:
+    def save(self, sequence: int) -> SavedSequence:
         """Copy a sequence to host memory."""
-        return self._context.save(sequence)
+        return SavedSequence(self._context.save(sequence), self._speculator.save(sequence))
 
-    def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
-        """Put a saved sequence into an id. Raises LlamaError without room."""
-        self._speculator.remove(sequence)
-        self._context.restore(sequence, saved)
+    def restore(self, sequence: int, saved: SavedSequence) -> None:
+        """Put a saved sequence into an id. Raises LlamaError without room in the trunk's context."""
+        self._context.restore(sequence, saved.trunk)
+        self._speculator.restore(sequence, saved.head)

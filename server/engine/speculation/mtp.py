@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import NoMemorySlot
+from server.engine.errors import LlamaError, NoMemorySlot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -54,6 +54,22 @@ class Reading:
         return self.buffer[: self.end - self.first]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedReading:
+    """A `Reading` in host memory: hidden rows [n, n_embd] from position `first` on, and the head's cache."""
+
+    rows: npt.NDArray[np.float32]
+    first: int
+    fed: int
+    cache: npt.NDArray[np.uint8] | None
+    """None where nothing was fed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.rows.nbytes + (0 if self.cache is None else self.cache.nbytes)
+
+
 class MtpDrafter:
     """Feeds the head what the trunk has read, lazily, and has it guess on.
 
@@ -81,6 +97,11 @@ class MtpDrafter:
         if reading is None:
             reading = self._readings[slot] = Reading(self._buffer())
         reading.depth = None
+        used = reading.end - reading.first
+        if start == reading.end and len(rows) == 1 and used < len(reading.buffer):  # as in most steps
+            reading.buffer[used] = rows[0]
+            reading.end += 1
+            return
         if start > reading.end:
             self._forget_cache(slot, reading)
             reading.first = reading.end = start
@@ -115,6 +136,26 @@ class MtpDrafter:
             self._context.copy(source, target)
             if fed < reading.fed:
                 self._context.remove(target, fed)
+
+    def save(self, sequence_id: int) -> SavedReading | None:
+        """What is known of a sequence id that runs nothing, copied to host memory."""
+        if (reading := self._readings.get(sequence_id)) is None:
+            return None
+        cache = self._context.save(sequence_id) if reading.fed else None
+        return SavedReading(reading.rows.copy(), reading.first, reading.fed, cache)
+
+    def restore(self, sequence_id: int, saved: SavedReading) -> None:
+        """Put what was saved into an empty id; nothing of it where the head's cache has no room."""
+        if saved.cache is not None:
+            try:
+                self._context.restore(sequence_id, saved.cache)
+            except LlamaError as error:
+                log.debug("the head begins anew: %s", error)
+                self._context.remove(sequence_id)
+                return
+        end = saved.first + len(saved.rows)
+        reading = self._readings[sequence_id] = Reading(self._buffer(), saved.fed, saved.first, end)
+        reading.rows[:] = saved.rows
 
     def remove(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
@@ -203,7 +244,8 @@ class MtpDrafter:
                 order.sure.append(sure)
                 order.drafter = self.name
                 order.chance *= min(1.0, sure * order.trust)
-            if floors is not None and sum(order.chance for order in alive) < floors.keep[depth]:
+            # the first is verified whatever the head thinks of it, or nobody would learn what that is worth
+            if depth and floors is not None and sum(order.chance for order in alive) < floors.keep[depth]:
                 for order in alive:
                     order.tokens.pop()
                 break

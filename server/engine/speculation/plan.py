@@ -26,6 +26,9 @@ _LENGTHS = np.array(LENGTHS)
 ROWS = 2048
 """Rows of one sequence up to which times are tabled; longer drafts are not considered."""
 
+STAY = 16
+"""Steps over which the time to build a graph is spread, where the shape it is for is to last."""
+
 MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
 
@@ -39,6 +42,8 @@ class Candidate:
     """For each token of its draft the chance that it is right if those before it are."""
     mtp: tuple[float, ...]
     """The same for the tokens that the MTP head may draft."""
+    lasting: int = 0
+    """Tokens of the longest draft that leaves a graph for the next one, accepted or not (`rollback.py`)."""
 
     @property
     def by_head(self) -> npt.NDArray[np.float64]:
@@ -83,6 +88,8 @@ class Planner:
         self._tables: dict[int, tuple[list[float], npt.NDArray[np.float64]]] = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._age = 0
+        self.shape = (0, 0)
+        """Sequences and tokens of the last step, for which there is a graph."""
 
     def choose(self, candidates: ListLike[Candidate], most_rows: int) -> Plan:
         """The plan with the most expected tokens a second, of at most `most_rows` rows in all."""
@@ -93,7 +100,7 @@ class Planner:
         if any(len(candidate.ngram) for candidate in candidates):
             return self._choose(candidates, most_rows)
         # without drafts the head's chances stay as they are, and so does the plan
-        key = (most_rows, *((c.pending, c.mtp) for c in candidates))
+        key = (most_rows, self.shape, *((c.pending, c.mtp) for c in candidates))
         if (plan := self._plans.get(key)) is None:
             plan = self._plans[key] = self._choose(candidates, most_rows)
         return plan
@@ -119,8 +126,10 @@ class Planner:
         return Floors(go_on=[row + draft * rate for row in rows], keep=rows)
 
     def _choose_for_one(self, candidate: Candidate, nothing: Plan, most_rows: int) -> Plan:
-        best, rate = nothing, MARGIN * nothing.tokens / nothing.seconds
-        table, own = self._array(1), candidate.pending
+        table, own, build = self._array(1), candidate.pending, self._times.building.value
+        there = self.shape[1] if self.shape[0] == 1 else 0  # rows for which there is a graph
+        best, change = nothing, 0.0 if there == own else build / STAY
+        rate = MARGIN * nothing.tokens / (nothing.seconds + change)
         sources: tuple[tuple[Source, npt.NDArray[np.float64]], ...] = (
             ("ngram", candidate.ngram),
             ("mtp", candidate.by_head),
@@ -136,7 +145,11 @@ class Planner:
             seconds = table[own + lengths]
             if source == "mtp":
                 seconds = seconds + lengths * self._draft_times.of(1) + self._draft_times.besides.value
-            rates = tokens / (seconds + self._redo(survive, own, 1)[lengths - 1])
+            # a draft by the head is followed by another, one from the text most often by none
+            change = build / STAY if source == "mtp" else 2 * build
+            later = np.where(own + lengths == there, 0.0, change)
+            passing = self._redo(survive, own, 1)[lengths - 1] + 2 * build
+            rates = tokens / (seconds + np.where(lengths > candidate.lasting, passing, later))
             i = int(rates.argmax())
             if rates[i] > rate:
                 rate = float(rates[i])
@@ -196,7 +209,7 @@ class Planner:
         if drafting := sources.count("mtp"):
             depth = max(n for n, source in zip(lengths, sources, strict=True) if source == "mtp")
             seconds += depth * self._draft_times.of(drafting) + self._draft_times.besides.value
-        return Plan(sources, lengths, tokens, seconds), seconds + redo
+        return Plan(sources, lengths, tokens, seconds), seconds + redo + 2 * self._times.building.value
 
     def _prospect(self, chances: npt.NDArray[np.float64], pending: int, n: int) -> Prospect:
         chances = chances[: max(0, ROWS - 1 - pending - n)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ngram import LONGEST_COMPARED, SuffixIndex
+from .suffixes import LONGEST_COMPARED, SuffixIndex
 
 BETWEEN = (1 << 31) - 1
 """Stands between two texts: no token of any vocabulary."""

@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .acceptance import Confidence
 from .base import Order
+from .choice import Choice
 from .counts import DraftCounts
-from .eager import Eager
-from .plan import Candidate
 from .times import FIRST
-from .worth import Worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
-    import numpy.typing as npt
-
     from server.engine.llama import Context
+    from server.engine.prefix_cache import Spans
     from server.engine.runner import Sampled
     from server.engine.scheduler import Chunk, Step
     from server.engine.sequence import Sequence
 
-    from .mtp import MtpDrafter
+    from .eager import Eager
+    from .mtp import MtpDrafter, SavedReading
     from .ngram import NgramDrafter
     from .plan import Plan, Planner
     from .rollback import Rollback
     from .times import StepTimes
 
-log = logging.getLogger(__name__)
-
-NONE: npt.NDArray[np.float64] = np.zeros(0)
-
-PROBE_FIRST, PROBE_LAST = 32, 512
-"""Steps without the MTP head after which it is tried all the same, lest a bad hour be held against it: at
-first and, doubling while it does not help, at most."""
-
-HOPE = 0.95
-"""Acceptance under which the head must at least be able to pay, for such a trial."""
-
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
 
-PAUSE = 16
-"""Where many sequences decode and drafting does not pay, up to so many steps pass before the next look; twice
-their number where they are few, none for a single one."""
+LOOK = 8
+"""Of steps that only decode, one after the other, every so many is learnt from."""
 
 
 class Speculator:
@@ -73,24 +55,29 @@ class Speculator:
         longest: int,
         deepest: int,
         most_rows: int,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         """Sequences in the first `slots` draft, at most `longest` tokens, by the head at most `deepest`."""
         self._context, self._rollback, self._planner, self.times = context, rollback, planner, times
         self._ngram, self._mtp = ngram, mtp
-        self._slots, self._longest, self._deepest, self._most_rows = slots, longest, deepest, most_rows
+        self._slots, self._longest, self._most_rows = slots, longest, most_rows
+        self._choice = Choice(
+            planner, times, rollback, ngram=ngram, mtp=mtp, deepest=deepest, most_rows=most_rows
+        )
         self.totals: dict[str, DraftCounts] = {d.name: DraftCounts() for d in (ngram, mtp) if d is not None}
         """By drafter."""
-        self._confidences: dict[Sequence, Confidence] = {}
-        self._experience = Confidence()
         self._orders: dict[Sequence, Order] = {}
         """What was proposed for the step being made."""
+        self.spans: Spans | None = None
+        """The scheduler's count of cells, from which drafts that were wrong are taken again."""
         self._in_flight = False
-        self._overhead = 0.0
+        self._clock, self._overhead = clock, 0.0
+        self._graphs_reused = self._passes = 0
+        """At the last look; and steps since."""
+        self._plain_steps = 0
+        """In a row, after another for as many sequences."""
         self._starts: list[int] = []
         self._copies: list[tuple[int, int]] = []
-        self._since_head, self._probe_after = 0, PROBE_FIRST
-        self._pause = self._paused = 0
-        self._worth = None if isinstance(planner, Eager) else Worth(times)
         self._proposing = 0.0
         """Seconds that the drafts of the step took."""
         self._drafting = ""
@@ -115,15 +102,18 @@ class Speculator:
 
         `rehearse(n, length)` verifies `length` rows of each of `n` sequences; `conclude` learns from it.
         """
-        deadline = perf_counter() + seconds
+        deadline = self._clock() + seconds
         several = [(n, MEASURED[:3]) for n in (2, 4, 8, 16) if n <= self._slots]
         for n, lengths in [(1, MEASURED), *several]:
             for length in lengths:
-                late = perf_counter() > deadline and length > MEASURED[1]
+                late = self._clock() > deadline and length > MEASURED[1]
                 if length > self._longest + 1 or n * length > self._most_rows or late:
                     break
                 for _ in range(FIRST):
                     rehearse(n, length)
+        for length in MEASURED[:2] * FIRST:  # each time with another graph than the last
+            if length <= self._longest + 1:
+                rehearse(1, length)
         if self._mtp is not None:
             self._mtp.measure(self._slots)
 
@@ -131,28 +121,21 @@ class Speculator:
 
     def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         """A draft, perhaps empty, for each of the sequences that decode; at most `rows` tokens in all."""
-        started = perf_counter()
+        started = self._clock()
         drafts = self._propose(sequences, rows)
-        self._proposing = perf_counter() - started
+        self._proposing = self._clock() - started
         return drafts
 
     def _propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         self._orders.clear()
-        if self._paused > 0 or len(sequences) > self._slots:
-            self._paused -= 1
-            return [[] for _ in sequences]
-        orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
-        if self._ngram is not None:
-            self._ngram.propose(orders)
-        candidates = self._candidates(orders)
-        if not any(len(candidate.ngram) or candidate.mtp for candidate in candidates):
-            return [[] for _ in sequences]
-        most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
-        plan = self._planner.choose(candidates, most_rows)
-        self._pause = 0 if plan.drafts else min(PAUSE, 2 * len(sequences) - 2, 2 * self._pause + 1)
-        self._paused = self._pause
-        probe = self._probe(plan, candidates, most_rows)
-        return self._carry_out(probe or plan, orders, probing=probe is not None)
+        n = len(sequences)
+        if n <= self._slots and self._choice.is_due(n):
+            orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
+            if self._ngram is not None:
+                self._ngram.propose(orders)
+            if (plan := self._choice.plan(orders, rows)) is not None:
+                return self._carry_out(plan, orders)
+        return [[] for _ in sequences]
 
     def _limit(self, sequence: Sequence) -> int:
         """Tokens that a draft for it may have: the one after the last is sampled too."""
@@ -160,63 +143,19 @@ class Speculator:
             return 0
         return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
 
-    def _candidates(self, orders: list[Order]) -> list[Candidate]:
-        """What each may draft from; nothing from a drafter that does not pay for so many."""
-        candidates = [self._candidate(order) for order in orders]
-        if self._worth is not None:
-            by_text, by_head = (self._worth.allows(drafter, len(orders)) for drafter in ("ngram", "mtp"))
-            for candidate in candidates:
-                candidate.ngram = candidate.ngram if by_text else NONE
-                candidate.mtp = candidate.mtp if by_head else ()
-        return candidates
-
-    def _candidate(self, order: Order) -> Candidate:
-        sequence, ngram = order.sequence, NONE
-        if self._ngram is not None and order.tokens:
-            ngram = self._ngram.chances(order)
-        depth = min(self._deepest, order.limit)
-        mtp: tuple[float, ...] = ()
-        if self._mtp is not None and depth > 0 and self._mtp.can_draft(sequence):
-            mtp = self._confidence(sequence).chances(self._experience, depth)
-        return Candidate(sequence.pending, ngram, mtp)
-
-    def _confidence(self, sequence: Sequence) -> Confidence:
-        if (confidence := self._confidences.get(sequence)) is None:
-            confidence = self._confidences[sequence] = Confidence()
-        return confidence
-
-    def _probe(self, plan: Plan, candidates: list[Candidate], most_rows: int) -> Plan | None:
-        """Now and then a draft of one token by the head, where it is not used but might pay."""
-        if "mtp" in plan.sources:
-            self._since_head, self._probe_after = 0, PROBE_FIRST
-            return None
-        self._since_head += 1
-        if plan.drafts or self._since_head < self._probe_after or not any(c.mtp for c in candidates):
-            return None
-        self._since_head, self._probe_after = 0, min(PROBE_LAST, 2 * self._probe_after)
-        hopeful = [Candidate(c.pending, NONE, (HOPE,) * len(c.mtp)) for c in candidates]
-        hoped = self._planner.choose(hopeful, most_rows)
-        lengths = [min(1, length) for length in hoped.lengths]
-        return replace(hoped, lengths=lengths) if hoped.drafts else None
-
-    def _carry_out(self, plan: Plan, orders: list[Order], *, probing: bool) -> list[list[int]]:
+    def _carry_out(self, plan: Plan, orders: list[Order]) -> list[list[int]]:
         """Have the head draft where the plan says so, and cut what the n-gram drafter has to length."""
         chosen: list[Order] = []
         for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
             if source == "mtp":
-                confidence = self._confidence(order.sequence)
-                trust = confidence.trust(self._experience)
-                typical = confidence.chances(self._experience, length)
-                order = Order(order.sequence, length, trust, typical)
+                order = Order(order.sequence, length, *self._choice.trust(order.sequence, length))
             else:
                 order.tokens = order.tokens[:length]
             chosen.append(order)
         if self._mtp is not None and "mtp" in plan.sources:
             by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
             pending = [order.sequence.pending for order in orders]
-            # who has caught up less far would end up with fewer tokens than the others: another pass
-            ragged = len(set(pending)) > 1
-            self._mtp.propose(by_head, None if probing or ragged else self._planner.floors(plan, pending))
+            self._mtp.propose(by_head, self._choice.floors(plan, chosen))
             drafted = zip(pending, chosen, plan.sources, strict=True)
             cut = max(own + len(order.tokens) for own, order, source in drafted if source == "mtp")
             for own, order, source in zip(pending, chosen, plan.sources, strict=True):
@@ -229,14 +168,12 @@ class Speculator:
 
     def prepare(self, step: Step) -> None:
         """Before the step is decoded: hold on to the states that drafts may spoil."""
-        started = perf_counter()
+        started = self._clock()
         self._in_flight = True
         self._starts = [chunk.sequence.cached for chunk in step.chunks]
-        for chunk in step.chunks:
-            if chunk.draft:
-                assert chunk.sequence.slot is not None
-                self._rollback.save(chunk.sequence.slot, chunk.sequence.cached)
-        self._overhead = perf_counter() - started
+        if step.n_tokens > len(step.chunks):
+            self._rollback.prepare(step.chunks)
+        self._overhead = self._clock() - started
 
     def conclude(
         self, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled], seconds: float
@@ -244,25 +181,41 @@ class Speculator:
         """After its tokens are known: go back where a draft was wrong, and learn.
 
         `places` are the indices in the batch of each chunk's tokens; `seconds` is the time from the call of
-        decode to the last token. If the step failed, `abandon`.
+        decode to the last token. If the step failed, `abandon`. A draft of which a part stays is cut to it.
         """
-        started = perf_counter()
+        started = self._clock()
         if self._mtp is not None and len(step.chunks) <= self._slots:
             self._collect(self._mtp, step, places, sampled)
         self.abandon()
-        for chunk, new in zip(step.chunks, sampled, strict=True):
-            if chunk.draft:
-                self._judge(chunk, len(new) - 1 if isinstance(new, list) else 0)
-        seconds += self._overhead + perf_counter() - started
+        n = len(step.chunks)
+        even = step.n_tokens % n == 0 and all(chunk.samples for chunk in step.chunks)
+        plain = even and step.n_tokens == n
+        self._plain_steps = self._plain_steps + 1 if plain and self._planner.shape == (n, 1) else 0
+        self._passes += 1
+        if self._plain_steps > 1 and self._plain_steps % LOOK:
+            return  # there is nothing to learn from the hundredth of a kind
+        if not plain:
+            even = even and len({chunk.n_tokens for chunk in step.chunks}) == 1
+            for chunk, start, new in zip(step.chunks, self._starts, sampled, strict=True):
+                if chunk.draft:
+                    self._judge(chunk, start, len(new) - 1 if isinstance(new, list) else 0)
+        seconds += self._overhead + self._clock() - started
         self._learn_worth(step, sampled, seconds + self._proposing)
-        lengths = {chunk.n_tokens for chunk in step.chunks}
-        if len(lengths) == 1 and all(chunk.samples for chunk in step.chunks):
-            self.times.add(len(step.chunks), lengths.pop(), seconds)
+        reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
+        passes, self._passes = self._passes, 0
+        self._planner.shape = (n, step.n_tokens // n) if even else (0, 0)
+        if even:
+            self.times.add(n, step.n_tokens // n, seconds, built=self._graphs_reused - reused < passes)
 
     def _collect(
         self, mtp: MtpDrafter, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled]
     ) -> None:
         """Give the head the hidden rows of what was right. Waits for the device if there are any to give."""
+        if step.n_tokens == 1:
+            slot, [start] = step.chunks[0].sequence.slot, self._starts
+            if slot is not None and slot < self._slots and mtp.wants(step.chunks[0].sequence, start + 1):
+                mtp.collect(slot, start, self._context.hidden(1))
+            return
         wanted = []
         for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
             slot, right = chunk.sequence.slot, chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
@@ -285,35 +238,39 @@ class Speculator:
             self._drafting = ""
         if not all(chunk.samples for chunk in step.chunks):
             return
-        if self._worth is None:
+        if (worth := self._choice.worth) is None:
             return
         n = len(step.chunks)
         tokens = sum(len(new) for new in sampled if isinstance(new, list))
         if self._drafting:
-            self._worth.add(self._drafting, n, tokens, seconds)
+            worth.add(self._drafting, n, tokens, seconds)
         elif plain and not before:
-            self._worth.add_plain(n, seconds)
+            worth.add_plain(n, seconds)
 
     def abandon(self) -> None:
         """The step is over, computed or not: sequence ids that were to become copies do."""
         self._in_flight = False
-        copies, self._copies = self._copies, []
-        for source, target in copies:
-            self.copy(source, target)
+        if self._copies:
+            copies, self._copies = self._copies, []
+            for source, target in copies:
+                self.copy(source, target)
 
-    def _judge(self, chunk: Chunk, accepted: int) -> None:
+    def _judge(self, chunk: Chunk, start: int, accepted: int) -> None:
         sequence, drafted = chunk.sequence, len(chunk.draft)
         if accepted < drafted and sequence.slot is not None:
-            self._rollback.restore(sequence.slot)
-            if self._mtp is not None:
-                self._mtp.ahead(sequence.slot, self._rollback.held(sequence.slot))
+            kept = self._rollback.reject(chunk, start, accepted)
+            if kept > start:  # what was right stays: to the scheduler it was the whole draft
+                chunk.draft = chunk.draft[:accepted]
+                if self.spans is not None and self.spans.length(sequence.slot) > kept:
+                    self.spans.truncate(sequence.slot, kept)
+            elif self._mtp is not None:
+                self._mtp.ahead(sequence.slot, kept)
         order = self._orders.get(sequence)
         if order is not None:
             self.totals[order.drafter].add(drafted, accepted)
             sequence.drafts.add(drafted, accepted)
             if order.sure:
-                self._confidence(sequence).add(order.sure[:drafted], accepted)
-                self._experience.add(order.sure[:drafted], accepted)
+                self._choice.learn(sequence, order.sure[:drafted], accepted)
 
     # --- what becomes of sequences and ids -----------------------------------------------------------------
 
@@ -322,7 +279,7 @@ class Speculator:
         for drafter in (self._ngram, self._mtp):
             if drafter is not None:
                 drafter.forget(sequence)
-        self._confidences.pop(sequence, None)
+        self._choice.forget(sequence)
         self._orders.pop(sequence, None)
 
     def empty(self, slot: int) -> None:
@@ -338,6 +295,18 @@ class Speculator:
             self._copies.append((source, target))
         else:
             self._mtp.copy(source, target)
+
+    def save(self, sequence_id: int) -> SavedReading | None:
+        """What the head has of an id that runs nothing; None where that is not known before the step ends."""
+        if self._mtp is None or any(target == sequence_id for _, target in self._copies):
+            return None
+        return self._mtp.save(sequence_id)
+
+    def restore(self, sequence_id: int, saved: SavedReading | None) -> None:
+        """Give an id what was saved; without it the head begins anew there."""
+        self.remove(sequence_id)
+        if self._mtp is not None and saved is not None:
+            self._mtp.restore(sequence_id, saved)
 
     def remove(self, sequence_id: int) -> None:
         """A sequence id holds nothing any more."""

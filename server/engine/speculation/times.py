@@ -20,17 +20,17 @@ LATE = 1.5
 
 
 class Mean:
-    """A running mean that takes the least of its first values and is not carried off by late ones."""
+    """A running mean that takes the least of its `first` values and is not carried off by late ones."""
 
-    __slots__ = ("count", "value")
+    __slots__ = ("count", "first", "value")
 
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
+    def __init__(self, first: int = FIRST) -> None:
+        self.value, self.count, self.first = 0.0, 0, first
 
     def add(self, value: float) -> None:
         """One more measurement."""
         self.count += 1
-        if self.count <= FIRST:
+        if self.count <= self.first:
             self.value = value if self.count == 1 else min(self.value, value)
         else:
             self.value += WEIGHT * (min(value, LATE * self.value) - self.value)
@@ -44,20 +44,30 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
+        self.building = Mean(first=1)
+        """Seconds that a pass takes longer when llama.cpp builds its graph anew."""
         self._means: dict[int, dict[int, Mean]] = {}
+        self._steady: set[tuple[int, int]] = set()
+        """Measured when the graph was there already."""
         self._lengths: dict[int, list[int]] = {}
         self._curve: list[float] = []
         """Of one sequence, by its lengths; empty when it has to be drawn anew."""
 
-    def add(self, n: int, length: int, seconds: float) -> None:
-        """A pass of `n` sequences with `length` tokens each took so long."""
+    def add(self, n: int, length: int, seconds: float, *, built: bool = False) -> None:
+        """A pass of `n` sequences with `length` tokens each took so long; `built`: and built its graph."""
         group = _group(n)
+        if built and (group, length) in self._steady:
+            self.building.add(max(0.0, seconds - float(self.of(n, length))))
+            return
         if n != group:  # what they took stands for what the group's largest would take
             seconds *= self._single(group * length) / self._single(n * length)
         means = self._means.setdefault(group, {})
         if length not in means:
             means[length] = Mean()
             insort(self._lengths.setdefault(group, []), length)
+        if not built and (group, length) not in self._steady:
+            self._steady.add((group, length))
+            means[length] = Mean()  # what it took with a graph to build was better than nothing
         means[length].add(seconds)
         if group == 1:
             self._curve = []

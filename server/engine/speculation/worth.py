@@ -15,7 +15,7 @@ DECAY = 0.95
 """What a step's result counts for with each step after it."""
 
 TRIALS, CLEARLY = 12, 0.7
-"""Steps that are looked at before a drafter is judged; a third of them where it is this bad."""
+"""Steps that are looked at before a drafter is judged; half of them where it is this bad."""
 
 REST_FIRST, REST_LAST = 512, 32_768
 """Steps that a drafter rests; four times as many each time, at most so many."""
@@ -49,6 +49,11 @@ class Worth:
             return False
         return True
 
+    def given_up(self, drafter: str, n: int) -> None:
+        """By plan: what it gave is nobody's mistake."""
+        trial = self._trial(drafter, n)
+        trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
+
     def add_plain(self, n: int, seconds: float) -> None:
         """A step without drafts, after another one, gave each of `n` sequences a token."""
         self._plain.setdefault(n, Mean()).add(seconds)
@@ -63,7 +68,7 @@ class Worth:
         trial.steps += 1
         bad = trial.plain < trial.seconds
         awful = trial.plain < CLEARLY * trial.seconds
-        if (bad and trial.steps >= TRIALS) or (awful and trial.steps >= TRIALS // 3):
+        if (bad and trial.steps >= TRIALS) or (awful and trial.steps >= TRIALS // 2):
             trial.resting, trial.rest = trial.rest, min(REST_LAST, 4 * trial.rest)
             trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
         elif trial.steps >= 20 * TRIALS:

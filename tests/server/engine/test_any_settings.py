@@ -127,7 +127,7 @@ def nothing_is_left(engine: Engine) -> None:
     speculator, cache = engine._speculator, engine._scheduler.cache
     assert speculator is not None
     assert not cache._tracks
-    assert not speculator._confidences
+    assert not speculator._choice._confidences
     assert not speculator._rollback._held
     assert speculator._ngram is None or not speculator._ngram._indexes
     held = {node.holder: node.depth for node in cache._held}

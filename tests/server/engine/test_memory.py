@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
+from server.engine.contexts import context_options, drafts_by_head, head_options, n_sequences
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import MemoryPlan, context_options, drafts_by_head, head_options, plan_memory
+from server.engine.memory import MemoryPlan, plan_memory
 from server.engine.shape import shape_of
 from tests.server.engine.helpers import settings
 
@@ -35,6 +36,7 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"speculation": "off"},
         {"speculation": "auto"},
+        {"speculation": "auto", "mtp_snapshots": 0},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
@@ -136,9 +138,51 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert gpu.weights == ((33 if by_head else 32) * 70 + 500) * MIB + 10240
     assert host.weights == 500 * MIB
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * (36 if by_head else 32) * 1024, 0)
-    assert gpu.states == (8 + 8 + 32) * sum(plan.shape.layer_state)
+    state, snapshots = sum(plan.shape.layer_state), 4 if by_head else 0
+    assert plan.settings.mtp_snapshots == snapshots
+    assert gpu.states == (8 + 8 + 32) * (1 + snapshots) * state
+    assert gpu.settling == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("free", "snapshots", "checkpoints"),
+    [(40, 4, 32), (22, 4, 32), (17, 4, 18), (16, 3, 16), (12, 1, 16), (11, 0, 32)],
+)
+def test_snapshots_and_checkpoints_make_room_for_each_other(
+    card: Any, free: int, snapshots: int, checkpoints: int
+) -> None:
+    card(free * GIB)
+    chosen = four_b_plan(speculation="auto").settings
+    assert (chosen.mtp_snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
+    assert chosen.ctx_size == 8 * 16_384 + chosen.prefix_cells
+
+
+def test_snapshots_are_for_drafts(card: Any) -> None:
+    card(60 * GIB)
+    assert four_b_plan(speculation="auto", mtp_depth=3).settings.mtp_snapshots == 3
+    assert four_b_plan(speculation="auto", mtp_snapshots=20).settings.mtp_snapshots == 20
+    assert four_b_plan(speculation="auto", batch_size=8, ubatch_size=5).settings.mtp_snapshots == 3
+    assert four_b_plan(speculation="ngram", mtp_snapshots=2).settings.mtp_snapshots == 2
+    assert four_b_plan(speculation="off", mtp_snapshots=2).settings.mtp_snapshots == 0
+    card(12 * GIB)
+    with pytest.raises(DoesNotFit, match="mtp_snapshots=0"):
+        four_b_plan(speculation="auto", mtp_snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
+
+
+@pytest.mark.parametrize(("wanted", "left"), [("auto", "ngram"), ("mtp", "off")])
+def test_a_file_without_a_head_is_named_once(
+    card: Any, caplog: pytest.LogCaptureFixture, wanted: Any, left: str
+) -> None:
+    card(23 * GIB)
+    tensors = {name: size for name, size in four_b().tensors.items() if "blk.32" not in name}
+    header = Header({**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
+    plan = plan_memory(
+        EngineSettings(Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
+    )
+    assert plan.settings.speculation == left
+    assert [record.message.count("no multi-token-prediction head") for record in caplog.records] == [1]
 
 
 def test_many_sequences_share_what_is_enough_for_some(card: Any) -> None:
@@ -232,7 +276,7 @@ def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
 def test_there_are_never_more_than_256_sequences(card: Any, parallel: int) -> None:
     card(100 * GIB)
     plan = four_b_plan(parallel=parallel, ctx_size=4096)
-    assert memory.n_sequences(plan.settings) <= 256
+    assert n_sequences(plan.settings) <= 256
 
 
 def test_weights_that_are_too_large_call_for_a_smaller_quantization(card: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from server.engine import Engine
 from server.engine.prefix_cache.cache import MIN_GAIN
+from server.engine.speculation import DraftCounts
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -214,6 +215,33 @@ def greedy_alone(model: Path, requests: list[Request]) -> dict[tuple[int, ...], 
             known[tuple(request.prompt)] = reference.greedy(request.prompt, request.max_tokens)
     reference.close()
     return known
+
+
+async def test_a_checkpoint_from_the_host_drafts_as_one_that_stayed(nano_f32: Path) -> None:
+    rng = random.Random(9)
+    one, *others = (Request(random_prompt(rng, 300), 60) for _ in range(3))
+    only_the_head = {"speculation": "mtp", "draft_always": True}
+    with running(
+        nano_f32, **EXACT, **only_the_head, prefix_checkpoints=2, prefix_host_mib=8, parallel=1
+    ) as engine:
+
+        async def drafts(request: Request) -> tuple[list[int], DraftCounts]:
+            before = engine.stats().drafts["mtp"]
+            answer = await ask(engine, request)
+            after = engine.stats().drafts["mtp"]
+            counts = (getattr(after, name) - getattr(before, name) for name in DraftCounts.__slots__)
+            return answer.tokens, DraftCounts(*counts)
+
+        first, _ = await drafts(one)
+        stayed, counts = await drafts(one)
+        for other in others:
+            await drafts(other)
+        assert engine.stats().prefix.restores == 0
+        came_back, same_counts = await drafts(one)
+        assert engine.stats().prefix.restores == 1
+    assert first == stayed == came_back
+    assert counts.accepted > 0
+    assert same_counts == counts
 
 
 @pytest.mark.parametrize("quant", ["q4_k_m"])

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from server.engine.sampling import Sampler
 from server.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from server.engine.speculation import Drafter, Speculator
 
 
 def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
     """A request with this prompt that nobody samples."""
     return Sequence(tokens, max_tokens, cast("Sampler", None))
+
+
+def draft_by(speculator: Speculator | None, drafter: Drafter) -> None:
+    """Have another drafter in the place of the one that drafts from the text."""
+    assert speculator is not None
+    for place in cast("Any", (speculator, speculator._choice)):
+        place._ngram = drafter

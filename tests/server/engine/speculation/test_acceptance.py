@@ -83,3 +83,25 @@ def test_depths_never_tried_are_taken_for_the_one_before() -> None:
     for _ in range(60):
         broad.add([1.0], 1)
     assert Confidence().chances(broad, 3) == pytest.approx([0.98] * 3, abs=0.03)
+
+
+def test_what_comes_after_forgetting_counts_for_more() -> None:
+    own, broad = Confidence(), Confidence()
+    for _ in range(200):
+        for one in (own, broad):
+            one.add([1.0], 0)
+    assert own.chances(broad, 1)[0] < 0.1
+    for one in (own, broad):
+        one.forget()
+    assert own.chances(broad, 1)[0] > 0.3
+    for _ in range(8):
+        for one in (own, broad):
+            one.add([1.0], 1)
+    assert own.chances(broad, 1)[0] > 0.7
+
+
+def test_a_head_that_is_too_modest_is_trusted_more_than_it_says() -> None:
+    own, broad = Confidence(), Confidence()
+    for _ in range(60):
+        own.add([0.1, 0.1], 2)
+    assert own.trust(broad) > 5

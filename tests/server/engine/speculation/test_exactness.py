@@ -16,9 +16,12 @@ from tests.server.engine.helpers import (
     answers_alone,
     ask,
     ask_all,
+    ask_at_once,
     random_prompt,
     running,
+    standing_still,
 )
+from tests.server.engine.speculation.helpers import draft_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -112,8 +115,8 @@ async def test_drafts_change_no_answer(
         assert speculator is not None
         if "scripted" in mix:
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
-            speculator._ngram = Scripted(texts, mix)  # type: ignore[assignment]
-        answers = await ask_all(engine, [*requests, *noise])
+            draft_by(speculator, Scripted(texts, mix))
+        answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         again = await ask_all(engine, requests) if mix == "few checkpoints" else []
         stats = engine.stats()
     for prompt, answer, expected in zip(prompts, answers, alone, strict=False):
@@ -141,7 +144,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
         assert engine._speculator is not None
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]
-            engine._speculator._ngram = Scripted(texts, mix)  # type: ignore[assignment]
+            draft_by(engine._speculator, Scripted(texts, mix))
         assert await ask_all(engine, requests) == expected
         assert sum(count.accepted for count in engine._speculator.totals.values()) > 20
 
@@ -163,7 +166,7 @@ async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
         ) as engine:
             if engine._speculator is not None:
                 best = await ask(engine, Request(prompt, 4))
-                engine._speculator._ngram = Scripted([prompt + best.tokens], "draws")  # type: ignore[assignment]
+                draft_by(engine._speculator, Scripted([prompt + best.tokens], "draws"))
             answers = await ask_all(engine, [Request(prompt, 3, params=one) for one in half])
             counts.append(Counter(tuple(answer.tokens[:2]) for answer in answers))
     pairs = sorted(counts[0] | counts[1], key=lambda pair: -(counts[0][pair] + counts[1][pair]))
@@ -181,7 +184,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(nano_f32: Path) -> No
         end = min(engine.vocab.eog_ids)
         best = await ask(engine, Request(prompt, 30))
         script = Scripted([], "end")
-        engine._speculator._ngram = script  # type: ignore[assignment]
+        draft_by(engine._speculator, script)
         chosen = iter([*best.tokens[:3], end, *best.tokens[4:20]])
 
         def propose(orders: ListLike[Order], floors: Floors | None = None) -> None:
@@ -189,9 +192,10 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(nano_f32: Path) -> No
                 order.tokens, order.drafter = [*best.tokens[:3], end, *best.tokens[4:9]], "ngram"
 
         script.propose = propose  # type: ignore[method-assign]
-        generation = engine.submit(prompt, SamplingParams(temperature=1.0), 30)
-        sequence = next(iter(engine._open))
-        sequence.sampler.sample = lambda *_: next(chosen)  # type: ignore[method-assign]
+        with standing_still(engine):
+            generation = engine.submit(prompt, SamplingParams(temperature=1.0), 30)
+            sequence = next(iter(engine._open))
+            sequence.sampler.sample = lambda *_: next(chosen)  # type: ignore[method-assign]
         tokens = [token async for new in generation for token in new]
         assert tokens == best.tokens[:3]
         assert generation.finish_reason == "stop"

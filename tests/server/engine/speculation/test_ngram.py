@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from server.engine.sequence import Sequence
 from server.engine.speculation.base import Order
-from server.engine.speculation.ngram import NgramDrafter, SuffixIndex
+from server.engine.speculation.ngram import NgramDrafter
 from server.engine.speculation.pool import BETWEEN, Pool
+from server.engine.speculation.suffixes import SuffixIndex
 from tests.server.engine.speculation.helpers import sequence
 
 EVERYTHING = 10_000
@@ -109,6 +110,14 @@ def test_the_drafter_follows_a_sequence_and_forgets_it() -> None:
     assert propose(drafter, one, 0).tokens == []
     drafter.forget(one)
     drafter.forget(one)
+
+
+def test_a_request_for_one_token_gets_no_index() -> None:
+    drafter, one = NgramDrafter(), sequence([1, 2, 3] * 20)
+    assert propose(drafter, one, 0).tokens == []
+    assert not drafter._indexes
+    one.tokens += [1, 2]
+    assert propose(drafter, one, 4).tokens == [3, 1, 2, 3]
 
 
 def test_what_one_sequence_taught_helps_the_next() -> None:

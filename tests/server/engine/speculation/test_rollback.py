@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from server.engine.errors import LlamaError
 from server.engine.llama import Context, ContextOptions, Model
+from server.engine.scheduler import Chunk
 from server.engine.speculation.rollback import Rollback
 from tests.server.engine.helpers import EXACT
+from tests.server.engine.speculation.helpers import sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,106 +22,198 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SLOTS, SPARE = 3, 2
-FIRST_HOLDER, FIRST_SPARE = SLOTS, 2 * SLOTS
+FIRST_HOLDER, FIRST_SPARE, LAST = SLOTS, 2 * SLOTS, 2 * SLOTS + SPARE
+PROGRAMS, STEPS = 20, 12
 
 
 @pytest.fixture(scope="module")
-def context(nano_f32: Path) -> Iterator[Context]:
+def model(nano_f32: Path) -> Iterator[Model]:
     model = Model(nano_f32, n_gpu_layers=0)
-    n_seq = 2 * SLOTS + SPARE + 1
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module", params=[0, 1, 4, 8])
+def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     options = ContextOptions(
         n_ctx=4096,
-        n_seq=n_seq,
+        n_seq=LAST + 1,
         n_batch=256,
-        n_ubatch=64,
+        n_ubatch=32,
         n_outputs=256,
         threads=1,
         threads_batch=1,
         flash_attn=EXACT["flash_attn"],
         type_k=EXACT["cache_type_k"],
         type_v=EXACT["cache_type_v"],
+        n_snapshots=request.param,
     )
     context = Context(model, options)
+    assert context.n_snapshots == request.param
     yield context
     context.close()
-    model.close()
 
 
 def decode(context: Context, parts: dict[int, tuple[int, list[int]]]) -> dict[int, npt.NDArray[np.float32]]:
     """Tokens of several sequence ids, each from a position on, in one call: the last logits of each."""
-    n, last = 0, {}
-    for sequence, (start, tokens) in parts.items():
+    n, last = 0, dict[int, int]()
+    for slot, (start, tokens) in parts.items():
         end = n + len(tokens)
         context.tokens[n:end] = tokens
         context.positions[n:end] = range(start, start + len(tokens))
-        context.sequences[n:end] = sequence
+        context.sequences[n:end] = slot
         context.outputs[n:end] = 0
         context.outputs[end - 1] = 1
-        last[sequence] = len(last)
+        last[slot] = len(last)
         n = end
     context.decode(n)
     rows = context.logits(len(last)).copy()
-    return {sequence: rows[row] for sequence, row in last.items()}
+    return {slot: rows[row] for slot, row in last.items()}
 
 
 def fresh(context: Context, text: list[int]) -> npt.NDArray[np.float32]:
     """Logits after a text that is read on its own."""
-    last = 2 * SLOTS + SPARE
-    for start in range(0, len(text), 64):
-        rows = decode(context, {last: (start, text[start : start + 64])})
-    context.remove(last)
-    return rows[last]
+    for start in range(0, len(text), 32):
+        rows = decode(context, {LAST: (start, text[start : start + 32])})
+    context.remove(LAST)
+    return rows[LAST]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_state_is_that_of_its_text(context: Context, seed: int) -> None:
-    rng = random.Random(seed)
-    context.clear()
-    rollback = Rollback(context, FIRST_HOLDER)
-    texts: dict[int, list[int]] = {}
-    spares: dict[int, list[int]] = {}
+class Program:
+    """Random steps of three slots, alone or together, with spare ids that hold copies of them."""
 
-    def some(n: int) -> list[int]:
-        return [rng.randrange(300, 2000) for _ in range(n)]
+    def __init__(self, context: Context, seed: int) -> None:
+        self.context, self.rng = context, random.Random(seed)
+        self.rollback = Rollback(context, FIRST_HOLDER, alone=2)
+        self.texts: dict[int, list[int]] = {}
+        self.spares: dict[int, list[int]] = {}
+        self.compared = 0
+        context.clear()
 
-    compared = 0
-    for _ in range(30):
-        parts: dict[int, tuple[int, list[int]]] = {}
-        rejected: dict[int, int] = {}
+    def some(self, n: int) -> list[int]:
+        return [self.rng.randrange(300, 2000) for _ in range(n)]
+
+    def step(self) -> None:
+        rng = self.rng
         for slot in range(SLOTS):
-            do = rng.random()
-            if slot in texts and do < 0.1:
-                context.remove(slot)
-                rollback.forget(slot)
-                del texts[slot]
-            if slot not in texts and spares and do < 0.5:
-                spare = rng.choice(list(spares))
-                context.copy(spare, slot)
-                texts[slot] = list(spares[spare])
-            if do > 0.8:
-                continue
-            text = texts.setdefault(slot, [])
-            new = some(rng.choice([1, 1, 2, 5, 9, 40]))
-            if do > 0.3:  # verified as a draft, of which a part may be wrong
-                rollback.save(slot, len(text))
-                right = rng.choice([len(new), rng.randint(0, len(new) - 1)])
-                if right < len(new):
-                    rejected[slot] = right
+            if slot in self.texts and rng.random() < 0.08:
+                self.remove(slot)
+            if slot not in self.texts and self.spares and rng.random() < 0.5:
+                spare = rng.choice(list(self.spares))
+                self.context.copy(spare, slot)
+                self.texts[slot] = list(self.spares[spare])
+        alone = rng.random() < 0.6
+        slots = [rng.randrange(SLOTS)] if alone else [slot for slot in range(SLOTS) if rng.random() < 0.8]
+        if slots:
+            self.decode(slots)
+        if self.texts and rng.random() < 0.3:
+            self.copy(rng.choice(list(self.texts)))
+
+    def decode(self, slots: list[int]) -> None:
+        """A step in which some slots verify and others read on."""
+        rng, chunks, parts = self.rng, [], {}
+        for slot in slots:
+            text = self.texts.setdefault(slot, [])
+            new = self.some(rng.choice([1, 2, 2, 3, 5, 9, 9, 40]))
+            drafted = rng.randrange(len(new)) if rng.random() < 0.7 else 0
+            one = sequence([*text, *new[: len(new) - drafted]])
+            one.slot, one.cached = slot, len(text)
+            chunks.append(Chunk(one, len(new) - drafted, True, new[len(new) - drafted :]))
             parts[slot] = len(text), new
-        if not parts:
-            continue
-        rows = decode(context, parts)
-        for slot, (_, new) in parts.items():
-            if slot in rejected:
-                rollback.restore(slot)
+        self.rollback.prepare(chunks)
+        rows = decode(self.context, parts)
+        for chunk, (slot, (start, new)) in zip(chunks, parts.items(), strict=True):
+            accepted = rng.randint(0, len(chunk.draft))
+            text = self.texts[slot]
+            if accepted < len(chunk.draft):
+                kept = self.rollback.reject(chunk, start, accepted)
+                assert kept <= start + chunk.count + accepted
+                self.texts[slot] = [*text, *new][:kept]
             else:
-                texts[slot] += new
-                assert np.abs(rows[slot] - fresh(context, texts[slot])).max() < 2e-4
-                compared += 1
-        if texts and rng.random() < 0.3:
-            slot, spare = rng.choice(list(texts)), rng.randrange(FIRST_SPARE, FIRST_SPARE + SPARE)
-            if texts[slot]:
-                context.remove(spare)
-                context.copy(slot, spare)
-                spares[spare] = list(texts[slot])
-    assert compared > 10
+                text += new
+                self.compare(slot, rows[slot])
+
+    def compare(self, slot: int, row: npt.NDArray[np.float32]) -> None:
+        if self.rng.random() < 0.4:  # else nothing comes between this step and the next
+            assert np.abs(row - fresh(self.context, self.texts[slot])).max() < 2e-4
+            self.compared += 1
+
+    def copy(self, slot: int) -> None:
+        if self.texts[slot]:
+            spare = self.rng.randrange(FIRST_SPARE, LAST)
+            self.context.remove(spare)
+            self.context.copy(slot, spare)
+            self.spares[spare] = list(self.texts[slot])
+
+    def remove(self, slot: int) -> None:
+        self.context.remove(slot)
+        self.rollback.forget(slot)
+        del self.texts[slot]
+
+    def finish(self) -> None:
+        """Whatever is there goes on as its text would."""
+        for slot, text in {**self.texts, **self.spares}.items():
+            new = self.some(2)
+            row = decode(self.context, {slot: (len(text), new)})[slot]
+            assert np.abs(row - fresh(self.context, text + new)).max() < 2e-4
+            self.compared += 1
+
+
+def test_every_state_is_that_of_its_text(context: Context) -> None:
+    compared = went_back = 0
+    for seed in range(PROGRAMS):
+        program = Program(context, seed)
+        for _ in range(STEPS):
+            program.step()
+            went_back += bool(context._snapshots.pending)
+        program.finish()
+        compared += program.compared
+    assert compared > 5 * PROGRAMS
+    assert went_back > PROGRAMS // 4 or not context.n_snapshots
+
+
+def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
+    """Drafts of one length, wrong somewhere: the first call builds a graph, and the others take it."""
+    built = {}
+    for n_snapshots in (0, 4):
+        options = ContextOptions(256, 4, 64, 64, 64, 1, 1, "off", "f32", "f32", n_snapshots=n_snapshots)
+        context = Context(model, options)
+        rollback, rng, text = Rollback(context, 2, alone=1), random.Random(0), [300]
+        decode(context, {0: (0, text)})
+        reused, n, waiting = context.graphs_reused, 20, [301]
+        for _ in range(n):
+            draft = [rng.randrange(300, 2000) for _ in range(4)]
+            one = sequence([*text, *waiting])
+            one.slot, one.cached = 0, len(text)
+            chunk = Chunk(one, len(waiting), True, draft)
+            rollback.prepare([chunk])
+            decode(context, {0: (len(text), [*waiting, *draft])})
+            accepted = rng.randrange(5)
+            right = [*waiting, *draft[:accepted]]
+            kept = len(text) + len(right)
+            if accepted < len(draft):
+                kept = rollback.reject(chunk, len(text), accepted)
+            text, waiting = [*text, *right][:kept], [*[*text, *right][kept:], 302]
+        built[n_snapshots] = n - (context.graphs_reused - reused)
+        context.close()
+    assert built[4] == 1
+    assert built[0] == n
+
+
+def test_what_would_go_wrong_is_refused(model: Model) -> None:
+    options = ContextOptions(256, 4, 64, 64, 64, 1, 1, "off", "f32", "f32", n_snapshots=4)
+    context = Context(model, options)
+    decode(context, {0: (0, [300, 301, 302]), 1: (0, [300, 301, 302])})
+    with pytest.raises(LlamaError, match="by 0 tokens, not by 1"):
+        context.remove(0, 2)
+    decode(context, {0: (3, [303, 304, 305])})
+    with pytest.raises(LlamaError, match="by 2 tokens, not by 3"):
+        context.remove(0, 3)
+    context.copy(0, 2)
+    with pytest.raises(LlamaError, match="by 0 tokens, not by 1"):
+        context.remove(0, 5)
+    decode(context, {0: (6, [306, 307])})
+    assert context.remove(0, 7)
+    with pytest.raises(LlamaError, match="by 0 tokens, not by 1"):
+        context.remove(0, 6)
+    context.close()

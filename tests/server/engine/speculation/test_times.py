@@ -82,3 +82,14 @@ def test_drafts_of_as_many_sequences_or_the_nearest() -> None:
     assert times.of(1) == 1e-3
     assert times.of(2) == 1e-3
     assert times.of(7) == 3e-3
+
+
+def test_what_builds_a_graph_is_booked_apart(times: StepTimes) -> None:
+    for _ in range(20):
+        times.add(1, 8, card(8) + 3e-3, built=True)
+        times.add(4, 2, card(8) + 3e-3, built=True)
+    assert times.of(1, 8) == pytest.approx(card(8))
+    assert times.building.value == pytest.approx(3e-3)
+    assert times.of(4, 2) == pytest.approx(card(8) + 3e-3), "better than nothing"
+    times.add(4, 2, card(8))
+    assert times.of(4, 2) == pytest.approx(card(8))

@@ -43,7 +43,7 @@ def test_what_loses_a_little_is_looked_at_for_a_while(worth: Worth) -> None:
 def test_what_loses_much_rests_at_once_and_longer_each_time(worth: Worth) -> None:
     rests = []
     for _ in range(3):
-        for _ in range(TRIALS // 3):
+        for _ in range(TRIALS // 2):
             assert worth.allows("mtp", 1)
             worth.add("mtp", 1, 1, 3 * PLAIN)
         rests.append(rest(worth))

@@ -1,0 +1,86 @@
+"""The llama.cpp contexts that settings describe: their sequence ids, rows, and options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .llama import ContextOptions, Readout
+from .settings import MAX_SEQUENCES
+
+if TYPE_CHECKING:
+    from .settings import EngineSettings
+    from .shape import Shape
+
+MAX_DRAFTING = 16
+"""Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
+
+ALONE = 2
+"""Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may
+take a buffer for another state, which llama.cpp keeps."""
+
+
+def n_sequences(settings: EngineSettings) -> int:
+    """Sequence ids of the context, each with a recurrent state: those that run, then those that hold what
+    the first of these go back to after a wrong draft, then those of checkpoints."""
+    return settings.parallel + n_holders(settings) + settings.prefix_checkpoints
+
+
+def n_holders(settings: EngineSettings) -> int:
+    """Sequences that may draft: in a larger crowd it does not pay."""
+    if settings.speculation == "off":
+        return 0
+    return min(settings.parallel, MAX_DRAFTING, MAX_SEQUENCES - settings.parallel)
+
+
+def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
+    """Whether the multi-token-prediction head is loaded."""
+    return settings.speculation in ("auto", "mtp") and shape.mtp_weights > 0
+
+
+def verified_rows(settings: EngineSettings) -> int:
+    """Most rows of a verification: one long draft, or a few tokens of the head for everyone who drafts."""
+    if (holders := n_holders(settings)) == 0:
+        return 0
+    return min(
+        settings.ubatch_size,
+        settings.batch_size,
+        max(settings.draft_max + 1, holders * (settings.mtp_depth + 1)),
+    )
+
+
+def context_options(settings: EngineSettings) -> ContextOptions:
+    """The llama.cpp context that these settings describe; `ctx_size` and threads must be decided."""
+    return ContextOptions(
+        n_ctx=settings.ctx_size,
+        n_seq=n_sequences(settings),
+        n_batch=settings.batch_size,
+        n_ubatch=settings.ubatch_size,
+        # llama.cpp reserves a row for each id, whatever is asked for
+        n_outputs=max(n_sequences(settings), verified_rows(settings)),
+        n_outputs_per_seq=max(1, min(settings.draft_max + 1, verified_rows(settings))),
+        threads=settings.threads,
+        threads_batch=settings.threads_batch,
+        flash_attn=settings.flash_attn,
+        type_k=settings.cache_type_k,
+        type_v=settings.cache_type_v,
+        n_readouts=0 if settings.sampling == "host" else settings.parallel,
+        n_snapshots=settings.mtp_snapshots,
+    )
+
+
+def head_options(settings: EngineSettings) -> ContextOptions:
+    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
+
+    Its batches are short but for the first of a sequence, and its buffers grow with them.
+    """
+    options = context_options(settings)
+    return replace(
+        options,
+        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
+        n_ubatch=min(settings.ubatch_size, 256),
+        n_outputs=options.n_seq,
+        n_outputs_per_seq=1,
+        n_snapshots=0,
+        readout=Readout.GUESS,
+    )

@@ -1,0 +1,59 @@
+"""When llama.cpp's snapshots of recurrent states may be gone back to.
+
+With `n_rs_seq` = n, a call leaves beside a sequence's newest state those before its last n tokens, and
+`llama_memory_seq_rm` of so few tokens makes the sequence's next call begin at one of them. What
+llama-memory-recurrent.cpp does not check: the states are those of the last call alone, so fewer tokens leave
+fewer of them; other sequences of the call may move the newest state and leave the others behind; and until
+the next call, copies of the sequence get its newest state, not the one that it went back to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from server.engine.errors import LlamaError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Snapshots:
+    """Follows what a context does, and says what must not be done now. At most `most` tokens go."""
+
+    def __init__(self, most: int, n_ubatch: int) -> None:
+        self.most, self._n_ubatch = most, n_ubatch
+        self.pending: set[int] = set()
+        """Sequences that went back, and begin there with their next call."""
+        self._last, self._reach = -1, 0
+        """The sequence that was alone in the last call, and how many of its tokens can be taken back."""
+
+    def disturbed(self, sequences: npt.NDArray[np.int32]) -> set[int]:
+        """Who went back and must settle there before a call with tokens of these sequences."""
+        return {one for one in self.pending if (sequences != one).any()} if self.pending else self.pending
+
+    def decoded(self, sequences: npt.NDArray[np.int32]) -> None:
+        """A call with tokens of these sequences was begun."""
+        first, n = int(sequences[0]), len(sequences)
+        alone = n <= self._n_ubatch and not (sequences != first).any()
+        self._last, self._reach = (first, min(n - 1, self.most)) if alone else (-1, 0)
+        self.pending.clear()
+
+    def went_back(self, sequence: int, n_tokens: int) -> None:
+        """The last `n_tokens` of a sequence are taken back. Raises LlamaError where that is not safe."""
+        if sequence != self._last or n_tokens > self._reach:
+            reach = self._reach if sequence == self._last else 0
+            raise LlamaError(f"sequence {sequence} can go back by {reach} tokens, not by {n_tokens}")
+        self._reach = 0
+        self.pending.add(sequence)
+
+    def gone(self, sequence: int) -> None:
+        """A sequence was emptied, or has settled in a state of its own."""
+        self.pending.discard(sequence)
+        if sequence == self._last:
+            self._last, self._reach = -1, 0
+
+    def clear(self) -> None:
+        """All sequences were emptied."""
+        self.pending.clear()
+        self._last, self._reach = -1, 0

@@ -1,0 +1,36 @@
+"""In which rounds llama.cpp computes a batch whose sequences bring different numbers of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def rounds(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
+    """For each pass over the weights: how many tokens it takes of each sequence, and of which of them.
+
+    A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
+    want as many tokens of each, so a pass ends where the shortest does (`split_equal`, llama-batch.cpp). With
+    a `tail` above 0, the last so many tokens of a sequence stay in one pass: who would be parted there waits
+    for the next, with all behind, so the shortest come first.
+    """
+    left = dict(enumerate(lengths))
+    if tail:
+        left = dict(sorted(left.items(), key=lambda item: item[1]))
+    while left:
+        length = min(min(left.values()), max(1, n_ubatch // len(left)))
+        taken = list(left)
+        if tail:
+            parted = (k for k, n in enumerate(left.values()) if 0 < n - length < tail)
+            taken = taken[: next(parted, len(taken))]
+            if not taken:  # the end of a long prompt
+                taken = list(left)[:1]
+                whole = left[taken[0]]
+                length = whole if whole <= n_ubatch else whole - tail
+        yield length, taken
+        for index in taken:
+            left[index] -= length
+            if not left[index]:
+                del left[index]
