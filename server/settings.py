@@ -107,8 +107,8 @@ class Settings(BaseSettings):
     mtp_snapshots: int = _setting(
         EngineSettings.mtp_snapshots,
         "engine",
-        "tokens of wrong drafts that a lone sequence takes back at once; multiplies the memory of states (-1: "
-        "what fits, if the MTP head drafts)",
+        "tokens of wrong drafts that a lone sequence takes back at once; multiplies the memory of states "
+        "(-1: what fits, if the MTP head drafts)",
     )
     mtp_window: int = _setting(
         EngineSettings.mtp_window, "engine", "most tokens that the MTP head reads before its first guess"
@@ -120,6 +120,9 @@ class Settings(BaseSettings):
     )
     draft_always: bool = _setting(
         EngineSettings.draft_always, "engine", "guess as far as possible, rather than by what pays"
+    )
+    tokenizer_cache: int = _setting(
+        EngineSettings.tokenizer_cache, "engine", "tokens of long texts whose ids are remembered (0: none)"
     )
     prefix_cache: bool = _setting(
         EngineSettings.prefix_cache, "engine", "go on from what earlier prompts and answers left computed"

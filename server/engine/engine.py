@@ -67,7 +67,7 @@ class Engine:
         log.info("memory for %s:\n%s", settings.model, self.plan)
         self._loaded = load(self.plan)
         self._model, self._context = self._loaded.model, self._loaded.context
-        self.vocab = Vocab(self._model)
+        self.vocab = Vocab(self._model, self.settings.tokenizer_cache)
         self.metadata = self._model.metadata()
         """The GGUF's scalar keys, as text."""
         self.description = self._model.description()

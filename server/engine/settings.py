@@ -95,6 +95,8 @@ class EngineSettings:
     fast an answer comes may tell that another was alike, and repeated benchmarks profit from old answers."""
     draft_always: bool = False
     """Guess as far as possible whenever possible, rather than by what pays."""
+    tokenizer_cache: int = 2**20
+    """Tokens of long texts whose ids are remembered, for when they come again; a million take some 10 MiB."""
 
     threads: int = 0
     """CPU threads for steps of one token. 0: one less than the physical cores this process may use."""
@@ -120,6 +122,7 @@ class EngineSettings:
             "mtp_snapshots": -1,
             "mtp_window": 1,
             "draft_pool": 0,
+            "tokenizer_cache": 0,
             "threads": 0,
             "threads_batch": 0,
         }

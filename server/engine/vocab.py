@@ -18,14 +18,12 @@ TURN_START = b"<|im_start|>"
 LONG = 512
 """Characters from which on a text is remembered: shorter ones would push long ones out for little."""
 
-MOST_REMEMBERED = 2**20
-"""Tokens: some 10 MiB, their texts included."""
-
 
 class Vocab:
     """Read-only, and safe to use from any thread. Ids run from 0 to `size` - 1."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, remembered: int = 0) -> None:
+        """The ids of long texts are kept for when they come again, up to so many tokens."""
         self._model = model
         self.size = model.n_vocab
         self.eos_id = model.eos
@@ -45,7 +43,7 @@ class Vocab:
             self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
-        self._remembered = Remembered(MOST_REMEMBERED)
+        self._remembered = Remembered(remembered)
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Ids of `text`. With `special`, the texts of control tokens in it become those tokens.

@@ -42,7 +42,7 @@ def model(nano_f32: Path) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def vocab(model: Model) -> Vocab:
-    return Vocab(model)
+    return Vocab(model, 2**20)
 
 
 def words(seed: int, count: int) -> str:
