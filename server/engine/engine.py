@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from .profile import Kind
-    from .runner import Sampled
     from .sampling import SamplingParams
-    from .scheduler import Step
+    from .scheduler import Sampled, Step
     from .sequence import FinishReason
     from .settings import EngineSettings
 

@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from .llama import Context, Rows
     from .profile import StepProfile
     from .sampling import Sampler
-    from .scheduler import Chunk
+    from .scheduler import Chunk, Sampled
     from .speculation import Speculator
-
-Sampled = list[int] | Exception | None
-"""What a step gave one chunk: new tokens, what its sampler raised, or nothing, where the prompt goes on."""
-
 
 PATIENCE = 400
 """Rows that may be read out more widely than needed before slots get narrower readouts: what a change costs,

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from .prefix_cache import PrefixCache
     from .sequence import Sequence
 
+Sampled = list[int] | Exception | None
+"""What a step gave one chunk: new tokens, what its sampler raised, or nothing, where the prompt goes on."""
+
 GROWTH = 64
 """Cells that admission leaves free for each running sequence: fewer would invite preemption at once."""
 

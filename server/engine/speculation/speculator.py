@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from server.engine.llama import Context
     from server.engine.prefix_cache import Spans
-    from server.engine.runner import Sampled
-    from server.engine.scheduler import Chunk, Step
+    from server.engine.scheduler import Chunk, Sampled, Step
     from server.engine.sequence import Sequence
 
     from .eager import Eager
