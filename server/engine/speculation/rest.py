@@ -1,15 +1,15 @@
-"""Steps in which nobody is asked for drafts, because the last answers were no."""
+"""Questions for drafts that are not asked, because the last answers were no."""
 
 from __future__ import annotations
 
 
 class Rest:
-    """Counts questions that are not asked: `first` after the first no, then twice as many, up to `last`."""
+    """Counts them: `first` after the first no, then `growth` times as many each time, up to `last`."""
 
-    __slots__ = ("_first", "_last", "_left", "_next")
+    __slots__ = ("_first", "_growth", "_last", "_left", "_next")
 
-    def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
+    def __init__(self, first: int, last: int, growth: int = 2) -> None:
+        self._first, self._last, self._growth = first, last, growth
         self._next, self._left = first, 0
 
     def over(self) -> bool:
@@ -21,7 +21,7 @@ class Rest:
 
     def begin(self) -> None:
         """The answer was no."""
-        self._left, self._next = self._next, min(self._last, 2 * self._next)
+        self._left, self._next = self._next, min(self._last, self._growth * self._next)
 
     @property
     def begun(self) -> bool:

@@ -7,8 +7,9 @@ below those of plain steps it rests, longer each time, before it is tried again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .rest import Rest
 from .times import Mean, StepTimes
 
 DECAY = 0.95
@@ -17,8 +18,8 @@ DECAY = 0.95
 TRIALS, CLEARLY = 12, 0.7
 """Steps that are looked at before a drafter is judged; half of them where it is this bad."""
 
-REST_FIRST, REST_LAST = 512, 32_768
-"""Steps that a drafter rests; four times as many each time, at most so many."""
+REST_FIRST, REST_LAST, REST_GROWTH = 512, 32_768, 4
+"""Steps that a drafter rests at first and at most, and how many times as many it is each time."""
 
 
 @dataclass(slots=True)
@@ -29,8 +30,11 @@ class Trial:
     plain: float = 0.0
     """What its tokens would have taken without drafts."""
     steps: int = 0
-    rest: int = REST_FIRST
-    resting: int = 0
+    rest: Rest = field(default_factory=lambda: Rest(REST_FIRST, REST_LAST, REST_GROWTH))
+
+    def begin_anew(self) -> None:
+        """Forget what it gave so far."""
+        self.seconds, self.plain, self.steps = 0.0, 0.0, 0
 
 
 class Worth:
@@ -43,16 +47,11 @@ class Worth:
 
     def allows(self, drafter: str, n: int) -> bool:
         """Whether it may draft for `n` sequences. To be asked once a step: rests are counted in questions."""
-        trial = self._trial(drafter, n)
-        if trial.resting:
-            trial.resting -= 1
-            return False
-        return True
+        return self._trial(drafter, n).rest.over()
 
     def given_up(self, drafter: str, n: int) -> None:
         """By plan: what it gave is nobody's mistake."""
-        trial = self._trial(drafter, n)
-        trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
+        self._trial(drafter, n).begin_anew()
 
     def add_plain(self, n: int, seconds: float) -> None:
         """A step without drafts, after another one, gave each of `n` sequences a token."""
@@ -69,10 +68,10 @@ class Worth:
         bad = trial.plain < trial.seconds
         awful = trial.plain < CLEARLY * trial.seconds
         if (bad and trial.steps >= TRIALS) or (awful and trial.steps >= TRIALS // 2):
-            trial.resting, trial.rest = trial.rest, min(REST_LAST, 4 * trial.rest)
-            trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
+            trial.rest.begin()
+            trial.begin_anew()
         elif trial.steps >= 20 * TRIALS:
-            trial.rest = REST_FIRST
+            trial.rest.end()
 
     def _trial(self, drafter: str, n: int) -> Trial:
         key = drafter, 1 << (n - 1).bit_length()
