@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,13 @@ BUILD = 2.8e-3
 
 def on_h200(n: int = 1, **changes: Any) -> World:
     return World(n, **{"table": h200, "build": BUILD, "snapshots": 8, "deepest": 16, **changes})
+
+
+def counted_choices(world: World) -> Mock:
+    """The planner's `choose`, which counts from now on how often it is asked."""
+    planner: Any = world.speculator._planner
+    planner.choose = Mock(wraps=planner.choose)
+    return planner.choose
 
 
 # --- one sequence ------------------------------------------------------------------------------------------
@@ -105,19 +113,11 @@ def test_a_head_that_costs_too_much_is_not_even_tried() -> None:
 
 
 def test_who_rests_is_not_planned_for() -> None:
-    world, asked = on_h200(), 0
+    world = on_h200()
     world.head.right = 0.0
-    planner: Any = world.speculator._planner
-    choose = planner.choose
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return choose(*arguments)
-
-    planner.choose = counted
+    choose = counted_choices(world)
     world.gain(2000)
-    assert asked < 60
+    assert choose.call_count < 60
 
 
 # --- several -----------------------------------------------------------------------------------------------
@@ -155,21 +155,12 @@ def test_a_crowd_is_looked_at_less_and_less_and_then_left_alone() -> None:
     world = World(8, draft=20e-3, ngram=True)
     for one in world.sequences:
         one.tokens[:] = [5, 6] * 10
-    asked = 0
-    planner: Any = world.speculator._planner
-    choose = planner.choose
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return choose(*arguments)
-
-    planner.choose = counted
+    choose = counted_choices(world)
     world.card.table = lambda *_: 1.0
     world.speculator.times.add(8, 1, 1e-6)
     for _ in range(20 * PAUSE_LAST):
         world.step()
-    assert asked < 60
+    assert choose.call_count < 60
     crowd = World(17)
     assert sum(crowd.step() for _ in range(50)) == 0
 
