@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.client import Client
 from bench.environment import header
-from bench.errors import ServerError
+from bench.errors import BenchError, ServerError
 from bench.options import base_parser, positive, positives, run
 from bench.prompts import WORDS
 from bench.results import Record, ResultFile
@@ -119,13 +119,12 @@ async def totals(client: Client) -> Totals:
 
 async def load(client: Client, args: argparse.Namespace, level: int, rng: random.Random) -> Rate:
     """``level`` streams at once, ``args.rounds`` times."""
-    words = WORDS.read_text(encoding="utf-8").split()
     tokens, gaps = 0, []
     began = perf_counter()
     for _ in range(args.rounds):
         bodies = [
             {
-                "prompt": " ".join(rng.choices(words, k=args.input_words)),
+                "prompt": " ".join(rng.choices(args.words, k=args.input_words)),
                 "max_tokens": args.output_tokens,
                 "temperature": 0.0,
                 "ignore_eos": True,
@@ -169,6 +168,12 @@ def tables(result: PhasesResult) -> list[Table]:
 
 async def main(args: argparse.Namespace) -> int:
     began, rng = perf_counter(), random.Random(args.seed)
+    try:
+        args.words = args.text.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--text {args.text}: {error}") from error
+    if not args.words:
+        raise BenchError(f"--text {args.text}: there is no word in it")
     steps: list[Steps] = []
     rates: list[Rate] = []
     async with Client(args.url, timeout=args.timeout, api_key=args.api_key) as client:
@@ -199,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--levels", type=positives, default=[1, 8, 64], help="streams at once")
     group.add_argument("--rounds", type=positive, default=2, help="answers of each stream")
     group.add_argument("--input-words", type=positive, default=32, help="words in a prompt")
+    group.add_argument("--text", type=Path, default=WORDS, metavar="FILE", help="where the words are from")
     group.add_argument("--output-tokens", type=positive, default=128, help="tokens in an answer")
     group.add_argument("--seed", type=int, default=0, help="of the prompts")
     return result

@@ -9,7 +9,7 @@ import pytest
 
 from bench import phases
 from bench.client import Client, Reply
-from bench.errors import ServerError
+from bench.errors import BenchError, ServerError
 from bench.phases import difference, main, parse, parser, tables
 from tests.bench.fake_server import FakeServer
 
@@ -102,3 +102,12 @@ def test_phases_are_columns_in_their_order() -> None:
     table = tables(result)[0]  # type: ignore[arg-type]
     assert list(table.header)[5:] == ["fill", "decode", "wait"]
     assert phases.DEVICE == ("decode", "wait")
+
+
+@pytest.mark.parametrize("text", [None, " \n"])
+async def test_a_text_without_words_is_an_error(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BenchError, match=f"--text {path}: "):
+        await main(parser().parse_args(["--text", str(path)]))
