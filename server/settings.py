@@ -108,7 +108,7 @@ class Settings(BaseSettings):
         EngineSettings.mtp_snapshots,
         "engine",
         "tokens of wrong drafts that a lone sequence takes back at once; multiplies the memory of states "
-        "(-1: what fits, if the MTP head drafts)",
+        "(-1: up to 2, if the MTP head drafts for at most 8)",
     )
     mtp_window: int = _setting(
         EngineSettings.mtp_window, "engine", "most tokens that the MTP head reads before its first guess"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .llama import ContextOptions, Readout
 from .settings import MAX_SEQUENCES
+from .speculation.mtp import WIDEST
 
 if TYPE_CHECKING:
     from .settings import EngineSettings
@@ -79,8 +80,8 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         options,
         n_batch=max(options.n_seq, min(settings.batch_size, 512)),
         n_ubatch=min(settings.ubatch_size, 256),
-        n_outputs=options.n_seq,
-        n_outputs_per_seq=1,
+        n_outputs=max(options.n_seq, WIDEST),
+        n_outputs_per_seq=WIDEST,
         n_snapshots=0,
         readout=Readout.GUESS,
     )

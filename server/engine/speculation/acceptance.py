@@ -21,6 +21,9 @@ GUESS = 0.7
 MEMORY = 64
 """Events after which a record begins to fade, so that it follows a text that changes its character."""
 
+HEAD_MEMORY = 32
+"""The same for the MTP head: what it is worth changes with the request, and a wrong hope costs every step."""
+
 REMEMBERED = 2
 """Events that what was learnt long ago counts for, when a head that rested is tried again."""
 
@@ -98,12 +101,12 @@ class Confidence:
         for depth in range(tested):
             counts = self.hits if depth < accepted else self.misses
             counts[depth] += 1
-            if self.hits[depth] + self.misses[depth] > MEMORY:
+            if self.hits[depth] + self.misses[depth] > HEAD_MEMORY:
                 self.hits[depth] /= 2
                 self.misses[depth] /= 2
         self.accepted += accepted
         self.expected += sum(sure[:tested])
-        if self.expected > 2 * MEMORY:
+        if self.expected > 2 * HEAD_MEMORY:
             self.accepted, self.expected = self.accepted / 2, self.expected / 2
 
     def trust(self, experience: Confidence) -> float:
@@ -120,7 +123,7 @@ class Confidence:
             chances, chance = [], GUESS
             for depth in range(n):
                 broad = _blend(*experience.at(depth), chance, 4)
-                chance = _blend(*self.at(depth), broad, 6)
+                chance = _blend(*self.at(depth), broad, 4)
                 chances.append(chance)
             self._chances, self._of = tuple(chances), (self.events, experience.events)
         return self._chances[:n]

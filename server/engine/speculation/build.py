@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .eager import Eager
-from .mtp import MtpDrafter
+from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .plan import Planner
 from .pool import Pool
@@ -35,15 +35,19 @@ def build_speculator(
     """
     times, draft_times = StepTimes(), DraftTimes()
     pool = Pool(settings.draft_pool) if settings.draft_pool else None
+    mtp = None
     if head is not None:
         context.keep_hidden()
+        # where the host reads the rows, it computes them, too, and a row that counts for nothing costs most
+        widest = WIDEST if head.readouts.active else 0
+        mtp = MtpDrafter(head, settings.mtp_window, draft_times, widest=widest)
     return Speculator(
         context,
         Rollback(context, holders.start, alone),
         Eager() if settings.draft_always else Planner(times, draft_times),
         times,
         ngram=NgramDrafter(pool) if settings.speculation in ("auto", "ngram") else None,
-        mtp=None if head is None else MtpDrafter(head, settings.mtp_window, draft_times),
+        mtp=mtp,
         slots=len(holders),
         longest=settings.draft_max,
         deepest=settings.mtp_depth,

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 NONE: npt.NDArray[np.float64] = np.zeros(0)
 
-PROBE_FIRST, PROBE_LAST = 128, 1024
+PROBE_FIRST, PROBE_FIRST_BUILT, PROBE_LAST = 32, 128, 1024
 """Steps without the MTP head after which it is tried again as if little were known of it, lest a bad hour be
-held against it: at first and, doubling while it does not help, at most."""
+held against it: at first (where trials build graphs, they cost more) and, doubling while it does not help, at
+most."""
 
 HOPE = 0.95
 """Acceptance for which it is tried where it can not pay by what is usual; a single draft tells."""
@@ -174,11 +175,10 @@ class Choice:
         elif not plan.drafts and any(candidate.mtp for candidate in candidates):
             self._in_a_row = 0
             self._rest(n).begin()
-            if self.worth is not None:
-                self.worth.given_up("mtp", n)
 
     def _rest(self, n: int) -> Rest:
         group = (n - 1).bit_length()
         if (rest := self._rests.get(group)) is None:
-            rest = self._rests[group] = Rest(PROBE_FIRST, PROBE_LAST)
+            first = PROBE_FIRST if self._rollback.keeps_shape(0, n) else PROBE_FIRST_BUILT
+            rest = self._rests[group] = Rest(first, PROBE_LAST)
         return rest

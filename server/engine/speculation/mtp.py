@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 FEW = 24
 """Tokens to catch up on for a sequence that drafts all the time, at most."""
 
+WIDEST = 5
+"""Rows up to which every call of a draft for a lone sequence is made as wide as the widest, with tokens that
+go again. Calls of one width find llama.cpp's graph as they need it; building it for catching up and for each
+guess took an H200 as long as eight more rows (`python -m server.engine.speculation.cost`)."""
+
 KEPT = 128
 """Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""
 
@@ -80,12 +85,15 @@ class MtpDrafter:
 
     name = "mtp"
 
-    def __init__(self, context: MtpContext, window: int, times: DraftTimes) -> None:
-        self._context, self._window = context, window
+    def __init__(self, context: MtpContext, window: int, times: DraftTimes, *, widest: int = 0) -> None:
+        """Calls for a lone sequence are all of one width if that is at most `widest`, see WIDEST."""
+        self._context, self._window, self._widest = context, window, widest
         self.times = times
         self._readings: dict[int, Reading] = {}
         self._caught_up = 0
         """Tokens that the head read before its last drafts."""
+        self._width = 0
+        """Rows of each call of the draft being made; 0 for as many as there are tokens."""
         self._free: list[npt.NDArray[np.float32]] = []
         """Buffers of ids that were removed: fresh memory costs more than what is written to it."""
 
@@ -235,8 +243,10 @@ class MtpDrafter:
 
     def _draft(self, alive: list[Order], floors: Floors | None) -> int:
         """Returns the number of decodes."""
+        deepest = max(order.limit for order in alive)
+        self._width = deepest + 1 if len(alive) == 1 and deepest < self._widest else 0
         drafting, rows = alive, self._catch_up(alive)
-        for depth in range(max(order.limit for order in alive)):
+        for depth in range(deepest):
             started = perf_counter()
             tokens, confidence = self._context.best([order.slot for order in alive], rows)
             for order, token, sure in zip(alive, tokens, confidence, strict=True):
@@ -253,11 +263,13 @@ class MtpDrafter:
             promised = sum(alive[k].chance * _at(alive[k].typical, depth + 1) for k in going_on)
             if not going_on or (floors is not None and promised < floors.go_on[depth + 1]):
                 break
-            rows = self._next_round(alive, going_on, tokens)
+            rows = self._next_round(alive, rows, going_on, tokens)
             alive = [alive[k] for k in going_on]
             if depth:
                 self.times.add(len(rows), perf_counter() - started)
-        if depth:  # the entries of guesses go again: the trunk's own rows will make those that come true
+        if (
+            depth or self._width
+        ):  # entries of guesses go again: the trunk's own rows make those that come true
             for order in drafting:
                 self._context.remove(order.slot, len(order.sequence.tokens))
         return depth + 1
@@ -287,7 +299,7 @@ class MtpDrafter:
             context.outputs[n - len(tokens) : n] = 0
             context.outputs[n - 1] = 1
             rows.append(n - 1)
-        context.decode(n)
+        self._decode(n)
         self._caught_up = total
         for order in orders:  # the last row stays, in case the newest token is taken back
             reading = self._readings[order.slot]
@@ -295,20 +307,37 @@ class MtpDrafter:
             reading.fed, reading.first = len(order.sequence.tokens), reading.end - 1
         return rows
 
-    def _next_round(self, alive: list[Order], going_on: list[int], tokens: list[int]) -> list[int]:
+    def _next_round(
+        self, alive: list[Order], rows: list[int], going_on: list[int], tokens: list[int]
+    ) -> list[int]:
         """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
-        context = self._context
-        hidden = context.hidden(len(alive))
-        n = len(going_on)
-        context.beside[:n] = hidden[going_on]
+        context, n = self._context, len(going_on)
+        if self._width:  # every row is an output; what follows the one that counts makes room
+            context.beside[:1] = context.hidden(self._width)[rows]
+            [order] = alive
+            context.remove(order.slot, len(order.sequence.tokens) + len(order.tokens) - 1)
+        else:
+            context.beside[:n] = context.hidden(len(alive))[going_on]
         for index, k in enumerate(going_on):
             order = alive[k]
             context.tokens[index] = tokens[k]
             context.positions[index] = len(order.sequence.tokens) + len(order.tokens) - 1
             context.sequences[index] = order.slot
         context.outputs[:n] = 1
-        context.decode(n)
+        self._decode(n)
         return list(range(n))
+
+    def _decode(self, n: int) -> None:
+        """Decode the first `n` tokens, and if there is a width so many, all of them outputs."""
+        context, width = self._context, self._width
+        if n > width:  # the first draft after a prompt
+            self._width = 0
+        elif width:
+            context.tokens[n:width], context.sequences[n:width] = context.tokens[n - 1], context.sequences[0]
+            context.positions[n:width] = context.positions[n - 1] + np.arange(1, width - n + 1)
+            context.beside[n:width] = context.beside[n - 1]
+            context.outputs[:width] = 1
+        context.decode(max(n, width))
 
     def _put(
         self, at: int, slot: int, first: int, tokens: list[int], hidden: npt.NDArray[np.float32]

@@ -18,8 +18,9 @@ DECAY = 0.95
 TRIALS, CLEARLY = 12, 0.7
 """Steps that are looked at before a drafter is judged; half of them where it is this bad."""
 
-REST_FIRST, REST_LAST, REST_GROWTH = 512, 32_768, 4
-"""Steps that a drafter rests at first and at most, and how many times as many it is each time."""
+REST_FIRST, REST_LAST, REST_GROWTH = 512, 8_192, 4
+"""Steps that a drafter rests at first and at most, and how many times as many it is each time: a trial loses
+some ten milliseconds, little beside the longest rest, and a text that it suits should not wait for long."""
 
 
 @dataclass(slots=True)
@@ -48,10 +49,6 @@ class Worth:
     def allows(self, drafter: str, n: int) -> bool:
         """Whether it may draft for `n` sequences. To be asked once a step: rests are counted in questions."""
         return self._trial(drafter, n).rest.over()
-
-    def given_up(self, drafter: str, n: int) -> None:
-        """By plan: what it gave is nobody's mistake."""
-        self._trial(drafter, n).begin_anew()
 
     def add_plain(self, n: int, seconds: float) -> None:
         """A step without drafts, after another one, gave each of `n` sequences a token."""

@@ -35,26 +35,30 @@ class Head:
         self.entries: dict[int, dict[int, tuple[int, float]]] = {}
         self.sure = 0.9
         self.full = False
-        self._out: list[tuple[int, int]] = []
+        self.widths: list[int] = []
+        """Of the calls."""
+        self._out: dict[int, tuple[int, int]] = {}
+        """Token and position, by index in the batch."""
 
     def decode(self, n: int) -> None:
         if self.full:
             raise NoMemorySlot("full")
-        self._out = []
+        self._out = {}
+        self.widths.append(n)
         for i in range(n):
             mine, position = self.entries.setdefault(int(self.sequences[i]), {}), int(self.positions[i])
             assert not mine or position == max(mine) + 1, "a gap, or an entry twice"
             mine[position] = int(self.tokens[i]), float(self.beside[i, 0])
             if self.outputs[i]:
-                self._out.append((int(self.tokens[i]), position))
+                self._out[i] = int(self.tokens[i]), position
 
     def best(self, slots: list[int], rows: list[int]) -> tuple[list[int], list[float]]:
-        assert len(slots) == len(rows) == len(self._out)
-        return [token + 1 for token, _ in self._out], [self.sure] * len(rows)
+        assert len(slots) == len(rows)
+        return [self._out[i][0] + 1 for i in rows], [self.sure] * len(rows)
 
     def hidden(self, n: int) -> np.ndarray:
         assert n == len(self._out)
-        return np.array([[position + GUESSED] * WIDTH for _, position in self._out], np.float32)
+        return np.array([[position + GUESSED] * WIDTH for _, position in self._out.values()], np.float32)
 
     def copy(self, source: int, target: int, start: int = -1) -> None:
         self.entries[target] = dict(self.entries[source])
@@ -83,8 +87,8 @@ def head() -> Head:
     return Head()
 
 
-def drafter(head: Head, window: int = 64) -> MtpDrafter:
-    return MtpDrafter(cast("MtpContext", head), window, DraftTimes())
+def drafter(head: Head, window: int = 64, widest: int = 0) -> MtpDrafter:
+    return MtpDrafter(cast("MtpContext", head), window, DraftTimes(), widest=widest)
 
 
 def rows(start: int, n: int) -> np.ndarray:
@@ -200,11 +204,55 @@ def test_without_room_for_what_was_saved_it_begins_anew(head: Head) -> None:
     assert sorted(head.entries[3]) == [11]
 
 
+def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
+    """The rows that make it up come after those that count, and leave nothing behind."""
+    mtp, one = drafter(head, widest=5), running(list(range(100, 111)))
+    mtp.collect(0, 0, rows(0, 10))
+    mtp.propose([order := Order(one, 3)])
+    assert order.tokens == [111, 112, 113]
+    assert head.widths == [10, 1, 1], "the first call reads the prompt"
+    head.check(0, one.tokens)
+    for accepted in (0, 3, 1):
+        head.widths.clear()
+        mtp.collect(0, start := len(one.tokens) - 1, rows(start, 1 + accepted))
+        one.tokens += [*order.tokens[:accepted], 200 + accepted]
+        mtp.propose([order := Order(one, 3)])
+        assert order.tokens == [one.tokens[-1] + n for n in (1, 2, 3)]
+        assert head.widths == [4, 4, 4]
+        assert sorted(head.entries[0]) == list(range(1, len(one.tokens)))
+        head.check(0, one.tokens)
+    head.widths.clear()
+    mtp.collect(0, len(one.tokens) - 1, rows(len(one.tokens) - 1, 1))
+    one.tokens.append(300)
+    mtp.propose([order := Order(one, 5)])
+    assert head.widths == [1] * 5, "so many more rows would cost more than a graph"
+
+
+@pytest.mark.parametrize("widest", [0, 5])
+def test_a_guess_is_fed_beside_the_heads_own_row(
+    head: Head, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mtp, one = drafter(head, widest=widest), running([7, 8, 9])
+    fed: list[tuple[int, int, float]] = []
+    decode = head.decode
+
+    def spy(n: int) -> None:
+        first = 1 if not fed else 0  # two tokens are caught up on, then one guess at a time
+        fed.append((int(head.positions[first]), int(head.tokens[first]), float(head.beside[first, 0])))
+        decode(n)
+
+    monkeypatch.setattr(head, "decode", spy)
+    mtp.collect(0, 0, rows(0, 2))
+    mtp.propose([Order(one, 3)])
+    assert fed == [(2, 9, 1.0), (3, 10, 2 + GUESSED), (4, 11, 3 + GUESSED)]
+
+
+@pytest.mark.parametrize("widest", [0, 5])
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int) -> None:
+def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest: int) -> None:
     """Drafts right and wrong, rows read again, pauses, copies to other ids and back, restarts."""
     rng = random.Random(seed)
-    mtp = drafter(head, window=rng.choice([4, 12, 100, 2 * KEPT]))
+    mtp = drafter(head, rng.choice([4, 12, 100, 2 * KEPT]), widest)
     texts: dict[int, Sequence] = {}
     cached: dict[int, int] = {}
     drafts = 0
