@@ -11,9 +11,10 @@
 # PART     which of the parts below, all by default
 #
 # Each part says how many seconds it needs on an H200. SECONDS_LEFT=500 leaves out what would not fit into that
-# time; RUNS=50 sets the timed requests of every category, which are 3 to 5 by themselves to keep the whole record
-# near 20 minutes; THREADS is for machines without a card; EXTRA='--categories short --levels 2' are flags of
-# bench/peers.py for a rehearsal; AFTER is a command to run after each part.
+# time; WITHOUT='llama-plain llama-cache' leaves out peers; RUNS=50 sets the timed requests of every category,
+# which are 3 to 5 by themselves to keep the whole record near 20 minutes; THREADS is for machines without a
+# card; EXTRA='--categories short --levels 2' are flags of bench/peers.py for a rehearsal; AFTER is a command to
+# run after each part.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 models=$1 binaries=$2 out=$3
@@ -49,9 +50,18 @@ measure() { # NAME SECONDS COMMAND that writes $out/NAME.json
 }
 
 part() { # NAME SECONDS flags of bench/peers.py
-    local name=$1 seconds=$2
+    local name=$1 seconds=$2 kept=() peers=0 gone=0
     shift 2
-    measure "$name" "$seconds" bench/peers.py --binaries "$binaries" "$@" --residency all --start-timeout 90 \
+    while [ $# -gt 0 ]; do
+        if [ "$1" = --peer ]; then
+            peers=$((peers + 1))
+            [[ " ${WITHOUT:-} " = *" ${2%%=*} "* ]] && { gone=$((gone + 1)); shift 2; continue; }
+        fi
+        kept+=("$1")
+        shift
+    done
+    seconds=$((seconds * (peers - gone) / peers))
+    measure "$name" "$seconds" bench/peers.py --binaries "$binaries" "${kept[@]}" --residency all --start-timeout 90 \
         --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} ${EXTRA:-} --logs "$out/logs/$name" --out "$out/$name.json"
 }
 
