@@ -120,16 +120,15 @@ class SamplerInterface(ctypes.Structure):
     ]
 
 
-class Sampler(ctypes.Structure):
-    """`struct llama_sampler`."""
+# These two are read for every row of every graph: plain arrays, as fields of a structure take twice as long.
 
-    _fields_ = [("interface", ctypes.POINTER(SamplerInterface)), ("context", _P)]
+SamplerData = ctypes.c_size_t * 4
+"""`struct llama_sampler_data`: tensors that a sampler finds and leaves, in the order below."""
+LOGITS, PROBS, CANDIDATES = 0, 1, 3
 
-
-class SamplerData(ctypes.Structure):
-    """`struct llama_sampler_data`: tensors that a sampler finds and leaves."""
-
-    _fields_ = [("logits", _P), ("probs", _P), ("sampled", _P), ("candidates", _P)]
+View = ctypes.c_size_t * 2
+"""`view_src` and `view_offs` of a tensor, from VIEW on."""
+VIEW = Tensor.view_src.offset
 
 
 sampler_init = quick("llama_sampler_init", _P, ctypes.POINTER(SamplerInterface), _P)
@@ -140,3 +139,4 @@ set_sampler = quick("llama_set_sampler", ctypes.c_bool, _P, ctypes.c_int32, _P)
 sampled_candidates = quick("llama_get_sampled_candidates_ith", _P, _P, ctypes.c_int32)
 sampled_logits = quick("llama_get_sampled_logits_ith", _P, _P, ctypes.c_int32)
 sampled_probs = quick("llama_get_sampled_probs_ith", _P, _P, ctypes.c_int32)
+n_sampled_probs = quick("llama_get_sampled_probs_count_ith", ctypes.c_uint32, _P, ctypes.c_int32)

@@ -1,10 +1,14 @@
 """What comes back from the device for a row of logits: the best token, a few candidates, or the row itself.
 
 llama.cpp lets a sampler add nodes to the graph for a sequence's rows (`llama_set_sampler`). Its own samplers
-work row by row, and its argmax gives a row of 248,320 logits to one block of a GPU, one row after the other.
-The sampler here is written against the same interface (`llama_sampler_i` in llama.h), but sees that all rows
-lie in one tensor and takes them together: one argmax, or one top-k, for up to 64 rows at once. Its callbacks
-run while a graph is built, not while it is reused.
+work row by row. The sampler here is written against the same interface (`llama_sampler_i` in llama.h), but
+sees that all rows lie in one tensor and takes them together: one argmax, or one top-k, for up to 64 rows at
+once. Its callbacks run while a graph is built, not while it is reused.
+
+CUDA gives each row of an argmax or a sum to one block of threads, so that one of a GPU's many processors
+would read all 248,320 logits of a row. Therefore a row is cut into up to 128 blocks of equal size, each of
+which is reduced to a figure or two. What is left to do, over 128 numbers, is the host's (rows.py): a copy of
+2 KB takes no longer than one of 12 bytes.
 
 What is to come back is decided for a sequence id, not for a request: another kind of readout means building
 llama.cpp's worst-case graphs again. The draw among candidates is the host's, so a readout keeps no state.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
@@ -22,20 +26,32 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 from . import ggml
-from .top_k import top_k
+from .top_k import at_places, best_places, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .model import Model
+    import numpy.typing as npt
 
-Result = TypeVar("Result")
+    from .model import Model
 
 N_CANDIDATES = 64
 """How many of the best tokens TOP_K gives."""
 
 SLAB = 64
 """Rows that are taken together: bounds the memory for a copy of them without the banned tokens."""
+
+N_BLOCKS = 128
+"""The most that a row is cut into: about as many as a GPU has processors."""
+
+NARROWEST = 16
+"""The least numbers in a block, so that a row's figures take less room than the row itself."""
+
+
+def n_blocks(n_vocab: int) -> int:
+    """How many equal blocks a row of logits is cut into; 1 where its length has no divisor that would do."""
+    most = max(1, min(N_BLOCKS, n_vocab // NARROWEST))
+    return next(n for n in range(most, 0, -1) if n_vocab % n == 0)
 
 
 class Readout(IntEnum):
@@ -55,6 +71,47 @@ class Readout(IntEnum):
         return self is need or self is Readout.ROW or (self is Readout.TOP_K and need is Readout.BEST)
 
 
+class _Constants(NamedTuple):
+    """Tensors that stay on the device; 0 where there is nothing to ban, or no end."""
+
+    ids: int
+    """All tokens in order: I32 [n_vocab]."""
+    starts: int
+    """The first token of each block; far below 0 if all of them are banned: F32 [blocks]."""
+    no_padding: int = 0
+    """To add to logits: -inf for what pads the vocabulary. F32 [n_vocab]."""
+    no_end: int = 0
+    """The same, and for ends of a generation."""
+    ends: int = 0
+    """The tokens that are ends, for each row of a slab: F32 [n_ends, SLAB]."""
+
+
+class _Outputs(NamedTuple):
+    """What is computed for a slab of rows; rows.py reads it. Tokens are below 2^24, exact as F32."""
+
+    figures: int
+    """F32 [width, n]. BEST: the ends, then each block's best token that is neither banned nor an end; their
+    logits; each block's sum of logits, which are finite if all logits are. GUESS: the place of each block's
+    best token in it, their logits, their probabilities within their blocks. TOP_K: the sums."""
+    width: int
+    candidates: int = 0
+    """I32 [k, n]. For TOP_K alone, as all else: one copy to the host for each row is dear enough."""
+    values: int = 0
+    """F32 [k, n]."""
+    k: int = 0
+
+
+class _Whole(NamedTuple):
+    """All rows of the graph being built."""
+
+    padded: int
+    """What the rows that llama.cpp hands out are views of."""
+    logits: int
+    n_rows: int
+    n_vocab: int
+    row_bytes: int
+
+
 class Readouts:
     """A sampler for each of a context's sequence ids 0 to `n` - 1; it reads out a `kind`.
 
@@ -68,28 +125,30 @@ class Readouts:
         self.refused = ""
         """Why the device can not do it; nothing is sampled there then."""
         self.error: BaseException | None = None
-        """What went wrong in a callback, where it can not be raised."""
+        """What went wrong in a callback, where it can not be raised: C can not carry it."""
         self.n_real = model.n_real
         self._n_vocab = model.n_vocab
-        self._padding = range(model.n_real, model.n_vocab)
-        self._ends = model.eog_ids
-        self._no_padding = self._no_end = 0
-        """Tensors to add to logits: -inf for what must not be chosen; 0 where there is no such thing."""
-        self._ids = 0
-        """A tensor of all ids, in order."""
+        self._ends = sorted(model.eog_ids)
+        self._n_ends = sum(token < model.n_real for token in self._ends)
+        self._lowest = 0
+        """The lowest token that is neither banned nor an end."""
+        self._constants: _Constants | None = None
         self._memory = self._buffer = 0
-        self._shared: dict[tuple[int, int, Readout], tuple[int, ...]] = {}
+        self._whole: _Whole | None = None
+        self._slabs: dict[Readout, dict[int, _Outputs]] = {kind: {} for kind in Readout}
         """What all rows of a slab have in common in the graph being built."""
         callbacks = {
             "name": ggml.Name(lambda _: b"readout"),
             "apply": ggml.Apply(lambda _sampler, _candidates: None),
-            "backend_init": ggml.BackendInit(self._safe(self._prepare, False)),
-            "backend_apply": ggml.BackendApply(self._safe(self._build, None)),
+            "backend_init": ggml.BackendInit(self._prepare),
         }
         # called for every sampler before any of them builds: once is enough, and sequence 0 is always there
-        reset = ggml.BackendReset(lambda _: self._shared.clear())
-        self._first_interface = ggml.SamplerInterface(**callbacks, backend_reset=reset)
-        self._interface = ggml.SamplerInterface(**callbacks)
+        reset = ggml.BackendReset(self._reset)
+        build = {kind: ggml.BackendApply(self._builder(kind)) for kind in Readout}
+        self._interfaces = [
+            {kind: ggml.SamplerInterface(**callbacks, **more, backend_apply=build[kind]) for kind in Readout}
+            for more in ({"backend_reset": reset}, {})
+        ]
         self._chains = [self._chain(sequence) for sequence in range(n)]
         self.configs = (C.llama_sampler_seq_config * n)()
         for sequence, chain in enumerate(self._chains):
@@ -128,42 +187,36 @@ class Readouts:
         params = C.llama_sampler_chain_default_params()
         params.no_perf = True
         chain = int(ggml.chain_init(params))
-        interface = self._interface if sequence else self._first_interface
-        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(interface), int(self.kinds[sequence])))
+        interface = self._interfaces[sequence > 0][self.kinds[sequence]]
+        ggml.chain_add(chain, ggml.sampler_init(ctypes.byref(interface), None))
         return chain
-
-    def _safe(self, callback: Callable[..., Result], otherwise: Result) -> Callable[..., Result]:
-        """`callback`, with what it raises kept in `error`: C can not carry it."""
-
-        def call(*arguments: Any) -> Result:
-            try:
-                return callback(*arguments)
-            except BaseException as error:
-                self.error = error
-                return otherwise
-
-        return call
 
     # --- callbacks -----------------------------------------------------------------------------------------
 
     def _prepare(self, _sampler: int, buffer_type: int, _rows: int) -> bool:
-        """Put the masks where the logits will be, once; whether the device has all that is needed."""
-        if not self._memory:
-            self._memory = ggml.init(ggml.InitParams(256 * ggml.tensor_overhead(), None, True))
-            if device := ggml.device_of(buffer_type):  # plain host memory has none, and can do everything
-                self._refuse(device)
-            self._place_masks(buffer_type)
+        """Put the constants where the logits will be, once; whether the device has all that is needed."""
+        try:
+            if not self._memory:
+                if 3 * n_blocks(self._n_vocab) + 2 * self._n_ends > self._n_vocab:
+                    self.refused = f"a row has no room for {self._n_ends} ends of generation"
+                self._constants = self._place(buffer_type)
+                if device := ggml.device_of(buffer_type):  # plain host memory has none, and can do everything
+                    self._refuse(device)
+        except BaseException as error:
+            self.error = error
+            return False
         return not self.refused
 
     def _refuse(self, device: int) -> None:
-        logits = ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 2)
-        self._ids = ggml.new_tensor(self._memory, ggml.I32, self._n_vocab, 1)
+        memory = ggml.init(ggml.InitParams(256 * ggml.tensor_overhead(), None, True))
+        logits = ggml.new_tensor(memory, ggml.F32, self._n_vocab, 2)
         for kind in Readout:
-            figures, _, candidates, values = self._outputs(self._memory, kind, logits, 2, logits, logits)
-            for tensor in filter(None, (figures, candidates, values)):
+            outputs = self._outputs(memory, kind, logits, 2)
+            for tensor in filter(None, (outputs.figures, outputs.candidates, outputs.values)):
                 missing = self._missing(device, tensor)
                 if missing:
                     self.refused = f"{ggml.device_name(device).decode()} has no {missing}"
+        ggml.free(memory)
 
     def _missing(self, device: int, tensor: int) -> str | None:
         """An operation on the way to `tensor` that the device does not have."""
@@ -177,93 +230,135 @@ class Readouts:
             seen.update(ahead)
         return None
 
-    def _place_masks(self, buffer_type: int) -> None:
-        """Shapes: [n_vocab]. None for padding where there is none. The ids go with them."""
-        ggml.free(self._memory)
-        self._memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
-        banned = [ids for ids in (self._padding, {*self._padding, *self._ends}) if ids]
-        tensors = [ggml.new_tensor(self._memory, ggml.F32, self._n_vocab, 1) for _ in banned]
-        self._ids = ggml.new_tensor(self._memory, ggml.I32, self._n_vocab, 1)
+    def _place(self, buffer_type: int) -> _Constants:
+        """Fill the constants in memory of their own."""
+        size = self._n_vocab
+        blocks = n_blocks(size)
+        no_padding, no_end = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        no_padding[self.n_real :] = no_end[self.n_real :] = no_end[self._ends] = -np.inf
+        self._lowest = int(no_end.argmax())
+        nothing = (no_end < 0).reshape(blocks, -1).all(axis=1)
+        starts = np.where(nothing, -size, np.arange(0, size, size // blocks)).astype(np.float32)
+        ends = np.tile(np.array(self._ends[: self._n_ends], np.float32), SLAB)
+        arrays: list[npt.NDArray[np.float32 | np.int32] | None] = [
+            np.arange(size, dtype=np.int32),
+            starts,
+            no_padding if no_padding.any() else None,
+            no_end if no_end.any() else None,
+            ends if ends.size else None,
+        ]
+        self._memory = ggml.init(ggml.InitParams(len(arrays) * ggml.tensor_overhead(), None, True))
+        tensors = [0] * len(arrays)
+        for i, array in enumerate(arrays):
+            if array is not None:
+                dtype = ggml.I32 if array.dtype == np.int32 else ggml.F32
+                tensors[i] = ggml.new_tensor(self._memory, dtype, array.size, 1)
         self._buffer = ggml.alloc_tensors(self._memory, buffer_type) or 0
         if not self._buffer:
             raise LlamaError("no memory on the device for masks of banned tokens")
-        for tensor, ids in zip(tensors, banned, strict=True):
-            mask = np.zeros(self._n_vocab, np.float32)
-            mask[list(ids)] = -np.inf
-            ggml.tensor_set(tensor, mask.ctypes.data, 0, mask.nbytes)
-        order = np.arange(self._n_vocab, dtype=np.int32)
-        ggml.tensor_set(self._ids, order.ctypes.data, 0, order.nbytes)
-        self._no_end = tensors[-1] if tensors else 0
-        self._no_padding = tensors[0] if self._padding else 0
+        for tensor, array in zip(tensors, arrays, strict=True):
+            if array is not None:
+                ggml.tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
+        return _Constants(*tensors)
 
-    def _build(self, sampler: int, memory: int, _graph: int, data: int) -> None:
-        """Add one row's outputs to the graph: views of what is computed for its whole slab."""
-        kind = Readout(ggml.Sampler.from_address(sampler).context)
-        outputs = ggml.SamplerData.from_address(data)
-        view = ggml.Tensor.from_address(outputs.logits)
-        whole, row, n_rows = outputs.logits, 0, 1
-        if view.view_src:  # not in llama.cpp's probe of how many nodes a chain adds
-            padded = ggml.Tensor.from_address(view.view_src)
-            row = view.view_offs // padded.nb[1]
-            # all rows and a dummy: the original has no dummy, and needs no copy
-            whole = padded.src[0] if padded.op == ggml.PAD else view.view_src
-            n_rows = ggml.Tensor.from_address(whole).ne[1]
-        n_vocab = view.ne[0]
-        outputs.logits = None
-        if row >= n_rows:
-            return
-        if kind is Readout.ROW:
-            outputs.logits = ggml.view_1d(memory, whole, n_vocab, 4 * n_vocab * row)
-            return
-        slab, place = divmod(row, SLAB)
-        key = whole, slab, kind
-        if key not in self._shared or not view.view_src:
-            n = min(SLAB, n_rows - slab * SLAB)
-            logits = whole
-            if n < n_rows:
-                logits = ggml.view_2d(memory, whole, n_vocab, n, 4 * n_vocab, 4 * n_vocab * SLAB * slab)
-            masks = (self._no_padding, self._no_end) if n_vocab == self._n_vocab else (0, 0)
-            self._shared[key] = self._outputs(memory, kind, logits, n, *masks)
-        figures, width, candidates, values = self._shared[key]
-        outputs.probs = ggml.view_1d(memory, figures, width, 4 * width * place)
-        if candidates:
-            k = self._n_candidates(n_vocab)
-            outputs.candidates = ggml.view_1d(memory, candidates, k, 4 * k * place)
-            outputs.logits = ggml.view_1d(memory, values, k, 4 * k * place)
+    def _reset(self, _sampler: int) -> None:
+        self._whole = None
+        for slabs in self._slabs.values():
+            slabs.clear()
 
-    def _outputs(
-        self, memory: int, kind: Readout, logits: int, n: int, no_padding: int, no_end: int
-    ) -> tuple[int, int, int, int]:
-        """For `logits` [n_vocab, n]: figures [width, n], their width, candidates [k, n], their logits [k, n].
+    def _builder(self, kind: Readout) -> Callable[[int, int, int, int], None]:
+        """Adds one row's outputs to the graph: views of what is computed for its whole slab.
 
-        A copy to the host for each row costs more than what is in it, so the figures are all that most kinds
-        have: BEST the two tokens and the sum of the logits, which is finite if they all are; GUESS the token
-        and its probability; TOP_K the sum. Tokens are whole numbers below 2^24, exact as F32.
+        Called for each sequence id, with row 0 for those that have none: up to 160 times for a graph, so only
+        the first call takes its time. Idle ids get views of their own, although one would do for all: a graph
+        with as many nodes as the last one needs no new plan of its memory.
         """
-        n_vocab = ggml.Tensor.from_address(logits).ne[0]
+        slabs, view_1d = self._slabs[kind], ggml.view_1d
+        data_at, view_at = ggml.SamplerData.from_address, ggml.View.from_address
+        logits, probs, candidates, view = ggml.LOGITS, ggml.PROBS, ggml.CANDIDATES, ggml.VIEW
+
+        def build(_sampler: int, memory: int, _graph: int, data: int) -> None:
+            try:
+                outputs = data_at(data)
+                row = outputs[logits]
+                place = view_at(row + view)
+                whole = self._whole
+                if whole is None or place[0] != whole.padded or not whole.padded:
+                    whole = self._look(row, place[0])
+                outputs[logits] = 0
+                index = place[1] // whole.row_bytes
+                if index >= whole.n_rows:
+                    return
+                if kind is Readout.ROW:
+                    outputs[logits] = view_1d(memory, whole.logits, whole.n_vocab, place[1])
+                    return
+                at = index % SLAB
+                slab = slabs.get(index - at)
+                if slab is None:
+                    slab = slabs[index - at] = self._slab(memory, kind, whole, index - at)
+                figures, width, ids, values, k = slab
+                outputs[probs] = view_1d(memory, figures, width, 4 * width * at)
+                if k:
+                    outputs[candidates] = view_1d(memory, ids, k, 4 * k * at)
+                    outputs[logits] = view_1d(memory, values, k, 4 * k * at)
+            except BaseException as error:
+                self.error = error
+
+        return build
+
+    def _look(self, row: int, source: int) -> _Whole:
+        """Find the rows that `row` is one of: itself alone in llama.cpp's probe of how many nodes are added,
+        where it is no view (`source`) and nothing of an earlier graph is of use."""
+        self._reset(0)
+        logits, size = source or row, ggml.Tensor.from_address(row).ne[0]
+        if source and ggml.Tensor.from_address(source).op == ggml.PAD:
+            # all rows and a dummy: the original has no dummy, and needs no copy
+            logits = ggml.Tensor.from_address(source).src[0]
+        n = ggml.Tensor.from_address(logits).ne[1]
+        self._whole = _Whole(source, logits, n, size, 4 * size)
+        return self._whole
+
+    def _slab(self, memory: int, kind: Readout, whole: _Whole, start: int) -> _Outputs:
+        n, size, logits = min(SLAB, whole.n_rows - start), whole.n_vocab, whole.logits
+        if n < whole.n_rows:
+            logits = ggml.view_2d(memory, logits, size, n, whole.row_bytes, whole.row_bytes * start)
+        return self._outputs(memory, kind, logits, n)
+
+    def _outputs(self, memory: int, kind: Readout, logits: int, n: int) -> _Outputs:
+        """What is read out of `logits` [n_vocab, n], without the rows around them."""
+        size = int(ggml.Tensor.from_address(logits).ne[0])
+        blocks = n_blocks(size)
+        width, count = size // blocks, blocks * n
+        pieces = ggml.reshape_3d(memory, logits, width, count, 1)
         if kind is Readout.GUESS:
-            best = self._best(memory, logits, n)
-            # without a single number among the logits, argmax finds -1
-            place = ggml.cast(memory, ggml.clamp(memory, best, 0.0, float(n_vocab - 1)), ggml.I32)
-            chances = ggml.reshape_3d(memory, ggml.soft_max(memory, logits), 1, n_vocab, n)
-            chance = ggml.get_rows(memory, chances, ggml.reshape_3d(memory, place, 1, n, 1))
-            chance = ggml.reshape_3d(memory, chance, 1, n, 1)
-            return ggml.concat(memory, best, chance, 0), 2, 0, 0
-        sums = ggml.sum_rows(memory, logits)
-        allowed = ggml.add(memory, logits, no_padding) if no_padding else logits
+            best, places = best_places(memory, pieces, width, count)
+            values = at_places(memory, pieces, width, count, places)
+            chances = at_places(memory, ggml.soft_max(memory, pieces), width, count, places)
+            each = [ggml.reshape_3d(memory, tensor, blocks, n, 1) for tensor in (best, values, chances)]
+            figures = ggml.concat(memory, ggml.concat(memory, each[0], each[1], 0), each[2], 0)
+            return _Outputs(figures, 3 * blocks)
+        constants = self._constants
+        if constants is None or size != self._n_vocab:  # the probe again: what is in them does not matter
+            ids = ggml.new_tensor(memory, ggml.I32, size, 1)
+            constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
+        sums = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
         if kind is Readout.TOP_K:
-            ids = self._ids if n_vocab == self._n_vocab else ggml.new_tensor(memory, ggml.I32, n_vocab, 1)
-            return sums, 1, *top_k(memory, allowed, ids, self._n_candidates(n_vocab))
-        going_on = ggml.add(memory, logits, no_end) if no_end else logits
-        tokens = ggml.concat(memory, self._best(memory, allowed, n), self._best(memory, going_on, n), 0)
-        return ggml.concat(memory, tokens, sums, 0), 3, 0, 0
-
-    @staticmethod
-    def _best(memory: int, logits: int, n: int) -> int:
-        """The best tokens, as F32: shape [1, n]."""
-        found = ggml.cast(memory, ggml.argmax(memory, logits), ggml.F32)
-        return int(ggml.reshape_3d(memory, found, 1, n, 1))
-
-    @staticmethod
-    def _n_candidates(n_vocab: int) -> int:
-        return min(N_CANDIDATES, int(n_vocab))
+            allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
+            k = min(N_CANDIDATES, size)
+            return _Outputs(sums, blocks, *top_k(memory, allowed, constants.ids, k), k)
+        going_on = ggml.add(memory, logits, constants.no_end) if constants.no_end else logits
+        best = ggml.argmax(memory, ggml.reshape_3d(memory, going_on, width, count, 1))
+        tokens = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.F32), blocks, n, 1)
+        # argmax finds -1 or anything in a block without a token to choose: its start is so low that it comes
+        # to the lowest token that can be chosen, which says nothing new
+        tokens = ggml.add(memory, tokens, constants.starts)
+        tokens = ggml.clamp(memory, tokens, float(self._lowest), float(size - 1))
+        if constants.ends:
+            ends = ggml.view_2d(memory, constants.ends, self._n_ends, n, 4 * self._n_ends, 0)
+            tokens = ggml.concat(memory, ends, tokens, 0)
+        n_tokens = ggml.Tensor.from_address(tokens).ne[0]
+        places = ggml.reshape_3d(memory, ggml.cast(memory, tokens, ggml.I32), n_tokens, n, 1)
+        values = ggml.get_rows(memory, ggml.reshape_3d(memory, logits, 1, size, n), places)
+        values = ggml.reshape_3d(memory, values, n_tokens, n, 1)
+        figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), sums, 0)
+        return _Outputs(figures, 2 * n_tokens + blocks)

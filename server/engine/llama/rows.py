@@ -1,4 +1,8 @@
-"""The rows of one decode, as far as they came back to the host."""
+"""The rows of one decode, as far as they came back to the host.
+
+What the device leaves open is done here for all rows at once: it finds the best token of each block of a row,
+and adds up each block (readout.py). `_Outputs` there says how the figures of a row are laid out.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import ggml
-from .readout import N_CANDIDATES, Readout
+from .readout import N_CANDIDATES, Readout, n_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
+    Tokens = npt.NDArray[np.int32]
+    Numbers = npt.NDArray[np.float32]
 
-WIDTHS = {Readout.BEST: 3, Readout.TOP_K: 1, Readout.GUESS: 2}
-"""How many figures a row has: see `Readouts._outputs`."""
+
+def best_tokens(figures: Numbers, blocks: int) -> Tokens:
+    """Of BEST's figures [rows, width]: the best token of each row, of several the lowest."""
+    n = (figures.shape[1] - blocks) // 2
+    tokens, logits = figures[:, :n], figures[:, n : 2 * n]
+    best = logits.argmax(axis=1)
+    if best.min() >= n - blocks:  # of blocks, which are in order
+        found = tokens[np.arange(len(best)), best]
+    else:  # an end, which may have no more than the best of a block
+        highest = logits.max(axis=1, keepdims=True)
+        found = np.where(logits == highest, tokens, np.float32(2**24)).min(axis=1)
+    return np.asarray(found, np.int32)
+
+
+def best_but_ends(figures: Numbers, blocks: int) -> Tokens:
+    """The same without the tokens that end a generation."""
+    n = (figures.shape[1] - blocks) // 2
+    best = figures[:, 2 * n - blocks : 2 * n].argmax(axis=1)
+    return np.asarray(figures[np.arange(len(best)), n - blocks + best], np.int32)
+
+
+def guesses(figures: Numbers, width: int) -> tuple[Tokens, Numbers]:
+    """Of GUESS's figures [rows, 3 * blocks]: each row's best token and its probability, if its logits are
+    finite. `width` is that of a block."""
+    blocks, rows = figures.shape[1] // 3, np.arange(len(figures))
+    places, logits, chances = (figures[:, i * blocks : (i + 1) * blocks] for i in range(3))
+    best = logits.argmax(axis=1)  # a NaN wins
+    highest = logits[rows, best]
+    with np.errstate(invalid="ignore"):
+        # a block's exponentials come to that of its highest logit, over what this is of them
+        total = (np.exp(logits - highest[:, None]) / chances).sum(axis=1)
+    return best.astype(np.int32) * width + places[rows, best].astype(np.int32), 1 / total
 
 
 class Rows:
@@ -33,17 +69,27 @@ class Rows:
         self.kinds: Sequence[Readout] = ()
         """Of each row."""
         self._n_candidates = min(N_CANDIDATES, n_vocab)
+        self._blocks = n_blocks(n_vocab)
+        self._width = n_vocab // self._blocks
+        self._ones = np.ones(self._blocks, np.float32)
+        self._context = context
+        self._n_figures = {Readout.BEST: 0, Readout.TOP_K: self._blocks, Readout.GUESS: 3 * self._blocks}
+        """Numbers of a row; for BEST, with two for each end of generation, as many as the first came with."""
         self._indices: Sequence[int] = ()
-        self._raw: npt.NDArray[np.float32] | None = None
+        self._raw: Numbers | None = None
+        self._reduced = False
+        """Whether these two are known yet."""
+        self._tokens: list[int] = []
+        """The best of each row."""
+        self._checks: list[float] = []
+        """For each row its probability, or a sum of its logits: finite if the row is usable."""
         self._candidates = _Output(context, ggml.sampled_candidates, np.int32, n_vocab)
         self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
         self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
 
-    def fill(
-        self, kinds: Sequence[Readout], indices: Sequence[int], raw: npt.NDArray[np.float32] | None
-    ) -> Rows:
+    def fill(self, kinds: Sequence[Readout], indices: Sequence[int], raw: Numbers | None) -> Rows:
         """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out."""
-        self.kinds, self._indices, self._raw = kinds, indices, raw
+        self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
         for output in (self._candidates, self._logits, self._figures):
             output.rows = None
         return self
@@ -51,19 +97,21 @@ class Rows:
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
+    def logits(self, row: int) -> Numbers:
         """Shape [n_vocab], writable. For ROW."""
         whole = self._logits.of(self._indices, row) if self._raw is None else self._raw
-        logits: npt.NDArray[np.float32] = whole[row]
+        logits: Numbers = whole[row]
         return logits
 
     def best(self, row: int) -> int:
         """For BEST and GUESS. Raises FloatingPointError when there are no usable logits."""
-        return int(self._checked(row)[0])
+        self._check(row)
+        return self._tokens[row]
 
     def best_but_end(self, row: int) -> int:
         """The best token that does not end a generation. For BEST. Raises as `best` does."""
-        return int(self._checked(row)[1])
+        self._check(row)
+        return int(best_but_ends(self._of(Readout.BEST)[row : row + 1], self._blocks)[0])
 
     def all_best(self) -> list[int] | None:
         """The best token of every row at once; None if a row has been read out in another way, or can not be
@@ -76,15 +124,13 @@ class Rows:
             return ids.tolist() if usable else None
         if max(self.kinds) > Readout.BEST:
             return None
-        figures = self._figures.of(self._indices, 0)[: len(self), :3]
-        if not np.isfinite(figures[:, 2]).all():
-            return None
-        best: list[int] = figures[:, 0].astype(np.int32).tolist()
-        return best
+        if not self._reduced:
+            self._reduce()
+        return self._tokens if all(map(math.isfinite, self._checks)) else None
 
     def candidates(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and logits of the best tokens, in no order. For TOP_K. Raises as `best` does."""
-        self._checked(row)
+        self._check(row)
         n = self._n_candidates
         return (
             self._candidates.of(self._indices, row)[row, :n],
@@ -93,15 +139,45 @@ class Rows:
 
     def probability(self, row: int) -> float:
         """How likely the best token is. For GUESS."""
-        return float(self._figures.of(self._indices, row)[row, 1])
+        if not self._reduced:
+            self._reduce()
+        return self._checks[row]
 
-    def _checked(self, row: int) -> npt.NDArray[np.float32]:
-        """The figures of a row, the last of which is finite if its logits are."""
-        figures: npt.NDArray[np.float32] = self._figures.of(self._indices, row)[
-            row, : WIDTHS[self.kinds[row]]
-        ]
-        if not math.isfinite(figures[-1]):
-            raise FloatingPointError(f"the logits of a row come to {figures[-1]}")
+    def _check(self, row: int) -> None:
+        if not self._reduced:
+            self._reduce()
+        if not math.isfinite(self._checks[row]):
+            raise FloatingPointError(f"the logits of a row come to {self._checks[row]}")
+
+    def _reduce(self) -> None:
+        """Finish what the device left open, for all rows with figures."""
+        n = len(self.kinds)
+        self._tokens, self._checks, self._reduced = [0] * n, [math.nan] * n, True
+        for kind in (Readout.BEST, Readout.TOP_K, Readout.GUESS):
+            count = self.kinds.count(kind)
+            if count == n:
+                self._tokens, self._checks = self._finish(kind, self._of(kind))
+            elif count:  # the other rows' memory holds anything
+                rows = [row for row in range(n) if self.kinds[row] is kind]
+                tokens, checks = self._finish(kind, self._of(kind)[rows])
+                for row, token, check in zip(rows, tokens, checks, strict=True):
+                    self._tokens[row], self._checks[row] = token, check
+
+    def _finish(self, kind: Readout, figures: Numbers) -> tuple[list[int], list[float]]:
+        if kind is Readout.GUESS:
+            tokens, chances = guesses(figures, self._width)
+            return tokens.tolist(), chances.tolist()
+        # times 1 and added up: `sum` takes longer, and warns of what may be in there
+        checks = figures[:, -self._blocks :].dot(self._ones).tolist()
+        best = best_tokens(figures, self._blocks).tolist() if kind is Readout.BEST else [0] * len(figures)
+        return best, checks
+
+    def _of(self, kind: Readout) -> Numbers:
+        """The figures of a kind of rows, of which there must be one: shape [rows, figures]."""
+        row = self.kinds.index(kind)
+        if not self._n_figures[kind]:
+            self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row]))
+        figures: Numbers = self._figures.of(self._indices, row)[: len(self.kinds), : self._n_figures[kind]]
         return figures
 
 

@@ -51,12 +51,21 @@ def _block(size: int, k: int) -> int:
 
 def _maxima(memory: int, rows: int, width: int, blocks: int, n: int) -> int:
     """The highest number of each block: shape [blocks, n]."""
-    best = ggml.argmax(memory, ggml.reshape_3d(memory, rows, width, blocks * n, 1))
+    _, places = best_places(memory, rows, width, blocks * n)
+    return int(ggml.reshape_3d(memory, at_places(memory, rows, width, blocks * n, places), blocks, n, 1))
+
+
+def best_places(memory: int, rows: int, width: int, n: int) -> tuple[int, int]:
+    """Where in each of the `n` blocks of `width` numbers the highest is: F32 [n], and I32 for `at_places`."""
+    best = ggml.argmax(memory, ggml.reshape_3d(memory, rows, width, n, 1))
     # argmax finds -1 where all are -inf or no numbers
     best = ggml.clamp(memory, ggml.cast(memory, best, ggml.F32), 0.0, float(width - 1))
-    best = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.I32), 1, blocks * n, 1)
-    each = ggml.reshape_3d(memory, rows, 1, width, blocks * n)
-    return int(ggml.reshape_3d(memory, ggml.get_rows(memory, each, best), blocks, n, 1))
+    return best, ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.I32), 1, n, 1)
+
+
+def at_places(memory: int, rows: int, width: int, n: int, places: int) -> int:
+    """The number at its place in each block: shape [1, 1, n]."""
+    return int(ggml.get_rows(memory, ggml.reshape_3d(memory, rows, 1, width, n), places))
 
 
 def _flat(memory: int, top: int, length: int) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
@@ -18,13 +22,14 @@ from server.engine.llama import (
     supports_gpu,
 )
 from server.engine.llama.devices import _dev_get
+from server.engine.llama.readout import Readouts, n_blocks
+from server.engine.llama.rows import best_but_ends, best_tokens, guesses
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
 from server.engine.warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -107,7 +112,7 @@ def test_the_best_token(model: Model, logits: npt.NDArray[np.float32]) -> None:
 
 def test_what_is_banned_does_not_come_back(model: Model, logits: npt.NDArray[np.float32]) -> None:
     """The masks themselves: with every token but one banned, that is the best everywhere."""
-    only = model.n_real // 2
+    only = 300
     narrow = Model.__new__(Model)
     narrow.__dict__.update(model.__dict__, n_real=only + 1, eog_ids=frozenset(range(only)))
     context = make(narrow, Readout.BEST)
@@ -207,14 +212,184 @@ def operation(tensor: int) -> str:
     return str(ggml.op_name(ggml.Tensor.from_address(tensor).op).decode())
 
 
-def test_unusable_logits_are_noticed() -> None:
-    rows = Rows(0, 4, 4)
-    rows.fill([Readout.BEST, Readout.BEST], [0, 1], None)
-    rows._figures.rows = np.array([[2.0, 3.0, 7.5, 0.0], [3.0, 3.0, np.nan, 0.0]], np.float32)
-    assert (rows.best(0), rows.best_but_end(0)) == (2, 3)
+def test_too_many_ends_for_a_row_stay_with_the_host(model: Model) -> None:
+    ended = Model.__new__(Model)
+    ended.__dict__.update(model.__dict__, eog_ids=frozenset(range(model.n_real - 1)))
+    context = make(ended, Readout.BEST)
+    assert "no room" in context.readouts.refused
+    assert decode(context, 1).logits(0).shape == (model.n_vocab,)
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "blocks"),
+    [(248_320, 128), (151_936, 128), (3712, 128), (50_257, 29), (32_003, 1), (96, 6), (31, 1), (4, 1)],
+)
+def test_rows_are_cut_into_equal_blocks(n_vocab: int, blocks: int) -> None:
+    """Few where the vocabulary has no divisor that would do, as a prime number of tokens."""
+    assert n_blocks(n_vocab) == blocks
+
+
+SIZES = [1, 31, 30 * 31, 128 * 40]
+"""Vocabularies of one block and of many."""
+
+
+def logits_of(n_vocab: int, n: int = 40) -> npt.NDArray[np.float32]:
+    """Coarse, so that some rows have several best tokens."""
+    return np.random.default_rng(n_vocab).normal(0, 3, (n, n_vocab)).round(1).astype(np.float32)
+
+
+def best_figures(
+    logits: npt.NDArray[np.float32], ends: list[int], n_real: int
+) -> tuple[npt.NDArray[np.float32], int]:
+    """What the device would give for BEST, and the number of blocks."""
+    n, n_vocab = logits.shape
+    blocks = n_blocks(n_vocab)
+    going_on = logits.copy()
+    going_on[:, n_real:] = going_on[:, ends] = -np.inf
+    local = going_on.reshape(n, blocks, -1).argmax(axis=2)
+    tokens = local + np.arange(0, n_vocab, n_vocab // blocks)
+    banned = np.isinf(going_on.reshape(n, blocks, -1)).all(axis=2)
+    tokens[banned] = np.isfinite(going_on[0]).argmax()
+    tokens = np.concatenate([np.tile(ends, (n, 1)), tokens], axis=1).astype(np.int64)
+    sums = logits.reshape(n, blocks, -1).sum(axis=2)
+    values = np.take_along_axis(logits, tokens, axis=1)
+    return np.concatenate([tokens, values, sums], axis=1).astype(np.float32), blocks
+
+
+@pytest.mark.parametrize("ends", [0, 1, 5])
+@pytest.mark.parametrize("n_vocab", SIZES[1:])
+def test_the_best_of_blocks(n_vocab: int, ends: int) -> None:
+    logits, n_real = logits_of(n_vocab), n_vocab - n_vocab // 10
+    banned = np.random.default_rng(1).permutation(n_real)[:ends]
+    logits[: len(logits) // 2, banned] += 5  # an end is the best, or as good as the best
+    figures, blocks = best_figures(logits, sorted(banned.tolist()), n_real)
+    assert best_tokens(figures, blocks).tolist() == logits[:, :n_real].argmax(axis=1).tolist()
+    logits[:, banned] = -np.inf
+    assert best_but_ends(figures, blocks).tolist() == logits[:, :n_real].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("n_vocab", SIZES)
+def test_the_probability_from_blocks(n_vocab: int) -> None:
+    logits = logits_of(n_vocab)
+    n, blocks = len(logits), n_blocks(n_vocab)
+    found = guesses(guess_figures(logits), n_vocab // blocks)
+    assert found[0].tolist() == logits.argmax(axis=1).tolist()
+    chances = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found[1], chances.max(axis=1), rtol=1e-5)
+    for spoilt in (np.nan, np.inf):
+        bad = logits.copy()
+        bad[np.arange(n), np.arange(n) % n_vocab] = spoilt
+        assert np.isnan(guesses(guess_figures(bad), n_vocab // blocks)[1]).all()
+
+
+def guess_figures(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """What the device would give for GUESS. Its argmax passes over NaN."""
+    pieces = logits.reshape(len(logits), n_blocks(logits.shape[1]), -1)
+    places = np.where(np.isnan(pieces), -np.inf, pieces).argmax(axis=2)
+    with np.errstate(invalid="ignore"):
+        chances = np.exp(pieces - pieces.max(axis=2, keepdims=True))
+        chances /= chances.sum(axis=2, keepdims=True)
+    each = [np.take_along_axis(found, places[:, :, None], axis=2)[:, :, 0] for found in (pieces, chances)]
+    return np.concatenate([places, *each], axis=1).astype(np.float32)
+
+
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])
+def test_unusable_logits_are_noticed(spoilt: float) -> None:
+    logits = logits_of(30 * 31, 3)
+    expected = logits.argmax(axis=1).tolist()
+    logits[1, 77] = spoilt
+    figures, blocks = best_figures(logits, [3, 4], 900)
+    rows = Rows(0, logits.shape[1], 900)
+
+    def fill(kinds: list[Readout], figures: npt.NDArray[np.float32]) -> None:
+        rows.fill(kinds, range(len(kinds)), None)
+        rows._n_figures[Readout.BEST] = 2 * (blocks + 2) + blocks
+        rows._figures.rows = np.pad(figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan)
+
+    fill([Readout.BEST] * 3, figures)
     assert rows.all_best() is None
-    with pytest.raises(FloatingPointError, match="nan"):
-        rows.best(1)
+    assert (rows.best(0), rows.best(2), rows.best_but_end(2)) == (expected[0], expected[2], expected[2])
+    for ask in (rows.best, rows.best_but_end):
+        with pytest.raises(FloatingPointError, match="come to"):
+            ask(1)
+    fill([Readout.BEST] * 2, figures[[0, 2]])
+    assert rows.all_best() == [expected[0], expected[2]]
+    if spoilt != -np.inf:  # that a chance of nothing is none is right
+        fill([Readout.GUESS] * 3, guess_figures(logits))
+        assert rows.best(0) == expected[0]
+        with pytest.raises(FloatingPointError):
+            rows.best(1)
+    # a row of another kind in between, with anything in its memory
+    fill([Readout.BEST, Readout.ROW, Readout.BEST], figures)
+    assert (rows.best(0), rows.best(2), rows.all_best()) == (expected[0], expected[2], None)
+
+
+def computed(
+    kind: Readout, logits: npt.NDArray[np.float32], ends: list[int], n_real: int
+) -> npt.NDArray[np.float32]:
+    """The figures that the graph finds for any logits, without a model in front of it."""
+    logits, (n, n_vocab) = np.ascontiguousarray(logits), logits.shape
+    model = SimpleNamespace(n_vocab=n_vocab, n_real=n_real, eog_ids=frozenset(ends))
+    readouts = Readouts(cast("Model", model), 1, kind)
+    buffer_type = ggml.quick("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+    readouts._constants = readouts._place(buffer_type)
+    memory = ggml.init(ggml.InitParams(40 * logits.nbytes + 2**20, None, False))
+    whole = ggml.new_tensor(memory, ggml.F32, n_vocab, n)
+    ctypes.memmove(ggml.Tensor.from_address(whole).data, logits.ctypes.data, logits.nbytes)
+    outputs = readouts._outputs(memory, kind, whole, n)
+    graph = ggml.quick("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(memory)
+    ggml.quick("ggml_build_forward_expand", None, ctypes.c_void_p, ctypes.c_void_p)(graph, outputs.figures)
+    compute: Any = ctypes.CDLL(
+        str(Path(C._lib._name).with_name("libggml-cpu.so"))
+    ).ggml_graph_compute_with_ctx
+    compute.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    assert compute(memory, graph, 1) == 0
+    found = np.empty((n, outputs.width), np.float32)
+    ctypes.memmove(found.ctypes.data, ggml.Tensor.from_address(outputs.figures).data, found.nbytes)
+    ggml.free(memory)
+    readouts.close()
+    return found
+
+
+@pytest.mark.parametrize("n_vocab", [97, 31 * 32, 3712, 248_320])
+@pytest.mark.parametrize("n_ends", [0, 5])
+def test_any_logits(n_vocab: int, n_ends: int) -> None:
+    """What the graph and the host find together; one row of three is spoilt."""
+    rng, n_real = np.random.default_rng(n_vocab), n_vocab - n_vocab // 20
+    ends = sorted(rng.permutation(n_real)[:n_ends].tolist())
+    logits = rng.normal(0, 3, (3, n_vocab)).astype(np.float32)
+    logits[0, ends] += 20
+    logits[:, n_real:] = 50  # the padding would win
+    blocks = n_blocks(n_vocab)
+    real = logits[:, :n_real].copy()
+    clean = computed(Readout.BEST, logits, ends, n_real)
+    best = best_tokens(clean, blocks)
+    assert best.tolist() == real.argmax(axis=1).tolist()
+    sums = logits.reshape(3, blocks, -1).sum(axis=2, dtype=float)
+    np.testing.assert_allclose(clean[:, -blocks:], sums, rtol=1e-4, atol=1e-2)
+    real[:, ends] = -np.inf
+    assert best_but_ends(clean, blocks).tolist() == real.argmax(axis=1).tolist()
+
+    tokens, found = guesses(
+        computed(Readout.GUESS, logits[:, :n_real], [], n_real), n_real // n_blocks(n_real)
+    )
+    assert tokens.tolist() == logits[:, :n_real].argmax(axis=1).tolist()
+    chances = np.exp(logits[:, :n_real].astype(float))
+    np.testing.assert_allclose(found, (chances / chances.sum(axis=1, keepdims=True)).max(axis=1), rtol=1e-4)
+
+    for spoilt in (np.nan, np.inf, -np.inf):
+        logits[1, n_vocab // 3] = spoilt
+        for kind in (Readout.BEST, Readout.TOP_K):
+            sums = computed(kind, logits, ends, n_real)[:, -blocks:]
+            assert np.isfinite(sums).all(axis=1).tolist() == [True, False, True]
+        if spoilt != -np.inf:
+            _, found = guesses(computed(Readout.GUESS, logits, [], n_vocab), n_vocab // blocks)
+            assert np.isfinite(found).tolist() == [True, False, True]
+    logits[1] = np.nan
+    figures = computed(Readout.BEST, logits, ends, n_real)
+    assert best_tokens(figures, blocks)[[0, 2]].tolist() == best[[0, 2]].tolist()
+    assert np.isfinite(figures[:, -blocks:]).all(axis=1).tolist() == [True, False, True]
 
 
 def test_what_serves_what() -> None:
