@@ -136,17 +136,24 @@ class ServerProcess:
 
 
 async def start_all(servers: Iterable[ServerProcess]) -> list[StartError | None]:
-    """Start all at once; what failed is in its server's place. Another error stops them all and is raised."""
+    """Start one after the other: a server that measures the machine at its start must have it to itself.
+
+    What failed is in its server's place. Another error stops them all and is raised.
+    """
     servers = list(servers)
+    failures: list[StartError | None] = []
     try:
-        done = await asyncio.gather(*(server.start() for server in servers), return_exceptions=True)
-        for outcome in done:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, StartError):
-                raise outcome
+        for server in servers:
+            failure = None
+            try:
+                await server.start()
+            except StartError as error:
+                failure = error
+            failures.append(failure)
     except BaseException:
         await asyncio.gather(*(server.stop() for server in servers))
         raise
-    return [outcome if isinstance(outcome, StartError) else None for outcome in done]
+    return failures
 
 
 def free_port() -> int:

@@ -163,5 +163,5 @@ def warm_up(
     )
     if speculator is not None:
         greedy = Sampler(SamplingParams(), vocab, [])
-        speculator.measure(partial(runner.rehearse, greedy), 2.0 if on_gpu else 0.1)
+        speculator.measure(partial(runner.rehearse, greedy), 4.0 if on_gpu else 0.1)
     log.info("warm after %.1f s", perf_counter() - started)

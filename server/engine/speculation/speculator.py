@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .base import Order
 from .choice import Choice
 from .counts import DraftCounts
-from .times import FIRST
+from .times import FIRST, Mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
+
+TURNS = 3
+"""How often each of these has its turn, so that whatever holds the machine up for a while (another program,
+a clock that has yet to rise) spoils the least time of none."""
 
 LOOK = 8
 """Of steps that only decode, one after the other, every so many is learnt from."""
@@ -101,15 +105,16 @@ class Speculator:
 
         `rehearse(n, length)` verifies `length` rows of each of `n` sequences; `conclude` learns from it.
         """
+        shapes = [(1, length) for length in MEASURED]
+        shapes += [(n, length) for n in (2, 4, 8, 16) for length in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
-        several = [(n, MEASURED[:3]) for n in (2, 4, 8, 16) if n <= self._slots]
-        for n, lengths in [(1, MEASURED), *several]:
-            for length in lengths:
-                late = self._clock() > deadline and length > MEASURED[1]
-                if length > self._longest + 1 or n * length > self._most_rows or late:
-                    break
-                for _ in range(FIRST):
+        for turn in range(TURNS):
+            for n, length in shapes:
+                late = self._clock() > deadline and (turn or length > MEASURED[1])
+                if not late and length <= self._longest + 1 and n * length <= self._most_rows:
+                    rehearse(n, length)  # builds the graph
                     rehearse(n, length)
+        self.times.building = Mean(first=1)
         for length in MEASURED[:2] * FIRST:  # each time with another graph than the last
             if length <= self._longest + 1:
                 rehearse(1, length)

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 from time import sleep
+from typing import cast
 
 import pytest
 
@@ -115,6 +116,22 @@ async def test_one_failure_leaves_the_others(tmp_path: Path) -> None:
     finally:
         for server in servers:
             await server.stop()
+
+
+async def test_the_next_starts_when_the_one_before_is_ready() -> None:
+    said: list[str] = []
+
+    class Slow:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def start(self) -> None:
+            said.append(f"{self.name} begins")
+            await asyncio.sleep(0.01)
+            said.append(f"{self.name} is ready")
+
+    await start_all(cast("list[ServerProcess]", [Slow("one"), Slow("two")]))
+    assert said == ["one begins", "one is ready", "two begins", "two is ready"]
 
 
 async def test_cancelling_stops_what_is_starting(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class World:
             most_rows=144,
             clock=self.card.clock,
         )
-        self.speculator.measure(self._rehearse, 2.0)
+        self.speculator.measure(self._rehearse, 4.0)
         self.sequences = [self.newcomer(slot) for slot in range(n)]
         self.card.now, self.tokens = 0.0, 0
         self.lengths: list[int] = []

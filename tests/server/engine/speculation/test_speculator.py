@@ -120,6 +120,22 @@ def test_who_rests_is_not_planned_for() -> None:
     assert choose.call_count < 60
 
 
+def test_a_card_that_is_slow_at_first_is_not_thought_slow_for_ever() -> None:
+    """Clocks rise, another program starts beside it: every shape is measured again later."""
+    calls = 0
+
+    def rising(n: int, length: int) -> float:
+        nonlocal calls
+        calls += 1
+        return h200(n, length) * (4 if calls < 50 else 1)
+
+    times = World(table=rising, build=2e-3, snapshots=8).speculator.times
+    for length in (1, 2, 3, 5, 9):
+        assert times.of(1, length) == pytest.approx(h200(1, length), rel=0.02)
+    assert times.of(8, 1) == pytest.approx(h200(8, 1), rel=0.02)
+    assert times.building.value == pytest.approx(2e-3, rel=0.05)
+
+
 # --- several -----------------------------------------------------------------------------------------------
 
 
