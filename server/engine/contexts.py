@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_DRAFTING = 16
 """Most sequences that draft at once. A larger batch keeps the device busy with tokens that are certain."""
 
+HEAD_SPAN, HEAD_LEAST = 2048, 16_384
+"""Tokens of a sequence that the head looks back on, and those of all together at least."""
+
 ALONE = 2
 """Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may
 take a buffer for another state, which llama.cpp keeps."""
@@ -32,6 +35,13 @@ def n_holders(settings: EngineSettings) -> int:
     if settings.speculation == "off":
         return 0
     return min(settings.parallel, MAX_DRAFTING, MAX_SEQUENCES - settings.parallel)
+
+
+def head_cells(settings: EngineSettings) -> int:
+    """Tokens that the head's own cache holds: every one there is looked at whenever guesses are taken back,
+    and a guess needs no more than what came last."""
+    each = max(HEAD_SPAN, 2 * settings.mtp_window)
+    return min(settings.ctx_size, max(settings.parallel * each, HEAD_LEAST))
 
 
 def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
@@ -78,6 +88,7 @@ def head_options(settings: EngineSettings) -> ContextOptions:
     options = context_options(settings)
     return replace(
         options,
+        n_ctx=head_cells(settings),
         n_batch=max(options.n_seq, min(settings.batch_size, 512)),
         n_ubatch=min(settings.ubatch_size, 256),
         n_outputs=max(options.n_seq, WIDEST),

@@ -15,6 +15,7 @@ from .contexts import (
     ALONE,
     context_options,
     drafts_by_head,
+    head_cells,
     head_options,
     n_holders,
     n_sequences,
@@ -275,7 +276,7 @@ def _arrange(
         settling[on_host] += shape.layer_state[layer] * n_settling
     if drafts_by_head(settings, shape):
         weights[int(n_gpu == 0)] += shape.mtp_weights
-        kv[int(n_gpu == 0)] += kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
+        kv[int(n_gpu == 0)] += kv_bytes(shape.mtp_kv_elements, settings) * head_cells(settings)
     weights[1] += shape.input_weights
     weights[int(n_gpu == 0)] += shape.output_weights
     if n_gpu == 0 and shape.output_is_tied:
@@ -347,7 +348,7 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
     if holders := n_holders(settings):
         freed = usage.states * holders // n_seq
         if drafts_by_head(settings, shape):
-            freed += shape.mtp_weights + kv_bytes(shape.mtp_kv_elements, settings) * settings.ctx_size
+            freed += shape.mtp_weights + kv_bytes(shape.mtp_kv_elements, settings) * head_cells(settings)
         if freed >= short:
             helps.append("speculation=off")
     freed = usage.states - usage.states // (1 + settings.mtp_snapshots) + usage.settling

@@ -40,7 +40,8 @@ def build_speculator(
         context.keep_hidden()
         # where the host reads the rows, it computes them, too, and a row that counts for nothing costs most
         widest = WIDEST if head.readouts.active else 0
-        mtp = MtpDrafter(head, settings.mtp_window, draft_times, widest=widest)
+        span = max(settings.mtp_window + 1, head.n_ctx // settings.parallel)
+        mtp = MtpDrafter(head, settings.mtp_window, draft_times, span=span, widest=widest)
     return Speculator(
         context,
         Rollback(context, holders.start, alone),

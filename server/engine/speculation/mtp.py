@@ -50,6 +50,8 @@ class Reading:
     fed: int = 0
     first: int = 0
     end: int = 0
+    oldest: int = 0
+    """The first position of which its cache may still have the entry."""
     depth: int | None = None
     """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
 
@@ -66,6 +68,7 @@ class SavedReading:
     rows: npt.NDArray[np.float32]
     first: int
     fed: int
+    oldest: int
     cache: npt.NDArray[np.uint8] | None
     """None where nothing was fed."""
 
@@ -85,9 +88,14 @@ class MtpDrafter:
 
     name = "mtp"
 
-    def __init__(self, context: MtpContext, window: int, times: DraftTimes, *, widest: int = 0) -> None:
-        """Calls for a lone sequence are all of one width if that is at most `widest`, see WIDEST."""
-        self._context, self._window, self._widest = context, window, widest
+    def __init__(
+        self, context: MtpContext, window: int, times: DraftTimes, *, span: int = 2**31, widest: int = 0
+    ) -> None:
+        """The head looks back on `span` tokens of a sequence at most, and on half of them in any case.
+
+        Calls for a lone sequence are all of one width if that is at most `widest`, see WIDEST.
+        """
+        self._context, self._window, self._span, self._widest = context, window, span, widest
         self.times = times
         self._readings: dict[int, Reading] = {}
         self._caught_up = 0
@@ -138,7 +146,7 @@ class MtpDrafter:
         first = max(min(reading.first, end), end - KEPT)
         if fed and first > fed - 1:
             fed = 0
-        copied = self._readings[target] = Reading(self._buffer(), fed, first, end)
+        copied = self._readings[target] = Reading(self._buffer(), fed, first, end, reading.oldest)
         copied.rows[:] = reading.buffer[first - reading.first : end - reading.first]
         if fed:
             self._context.copy(source, target)
@@ -150,7 +158,7 @@ class MtpDrafter:
         if (reading := self._readings.get(sequence_id)) is None:
             return None
         cache = self._context.save(sequence_id) if reading.fed else None
-        return SavedReading(reading.rows.copy(), reading.first, reading.fed, cache)
+        return SavedReading(reading.rows.copy(), reading.first, reading.fed, reading.oldest, cache)
 
     def restore(self, sequence_id: int, saved: SavedReading) -> None:
         """Put what was saved into an empty id; nothing of it where the head's cache has no room."""
@@ -162,8 +170,9 @@ class MtpDrafter:
                 self._context.remove(sequence_id)
                 return
         end = saved.first + len(saved.rows)
-        reading = self._readings[sequence_id] = Reading(self._buffer(), saved.fed, saved.first, end)
+        reading = Reading(self._buffer(), saved.fed, saved.first, end, saved.oldest)
         reading.rows[:] = saved.rows
+        self._readings[sequence_id] = reading
 
     def remove(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
@@ -217,6 +226,9 @@ class MtpDrafter:
                 self.times.besides.add(max(0.0, seconds))
         except (NoMemorySlot, FloatingPointError) as error:
             log.debug("no drafts: %s", error)
+            busy = {order.slot for order in alive}
+            for idle in self._readings.keys() - busy:  # they go on from the rows that they still have
+                self._forget_cache(idle, self._readings[idle])
             for order in alive:
                 self.remove(order.slot)
                 self._context.remove(order.slot)  # what was fed before it failed
@@ -280,6 +292,8 @@ class MtpDrafter:
         feeds = []
         for order in orders:
             reading, tokens = self._readings[order.slot], order.sequence.tokens
+            if not reading.fed:
+                reading.oldest = reading.first + 1
             first = reading.fed or reading.first + 1
             hidden = reading.rows[first - 1 - reading.first :]
             feeds.append((order.slot, first, tokens[first:], hidden))
@@ -305,6 +319,9 @@ class MtpDrafter:
             reading = self._readings[order.slot]
             reading.buffer[0] = reading.rows[-1]
             reading.fed, reading.first = len(order.sequence.tokens), reading.end - 1
+            if reading.fed - reading.oldest > self._span:
+                context.remove(order.slot, reading.oldest, reading.fed - self._span // 2)
+                reading.oldest = reading.fed - self._span // 2
         return rows
 
     def _next_round(

@@ -63,9 +63,9 @@ class Head:
     def copy(self, source: int, target: int, start: int = -1) -> None:
         self.entries[target] = dict(self.entries[source])
 
-    def remove(self, sequence_id: int, start: int = 0) -> None:
-        left = {p: entry for p, entry in self.entries.get(sequence_id, {}).items() if p < start}
-        self.entries[sequence_id] = left
+    def remove(self, sequence_id: int, start: int = 0, end: int = 2**31) -> None:
+        mine = self.entries.get(sequence_id, {})
+        self.entries[sequence_id] = {p: entry for p, entry in mine.items() if not start <= p < end}
 
     def save(self, sequence_id: int) -> np.ndarray:
         entries = self.entries[sequence_id]
@@ -87,8 +87,8 @@ def head() -> Head:
     return Head()
 
 
-def drafter(head: Head, window: int = 64, widest: int = 0) -> MtpDrafter:
-    return MtpDrafter(cast("MtpContext", head), window, DraftTimes(), widest=widest)
+def drafter(head: Head, window: int = 64, widest: int = 0, span: int = 10**6) -> MtpDrafter:
+    return MtpDrafter(cast("MtpContext", head), window, DraftTimes(), span=span, widest=widest)
 
 
 def rows(start: int, n: int) -> np.ndarray:
@@ -163,6 +163,46 @@ def test_a_full_cache_means_no_draft_and_a_new_beginning(head: Head) -> None:
     mtp.propose([order := Order(one, 2)])
     assert order.tokens == [10, 11]
     head.check(0, one.tokens)
+
+
+def test_a_full_cache_costs_those_who_do_not_draft_what_they_had(head: Head) -> None:
+    mtp, one, two = drafter(head), running([5, 6, 7]), running([5, 6, 7], slot=1)
+    for slot in (0, 1):
+        mtp.collect(slot, 0, rows(0, 2))
+    mtp.propose([Order(two, 2)])
+    mtp.copy(1, 5)
+    assert head.entries[1]
+    assert head.entries[5]
+    head.full = True
+    mtp.propose([Order(one, 2)])
+    assert not any(head.entries.values()), "there is room again"
+    head.full = False
+    two.tokens.append(8)
+    mtp.collect(1, 2, rows(2, 1))
+    mtp.propose([order := Order(two, 2)])
+    assert order.tokens == [9, 10]
+    head.check(1, two.tokens)
+
+
+def test_it_looks_back_on_a_span(head: Head) -> None:
+    mtp, one = drafter(head, window=8, span=40), running(list(range(30)))
+    mtp.collect(0, 0, rows(0, 29))
+    for n in range(30, 300):
+        mtp.propose([order := Order(one, 2)])
+        assert order.tokens == [n, n + 1]
+        head.check(0, one.tokens)
+        held = sorted(head.entries[0])
+        assert held == list(range(held[0], n)), "without a gap"
+        assert len(held) <= 41
+        assert len(held) >= 20 or n < 60
+        if n == 150:  # to another id, and to the host and back
+            mtp.copy(0, 3)
+            saved = mtp.save(3)
+            assert saved is not None
+            mtp.remove(0)
+            mtp.restore(0, saved)
+        mtp.collect(0, n - 1, rows(n - 1, 1))
+        one.tokens.append(n)
 
 
 def test_what_was_saved_comes_back_under_another_id(head: Head) -> None:
@@ -252,7 +292,7 @@ def test_a_guess_is_fed_beside_the_heads_own_row(
 def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest: int) -> None:
     """Drafts right and wrong, rows read again, pauses, copies to other ids and back, restarts."""
     rng = random.Random(seed)
-    mtp = drafter(head, rng.choice([4, 12, 100, 2 * KEPT]), widest)
+    mtp = drafter(head, rng.choice([4, 12, 100, 2 * KEPT]), widest, span=rng.choice([30, 10**6]))
     texts: dict[int, Sequence] = {}
     cached: dict[int, int] = {}
     drafts = 0
