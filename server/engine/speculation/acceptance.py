@@ -27,6 +27,9 @@ HEAD_MEMORY = 32
 REMEMBERED = 2
 """Events that what was learnt long ago counts for, when a head that rested is tried again."""
 
+CERTAIN = 0.05
+"""What a head that claims to be certain is taken to doubt: its claim can be wrong, too."""
+
 _KIND = np.array([0] * BOUNDS[0] + [1] * (BOUNDS[1] - BOUNDS[0]) + [2], np.intp)
 
 
@@ -72,20 +75,20 @@ class Record:
 
 
 class Confidence:
-    """How often the MTP head was right, by depth, and how far its own confidence is to be trusted.
+    """How often the MTP head was right, by depth, and what its own doubts are worth.
 
     It was trained to guess one token ahead: the further it drafts from its own guesses, the less they hold.
     """
 
-    __slots__ = ("_chances", "_of", "accepted", "events", "expected", "hits", "misses")
+    __slots__ = ("_chances", "_of", "doubts", "events", "hits", "misses", "tested", "wrong")
 
     def __init__(self) -> None:
         self.hits: list[float] = []
         self.misses: list[float] = []
         """Of guesses of which those before were right, by depth."""
-        self.accepted = self.expected = 0.0
-        """Right guesses, and the sum of the confidence of all that were put to the test: those, and the first
-        wrong one."""
+        self.tested = self.wrong = self.doubts = 0.0
+        """Guesses put to the test, which are the right ones and the first wrong one; how many were wrong; and
+        the sum of the head's doubts about all of them."""
         self.events = 0
         self._chances: tuple[float, ...] = ()
         self._of = (0, 0)
@@ -104,15 +107,16 @@ class Confidence:
             if self.hits[depth] + self.misses[depth] > HEAD_MEMORY:
                 self.hits[depth] /= 2
                 self.misses[depth] /= 2
-        self.accepted += accepted
-        self.expected += sum(sure[:tested])
-        if self.expected > 2 * HEAD_MEMORY:
-            self.accepted, self.expected = self.accepted / 2, self.expected / 2
+        self.tested += tested
+        self.wrong += tested - min(accepted, tested)
+        self.doubts += sum(map(doubt, sure[:tested]))
+        if self.tested > 2 * HEAD_MEMORY:
+            self.tested, self.wrong, self.doubts = self.tested / 2, self.wrong / 2, self.doubts / 2
 
-    def trust(self, experience: Confidence) -> float:
-        """Right guesses for each one that the head's confidence promised; above 1 where it is too modest."""
-        broad = (experience.accepted + 4) / (experience.expected + 4)
-        return (self.accepted + 6 * broad) / (self.expected + 6)
+    def errors(self, experience: Confidence) -> float:
+        """Wrong guesses for each that the head's doubts promised; below 1 where it is too modest."""
+        broad = (experience.wrong + 0.5) / (experience.doubts + 0.5)
+        return (self.wrong + 0.5 * broad) / (self.doubts + 0.5)
 
     def chances(self, experience: Confidence, n: int) -> tuple[float, ...]:
         """Of `n` guesses whose confidence is not known yet: each one's chance if those before it are right.
@@ -138,6 +142,11 @@ class Confidence:
     def at(self, depth: int) -> tuple[float, float]:
         """Hits and misses."""
         return (self.hits[depth], self.misses[depth]) if depth < len(self.hits) else (0.0, 0.0)
+
+
+def doubt(sure: float) -> float:
+    """The chance that a guess is wrong of which the head is so `sure`, as far as the head knows."""
+    return 1 - sure + CERTAIN
 
 
 def _blend(hits: float, misses: float, prior: float, weight: float) -> float:

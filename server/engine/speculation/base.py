@@ -17,8 +17,8 @@ class Order:
 
     sequence: Sequence
     limit: int
-    trust: float = 1.0
-    """How many drafts were right for each that the drafter's confidence promised."""
+    errors: float = 1.0
+    """How many guesses were wrong for each that the head's own doubts promised."""
     typical: tuple[float, ...] = ()
     """The chances of tokens that are not drafted yet, by depth; sure where it ends."""
 

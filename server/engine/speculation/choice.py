@@ -125,10 +125,10 @@ class Choice:
             confidence = self._confidences[sequence] = Confidence()
         return confidence
 
-    def trust(self, sequence: Sequence, length: int) -> tuple[float, tuple[float, ...]]:
+    def record(self, sequence: Sequence, length: int) -> tuple[float, tuple[float, ...]]:
         """How far the head's word is good for it, and the usual chances of `length` tokens."""
         confidence = self.confidence(sequence)
-        return confidence.trust(self._experience), confidence.chances(self._experience, length)
+        return confidence.errors(self._experience), confidence.chances(self._experience, length)
 
     def learn(self, sequence: Sequence, sure: list[float], accepted: int) -> None:
         """A draft of the head, as sure of its tokens as that, came out."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
+from .acceptance import doubt
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
@@ -265,7 +267,7 @@ class MtpDrafter:
                 order.tokens.append(token)
                 order.sure.append(sure)
                 order.drafter = self.name
-                order.chance *= min(1.0, sure * order.trust)
+                order.chance *= max(0.0, 1 - order.errors * doubt(sure))
             # the first is verified whatever the head thinks of it, or nobody would learn what that is worth
             if depth and floors is not None and sum(order.chance for order in alive) < floors.keep[depth]:
                 for order in alive:

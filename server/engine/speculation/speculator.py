@@ -152,7 +152,7 @@ class Speculator:
         chosen: list[Order] = []
         for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
             if source == "mtp":
-                order = Order(order.sequence, length, *self._choice.trust(order.sequence, length))
+                order = Order(order.sequence, length, *self._choice.record(order.sequence, length))
             else:
                 order.tokens = order.tokens[:length]
             chosen.append(order)
