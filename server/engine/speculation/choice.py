@@ -32,8 +32,9 @@ PROBE_FIRST, PROBE_FIRST_BUILT, PROBE_LAST = 32, 128, 1024
 held against it: at first (where trials build graphs, they cost more) and, doubling while it does not help, at
 most."""
 
-HOPE = 0.95
-"""Acceptance for which it is tried where it can not pay by what is usual; a single draft tells."""
+HOPE, HOPEFUL = 0.95, 2
+"""Acceptance for which it is tried where it can not pay by what is usual; a single draft tells, of so many
+tokens or as many as leave the graph for the next."""
 
 PROVEN, REPLAN = 16, 4
 """Steps in a row with drafts of the head after which a trial has succeeded; from there on, a plan for a lone
@@ -107,7 +108,7 @@ class Choice:
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))
         plan = self._planner.choose(candidates, most_rows)
         if trial and not plan.drafts:
-            hopeful = [replace(c, ngram=NONE, mtp=(HOPE,) * len(c.mtp)) for c in candidates]
+            hopeful = [replace(c, ngram=NONE, mtp=_hopes(c)) for c in candidates]
             plan = self._planner.choose(hopeful, most_rows)
         self._learn_verdict(plan, candidates)
         self._standing = (orders[0].sequence, plan) if plan.sources == ["mtp"] else (None, None)
@@ -182,3 +183,7 @@ class Choice:
             first = PROBE_FIRST if self._rollback.keeps_shape(0, n) else PROBE_FIRST_BUILT
             rest = self._rests[group] = Rest(first, PROBE_LAST)
         return rest
+
+
+def _hopes(candidate: Candidate) -> tuple[float, ...]:
+    return (HOPE,) * min(len(candidate.mtp), max(candidate.lasting, HOPEFUL))

@@ -146,9 +146,9 @@ class Planner:
             if source == "mtp":
                 seconds = seconds + lengths * self._draft_times.of(1) + self._draft_times.besides.value
             # a draft by the head is followed by another, one from the text most often by none
-            change = build / STAY if source == "mtp" else 2 * build
-            later = np.where(own + lengths == there, 0.0, change)
-            passing = self._redo(survive, own, 1)[lengths - 1] + 2 * build
+            alike = source == "mtp"
+            later = np.where(own + lengths == there, 0.0, build / STAY if alike else 2 * build)
+            passing = self._redo(survive, own, 1)[lengths - 1] + (build if alike else 2 * build)
             rates = tokens / (seconds + np.where(lengths > candidate.lasting, passing, later))
             i = int(rates.argmax())
             if rates[i] > rate:

@@ -108,18 +108,24 @@ class Speculator:
         shapes = [(1, length) for length in MEASURED]
         shapes += [(n, length) for n in (2, 4, 8, 16) for length in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
+        self._measure_building(rehearse)
         for turn in range(TURNS):
             for n, length in shapes:
                 late = self._clock() > deadline and (turn or length > MEASURED[1])
                 if not late and length <= self._longest + 1 and n * length <= self._most_rows:
                     rehearse(n, length)  # builds the graph
                     rehearse(n, length)
-        self.times.building = Mean(first=1)
-        for length in MEASURED[:2] * FIRST:  # each time with another graph than the last
-            if length <= self._longest + 1:
-                rehearse(1, length)
+        self._measure_building(rehearse)
         if self._mtp is not None:
             self._mtp.measure(self._slots)
+
+    def _measure_building(self, rehearse: Callable[[int, int], None]) -> None:
+        """What a graph costs: steps each of which needs another than the last."""
+        self.times.building = Mean(first=1)
+        rehearse(1, 1)
+        for length in MEASURED[:2] * FIRST:
+            if length <= self._longest + 1:
+                rehearse(1, length)
 
     # --- making a step -------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class StepTimes:
         if built and (group, length) in self._steady:
             self.building.add(max(0.0, seconds - float(self.of(n, length))))
             return
+        if built:  # as it always is where a state moves to another cell: the planner counts that apart
+            seconds = max(seconds / 2, seconds - self.building.value)
         if n != group:  # what they took stands for what the group's largest would take
             seconds *= self._single(group * length) / self._single(n * length)
         means = self._means.setdefault(group, {})

@@ -42,9 +42,11 @@ def test_it_comes_near_the_best_depth_within_some_tens_of_steps(
     built = world.card.graphs_built
     gain = world.gain(1000)
     assert gain > 0.93 * best
-    assert world.card.graphs_built - built < 80, "the depth changes all the time"
     if right == 1.0:
-        assert depth == snapshots == max(world.lengths[-500:]) == min(world.lengths[-500:])
+        assert len(set(world.lengths[-500:])) == 1
+        assert world.lengths[-1] >= depth == snapshots, "so sure drafts are worth a graph each"
+    else:
+        assert world.card.graphs_built - built < 80, "the depth changes all the time"
 
 
 @pytest.mark.parametrize("seed", range(3))
