@@ -15,8 +15,10 @@ from .times import Mean, StepTimes
 DECAY = 0.95
 """What a step's result counts for with each step after it."""
 
-TRIALS, CLEARLY = 12, 0.7
-"""Steps that are looked at before a drafter is judged; half of them where it is this bad."""
+TRIALS, PATIENCE = 12, ((12, 1.0), (6, 0.7), (3, 0.5))
+"""Steps that are looked at before a drafter is judged, and what their tokens must be worth beside the time
+that they took: the less, the sooner it rests. Drafts from the text are long and come now and
+then: one pays for several, so the last does not hold for them."""
 
 REST_FIRST, REST_LAST, REST_GROWTH = 512, 8_192, 4
 """Steps that a drafter rests at first and at most, and how many times as many it is each time: a trial loses
@@ -31,6 +33,8 @@ class Trial:
     plain: float = 0.0
     """What its tokens would have taken without drafts."""
     steps: int = 0
+    fresh: bool = True
+    """Nobody has drafted for so many yet: the first time, kernels are loaded."""
     rest: Rest = field(default_factory=lambda: Rest(REST_FIRST, REST_LAST, REST_GROWTH))
 
     def begin_anew(self) -> None:
@@ -56,15 +60,17 @@ class Worth:
 
     def add(self, drafter: str, n: int, tokens: int, seconds: float) -> None:
         """A step with drafts, or one that catches up after them, gave `n` sequences so many tokens."""
+        trial = self._trial(drafter, n)
+        if trial.fresh:
+            trial.fresh = False
+            return
         mean = self._plain.get(n)
         plain = mean.value if mean is not None else float(self._times.of(n, 1))
-        trial = self._trial(drafter, n)
         trial.seconds = DECAY * trial.seconds + seconds
         trial.plain = DECAY * trial.plain + tokens * plain / n
         trial.steps += 1
-        bad = trial.plain < trial.seconds
-        awful = trial.plain < CLEARLY * trial.seconds
-        if (bad and trial.steps >= TRIALS) or (awful and trial.steps >= TRIALS // 2):
+        patience = PATIENCE[:-1] if drafter == "ngram" else PATIENCE
+        if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in patience):
             trial.rest.begin()
             trial.begin_anew()
         elif trial.steps >= 20 * TRIALS:

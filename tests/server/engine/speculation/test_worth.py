@@ -15,13 +15,17 @@ def worth() -> Worth:
     times = StepTimes()
     for n in (1, 2, 4, 8):
         times.add(n, 1, PLAIN)
-    return Worth(times)
+    worth = Worth(times)
+    for drafter in ("mtp", "ngram"):
+        for n in (1, 8):
+            worth.add(drafter, n, 0, 1.0)  # the first, which does not count
+    return worth
 
 
-def rest(worth: Worth, n: int = 1) -> int:
+def rest(worth: Worth, n: int = 1, drafter: str = "mtp") -> int:
     """Questions until it may draft again."""
     steps = 0
-    while not worth.allows("mtp", n):
+    while not worth.allows(drafter, n):
         steps += 1
     return steps
 
@@ -41,13 +45,14 @@ def test_what_loses_a_little_is_looked_at_for_a_while(worth: Worth) -> None:
 
 
 def test_what_loses_much_rests_at_once_and_longer_each_time(worth: Worth) -> None:
-    rests = []
-    for _ in range(3):
-        for _ in range(TRIALS // 2):
-            assert worth.allows("mtp", 1)
-            worth.add("mtp", 1, 1, 3 * PLAIN)
-        rests.append(rest(worth))
-    assert rests == [REST_FIRST, 4 * REST_FIRST, 16 * REST_FIRST]
+    for n, drafter, patience in ((1, "mtp", 3), (8, "mtp", 3), (1, "ngram", 6)):
+        rests = []
+        for seconds, steps in ((1.6 * PLAIN, 6), (3 * PLAIN, patience), (9 * PLAIN, patience)):
+            for _ in range(steps):
+                assert worth.allows(drafter, n)
+                worth.add(drafter, n, n, seconds)
+            rests.append(rest(worth, n, drafter))
+        assert rests == [REST_FIRST, 4 * REST_FIRST, 16 * REST_FIRST]
 
 
 def test_drafters_and_crowds_are_judged_apart(worth: Worth) -> None:
