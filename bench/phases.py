@@ -23,7 +23,7 @@ from bench.client import Client
 from bench.environment import header
 from bench.errors import BenchError, ServerError
 from bench.options import base_parser, positive, positives, run
-from bench.prompts import WORDS
+from bench.prompts import WORDS, read_text
 from bench.results import Record, ResultFile
 from bench.table import Table
 
@@ -168,10 +168,7 @@ def tables(result: PhasesResult) -> list[Table]:
 
 async def main(args: argparse.Namespace) -> int:
     began, rng = perf_counter(), random.Random(args.seed)
-    try:
-        args.words = args.text.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"--text {args.text}: {error}") from error
+    args.words = read_text(args.text).split()
     if not args.words:
         raise BenchError(f"--text {args.text}: there is no word in it")
     steps: list[Steps] = []

@@ -75,11 +75,7 @@ class TextPrompts(Prompts):
     @classmethod
     async def build(cls, vocabulary: Vocabulary, path: Path) -> "TextPrompts":
         """Tokenize the whole text once. Raises BenchError when it cannot be read."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BenchError(f"--text {path}: {error}") from error
-        return cls(vocabulary, await vocabulary.encode(text), path)
+        return cls(vocabulary, await vocabulary.encode(read_text(path)), path)
 
     def anew(self) -> "TextPrompts":
         """The same text from its start."""
@@ -166,6 +162,14 @@ async def find_prompts(
     if vocabulary is not None:
         return await RandomPrompts.build(vocabulary, rng, words=words)
     return await CountedPrompts.build(client, "/v1/completions", model, rng)
+
+
+def read_text(path: Path) -> str:
+    """The text that the user names with ``--text``. Raises BenchError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--text {path}: {error}") from error
 
 
 def _is_plain(text: str, words: bool) -> bool:

@@ -52,8 +52,9 @@ def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
     context.set_readouts(None)
     wrong = _wrong(decode(context, many), best, context.readouts.n_real)
     device, host = (np.inf, np.inf), (np.inf, np.inf)
-    for _ in range(TURNS if choose else 1):
-        context.set_readouts(None)
+    for turn in range(TURNS if choose else 1):
+        if turn:
+            context.set_readouts(None)
         host = min(host[0], _time(context, few)), min(host[1], _time(context, many))
         context.set_readouts(Readout.BEST)
         device = min(device[0], _time(context, few)), min(device[1], _time(context, many))

@@ -124,8 +124,7 @@ class Rows:
             return ids.tolist() if usable else None
         if max(self.kinds) > Readout.BEST:
             return None
-        if not self._reduced:
-            self._reduce()
+        self._reduce()
         return self._tokens if all(map(math.isfinite, self._checks)) else None
 
     def candidates(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -139,18 +138,18 @@ class Rows:
 
     def probability(self, row: int) -> float:
         """How likely the best token is. For GUESS."""
-        if not self._reduced:
-            self._reduce()
+        self._reduce()
         return self._checks[row]
 
     def _check(self, row: int) -> None:
-        if not self._reduced:
-            self._reduce()
+        self._reduce()
         if not math.isfinite(self._checks[row]):
             raise FloatingPointError(f"the logits of a row come to {self._checks[row]}")
 
     def _reduce(self) -> None:
-        """Finish what the device left open, for all rows with figures."""
+        """Finish what the device left open, for all rows with figures, once for a batch."""
+        if self._reduced:
+            return
         n = len(self.kinds)
         self._tokens, self._checks, self._reduced = [0] * n, [math.nan] * n, True
         for kind in (Readout.BEST, Readout.TOP_K, Readout.GUESS):

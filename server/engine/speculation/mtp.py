@@ -281,9 +281,7 @@ class MtpDrafter:
             alive = [alive[k] for k in going_on]
             if depth:
                 self.times.add(len(rows), perf_counter() - started)
-        if (
-            depth or self._width
-        ):  # entries of guesses go again: the trunk's own rows make those that come true
+        if depth or self._width:  # guesses' entries go: the trunk's own rows make those that come true
             for order in drafting:
                 self._context.remove(order.slot, len(order.sequence.tokens))
         return depth + 1

@@ -120,7 +120,10 @@ class Speculator:
             self._mtp.measure(self._slots)
 
     def _measure_building(self, rehearse: Callable[[int, int], None]) -> None:
-        """What a graph costs: steps each of which needs another than the last."""
+        """What a graph costs: steps each of which needs another than the last.
+
+        At first, so that it can be taken off what is measured then; and again when the machine is warm.
+        """
         self.times.building = Mean(first=1)
         rehearse(1, 1)
         for length in MEASURED[:2] * FIRST:

@@ -15,10 +15,13 @@ from .times import Mean, StepTimes
 DECAY = 0.95
 """What a step's result counts for with each step after it."""
 
-TRIALS, PATIENCE = 12, ((12, 1.0), (6, 0.7), (3, 0.5))
+PATIENCE = ((12, 1.0), (6, 0.7), (3, 0.5))
 """Steps that are looked at before a drafter is judged, and what their tokens must be worth beside the time
-that they took: the less, the sooner it rests. Drafts from the text are long and come now and
-then: one pays for several, so the last does not hold for them."""
+that they took: the less, the sooner it rests. Drafts from the text are long and come now and then: one pays
+for several, so the last does not hold for them."""
+
+TRIALS = PATIENCE[0][0]
+"""Steps after which it is judged however little it loses."""
 
 REST_FIRST, REST_LAST, REST_GROWTH = 512, 8_192, 4
 """Steps that a drafter rests at first and at most, and how many times as many it is each time: a trial loses
@@ -36,10 +39,6 @@ class Trial:
     fresh: bool = True
     """Nobody has drafted for so many yet: the first time, kernels are loaded."""
     rest: Rest = field(default_factory=lambda: Rest(REST_FIRST, REST_LAST, REST_GROWTH))
-
-    def begin_anew(self) -> None:
-        """Forget what it gave so far."""
-        self.seconds, self.plain, self.steps = 0.0, 0.0, 0
 
 
 class Worth:
@@ -72,7 +71,7 @@ class Worth:
         patience = PATIENCE[:-1] if drafter == "ngram" else PATIENCE
         if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in patience):
             trial.rest.begin()
-            trial.begin_anew()
+            trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0
         elif trial.steps >= 20 * TRIALS:
             trial.rest.end()
 
