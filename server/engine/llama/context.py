@@ -171,9 +171,12 @@ class Context:
         C.llama_synchronize(self._handle)
         return self._rows.fill([self.readouts.kinds[i] for i in sequences], indices, None)
 
-    def keep_hidden(self) -> None:
-        """From now on every decoded token leaves the hidden row that the draft head reads."""
-        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
+    def keep_hidden(self, keep: bool = True) -> None:
+        """From now on every decoded token leaves the hidden row that the draft head reads, or none does.
+
+        The next decode builds its graph anew.
+        """
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, keep, False)
 
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""

@@ -44,6 +44,12 @@ PAUSE_FIRST, PAUSE_LAST = 2, 16
 """Where several sequences decode and drafting does not pay, so many steps pass before the next look."""
 
 
+LISTENS = 64
+"""Steps before its next draft from which on what the trunk reads is kept for the head, which guesses better
+with some text before its eyes; a rest must be twice as long for it to pay that nothing is kept, since to
+change over takes a graph each time."""
+
+
 class Choice:
     """Knows how right the head has been, lets who does not pay rest, and tries again.
 
@@ -84,6 +90,14 @@ class Choice:
         if self._head_is_due and self.worth is not None:
             self._head_is_due = self.worth.allows("mtp", n)
         return self._head_is_due or self._ngram is not None
+
+    def listens(self, n: int, listened: bool) -> bool:
+        """Whether the head may draft for `n` sequences so soon that it should know what is read now; and
+        whether it did before."""
+        if self._mtp is None:
+            return False
+        left = self._rest(n).left + (0 if self.worth is None else self.worth.left("mtp", n))
+        return left <= (2 * LISTENS if listened else LISTENS)
 
     def plan(self, orders: list[Order], rows: int) -> Plan | None:
         """The best plan with at most `rows` drafted tokens in all; None to draft nothing.

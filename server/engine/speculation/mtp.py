@@ -132,7 +132,8 @@ class MtpDrafter:
 
     def ahead(self, slot: int, depth: int) -> None:
         """The slot went back to its first `depth` tokens; what was read of those that follow stays right."""
-        self._readings[slot].depth = depth
+        if (reading := self._readings.get(slot)) is not None:
+            reading.depth = depth
 
     def wants(self, sequence: Sequence, end: int) -> bool:
         """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""

@@ -79,6 +79,10 @@ class Speculator:
         """At the last look; and steps since."""
         self._plain_steps = 0
         """In a row, after another for as many sequences."""
+        self._n = 0
+        """Sequences that decode."""
+        self._listening = mtp is not None
+        """Whether the context keeps the hidden rows that the head reads."""
         self._starts: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self._proposing = 0.0
@@ -89,9 +93,13 @@ class Speculator:
     def reads(self, step: Step) -> bool:
         """Whether `conclude` will read hidden rows of a step of prompts alone, and so wait for the device."""
         mtp = self._mtp
-        return mtp is not None and any(
-            mtp.wants(chunk.sequence, start + chunk.count)
-            for chunk, start in zip(step.chunks, self._starts, strict=True)
+        return (
+            mtp is not None
+            and self._listening
+            and any(
+                mtp.wants(chunk.sequence, start + chunk.count)
+                for chunk, start in zip(step.chunks, self._starts, strict=True)
+            )
         )
 
     def stats(self) -> dict[str, DraftCounts]:
@@ -141,7 +149,7 @@ class Speculator:
 
     def _propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
         self._orders.clear()
-        n = len(sequences)
+        n = self._n = len(sequences)
         if n <= self._slots and self._choice.is_due(n):
             orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
             if self._ngram is not None:
@@ -183,10 +191,20 @@ class Speculator:
         """Before the step is decoded: hold on to the states that drafts may spoil."""
         started = self._clock()
         self._in_flight = True
+        if self._mtp is not None:
+            self._listen(max(self._n, len(step.chunks)))
         self._starts = [chunk.sequence.cached for chunk in step.chunks]
         if step.n_tokens > len(step.chunks):
             self._rollback.prepare(step.chunks)
         self._overhead = self._clock() - started
+
+    def _listen(self, n: int) -> None:
+        """Have the rows that the head reads kept, or not where `n` sequences will do without it for long:
+        their copies to the host take a part of every step."""
+        listens = n <= self._slots and self._choice.listens(n, self._listening)
+        if listens is not self._listening:
+            self._listening = listens
+            self._context.keep_hidden(listens)
 
     def conclude(
         self, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled], seconds: float
@@ -197,7 +215,7 @@ class Speculator:
         decode to the last token. If the step failed, `abandon`. A draft of which a part stays is cut to it.
         """
         started = self._clock()
-        if self._mtp is not None and len(step.chunks) <= self._slots:
+        if self._mtp is not None and self._listening:
             self._collect(self._mtp, step, places, sampled)
         self.abandon()
         n = len(step.chunks)
@@ -294,6 +312,7 @@ class Speculator:
                 drafter.forget(sequence)
         self._choice.forget(sequence)
         self._orders.pop(sequence, None)
+        self._n = max(0, self._n - 1)
 
     def empty(self, slot: int) -> None:
         """A slot was emptied."""

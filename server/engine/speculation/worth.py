@@ -53,6 +53,10 @@ class Worth:
         """Whether it may draft for `n` sequences. To be asked once a step: rests are counted in questions."""
         return self._trial(drafter, n).rest.over()
 
+    def left(self, drafter: str, n: int) -> int:
+        """Steps that it rests from now on."""
+        return self._trial(drafter, n).rest.left
+
     def add_plain(self, n: int, seconds: float) -> None:
         """A step without drafts, after another one, gave each of `n` sequences a token."""
         self._plain.setdefault(n, Mean()).add(seconds)

@@ -50,11 +50,17 @@ class Card:
         self.now = 0.0
         self._shape = (0, 0)
         self._moved = False
+        self.keeps_hidden = True
 
     def clock(self) -> float:
         return self.now
 
+    def keep_hidden(self, keep: bool = True) -> None:
+        self.keeps_hidden = keep
+        self._shape = (0, 0)  # another graph
+
     def hidden(self, n: int) -> np.ndarray:
+        assert self.keeps_hidden
         return np.zeros((n, 1), np.float32)
 
     def copy(self, *_: int) -> None:

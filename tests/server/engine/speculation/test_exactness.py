@@ -81,6 +81,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "head": {"speculation": "mtp", "draft_always": True, "mtp_depth": 5},
     "both": {"speculation": "auto", "draft_always": True, "draft_pool": 4000},
     "what pays": {"speculation": "auto"},
+    "heard now and then": {"speculation": "auto", "draft_always": True},
     "a narrow window": {"speculation": "mtp", "draft_always": True, "mtp_window": 20, "batch_size": 64},
     "scripted": {"speculation": "ngram", "draft_always": True},
     "scripted, small steps": {
@@ -98,7 +99,11 @@ MIXES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mix", MIXES)
 async def test_drafts_change_no_answer(
-    mix: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
+    mix: str,
+    nano_f32: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = random.Random(mix)
     crowded = "too few cells" in mix  # all come at once, or they would not be in each other's way
@@ -116,6 +121,8 @@ async def test_drafts_change_no_answer(
         if "scripted" in mix:
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, mix))
+        if "now and then" in mix:
+            monkeypatch.setattr(speculator._choice, "listens", lambda *_: rng.random() < 0.8)
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         again = await ask_all(engine, requests) if mix == "few checkpoints" else []
         stats = engine.stats()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from server.engine.speculation.choice import PAUSE_LAST, PROBE_FIRST
+from server.engine.speculation.choice import LISTENS, PAUSE_LAST, PROBE_FIRST
 from tests.server.engine.speculation.card import ANYONE, World, h200
 
 BUILD = 2.8e-3
@@ -136,6 +137,38 @@ def test_a_card_that_is_slow_at_first_is_not_thought_slow_for_ever() -> None:
         assert times.of(1, length) == pytest.approx(h200(1, length), rel=0.02)
     assert times.of(8, 1) == pytest.approx(h200(8, 1), rel=0.02)
     assert times.building.value == pytest.approx(2e-3, rel=0.05)
+
+
+def test_nothing_is_kept_for_a_head_that_rests_for_long() -> None:
+    world = on_h200()
+    world.head.right = 0.0
+    world.gain(100)
+    assert world.card.keeps_hidden, "it will be tried again soon"
+    world.gain(400)
+    kept, drafted = [], []
+    for _ in range(2000):
+        kept.append(world.card.keeps_hidden)
+        drafted.append(bool(world.step()))
+    assert sum(kept) < 0.25 * len(kept)
+    first = drafted.index(True)
+    assert all(kept[first - LISTENS + 1 : first + 1]), "it has read some text when it is tried again"
+    assert sum(a != b for a, b in pairwise(kept)) < 12, "each change builds a graph"
+    world.head.right = 1.0
+    world.gain(1000)
+    assert world.gain(100) > 3
+    assert world.card.keeps_hidden
+
+
+def test_nothing_is_kept_in_a_crowd_too_large_to_draft() -> None:
+    world = on_h200(17)
+    world.gain(2)
+    assert not world.card.keeps_hidden
+    one, *others = world.sequences
+    for other in others:
+        world.speculator.forget(other)
+    world.sequences = [one]
+    world.step()
+    assert world.card.keeps_hidden
 
 
 # --- several -----------------------------------------------------------------------------------------------
