@@ -78,7 +78,11 @@ class Settings(BaseSettings):
     flash_attn: FlashAttention = _setting(EngineSettings.flash_attn, "engine", "flash attention")
     cache_type_k: CacheType = _setting(EngineSettings.cache_type_k, "engine", "type of the cached keys")
     cache_type_v: CacheType = _setting(EngineSettings.cache_type_v, "engine", "type of the cached values")
-    batch_size: int = _setting(EngineSettings.batch_size, "engine", "most tokens in one step")
+    batch_size: int = _setting(
+        EngineSettings.batch_size,
+        "engine",
+        "most tokens in one step; 0 is 4 passes (ubatch_size) on a GPU, 2048 without",
+    )
     ubatch_size: int = _setting(
         EngineSettings.ubatch_size,
         "engine",
@@ -87,7 +91,7 @@ class Settings(BaseSettings):
     prefill_budget: int = _setting(
         EngineSettings.prefill_budget,
         "engine",
-        "most prompt tokens in a step that also decodes; 0 is 2048 on a GPU, 128 without",
+        "most prompt tokens in a step that also decodes; 0 is what a GPU reads in half a second, 128 without",
     )
     mixed_steps: bool = _setting(
         EngineSettings.mixed_steps, "engine", "decodes and prompt tokens share a call, rather than take turns"

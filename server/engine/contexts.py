@@ -19,6 +19,11 @@ MAX_DRAFTING = 16
 HEAD_SPAN, HEAD_LEAST = 2048, 16_384
 """Tokens of a sequence that the head looks back on, and those of all together at least."""
 
+PASSES, BATCH_CPU = 4, 2_048
+"""Passes in a step on a GPU, and tokens in one without, when nobody says how many. Only for a pass behind
+another of the same call does llama.cpp prepare the attention's mask while the device computes; for the first,
+the device waits: 65 ms for 2,048 tokens and 40,000 cells."""
+
 ALONE = 2
 """Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may
 take a buffer for another state, which llama.cpp keeps."""
@@ -49,6 +54,15 @@ def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
     return settings.speculation in ("auto", "mtp") and shape.mtp_weights > 0
 
 
+def with_passes(
+    settings: EngineSettings, wanted: EngineSettings, usual: int, *, on_gpu: bool
+) -> EngineSettings:
+    """Decide the tokens of a pass (`usual`) and of a step, where `wanted` leaves them open."""
+    ubatch = wanted.ubatch_size or usual
+    batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
+    return replace(settings, ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
+
+
 def verified_rows(settings: EngineSettings) -> int:
     """Most rows of a verification: one long draft, or a few tokens of the head for everyone who drafts."""
     if (holders := n_holders(settings)) == 0:
@@ -61,7 +75,7 @@ def verified_rows(settings: EngineSettings) -> int:
 
 
 def context_options(settings: EngineSettings) -> ContextOptions:
-    """The llama.cpp context that these settings describe; `ctx_size` and threads must be decided."""
+    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
     return ContextOptions(
         n_ctx=settings.ctx_size,
         n_seq=n_sequences(settings),

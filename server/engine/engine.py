@@ -62,7 +62,7 @@ class Engine:
         header = read_header(settings.model)
         self.plan = plan_memory(settings, header)
         self.settings = self.plan.settings
-        """The settings with every choice made."""
+        """The settings with every choice made; a `prefill_budget` of 0 is the warm-up's to measure."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
         self._loaded = load(self.plan)
         self._model, self._context = self._loaded.model, self._loaded.context
@@ -89,7 +89,7 @@ class Engine:
         self._scheduler = Scheduler(
             slots=self.settings.parallel,
             batch_size=self._context.n_batch,
-            prefill_budget=self.settings.prefill_budget,
+            prefill_budget=self.settings.prefill_budget or self._context.n_ubatch,
             cache=prefix_cache_for(self.plan, self._context, self.vocab, self._speculator),
             release=self._runner.forget,
             place=self._runner.place,
@@ -221,7 +221,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            warm_up(self.plan, self._context, self.vocab, self._runner, self._speculator)
+            if n := warm_up(self.plan, self._context, self.vocab, self._runner, self._speculator):
+                self._scheduler.pace(n)
             self._warm.set()
             while self._receive():
                 self._step()

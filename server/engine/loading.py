@@ -34,16 +34,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PREFILL_GPU, PREFILL_CPU = 2_048, 128
-"""Prompt tokens in a step when nobody says how many. With few, a prompt takes more passes over the weights,
-and decodes in between find fewer sequences to decode."""
+PREFILL_CPU = 128
+"""Prompt tokens in a step with decodes, without a GPU, when nobody says how many. With few, a prompt takes
+more passes over the weights, and decodes in between find fewer sequences to decode."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
 
 def decide(settings: EngineSettings) -> EngineSettings:
-    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
+    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle.
+
+    On a GPU, a `prefill_budget` that is left open stays so: the warm-up measures it.
+    """
     on_gpu = supports_gpu() and settings.n_gpu_layers != 0
     if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
         log.warning(
@@ -58,7 +61,7 @@ def decide(settings: EngineSettings) -> EngineSettings:
         settings,
         threads=threads,
         threads_batch=settings.threads_batch or threads,
-        prefill_budget=settings.prefill_budget or (PREFILL_GPU if on_gpu else PREFILL_CPU),
+        prefill_budget=settings.prefill_budget or (0 if on_gpu else PREFILL_CPU),
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )
@@ -147,21 +150,30 @@ def prefix_cache_for(
 
 def warm_up(
     plan: MemoryPlan, context: Context, vocab: Vocab, runner: Runner, speculator: Speculator | None
-) -> None:
-    """Touch every shape that the first requests need, and measure what is to be chosen by measurement."""
+) -> int:
+    """Touch every shape that the first requests need, and measure what is to be chosen by measurement.
+
+    Returns the prompt tokens for a step, if they are to be chosen so, else 0.
+    """
     started, settings = perf_counter(), plan.settings
     on_gpu = len(plan.usages) > 1
     # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
     few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
     many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-    prefill = settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU
+    prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
     warmup.warm_up(
         context,
         sorted({*few, *many, settings.parallel}),
-        min(prefill, context.n_batch, context.n_ctx),
+        prefill,
         choose=settings.sampling == "auto",
     )
+    budget = 0
+    if on_gpu and not settings.prefill_budget:
+        seconds = warmup.time_prompt(context, prefill)
+        budget = warmup.prompt_tokens(seconds, prefill, context.n_batch)
+        log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
     if speculator is not None:
         greedy = Sampler(SamplingParams(), vocab, [])
         speculator.measure(partial(runner.rehearse, greedy), 4.0 if on_gpu else 0.1)
     log.info("warm after %.1f s", perf_counter() - started)
+    return budget

@@ -19,6 +19,7 @@ from .contexts import (
     head_options,
     n_holders,
     n_sequences,
+    with_passes,
 )
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
@@ -100,7 +101,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where everything goes under `settings`, whose `ctx_size` is decided. `str()` is a table."""
+    """Where everything goes under `settings`, whose sizes are decided. `str()` is a table."""
 
     settings: EngineSettings
     shape: Shape
@@ -147,15 +148,15 @@ class MemoryPlan:
 
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
-    """Decide the size of the context where that is left open, and check that everything fits.
+    """Decide the sizes of context, pass and step where they are left open, and check that everything fits.
 
     Raises DoesNotFit, or ModelLoadError when llama.cpp does not take the file or the settings.
     """
     shape = shape_of(header)
     places = _places(wanted)
+    on_gpu = places[0].is_gpu
     settings = _with_prefix_cache(_with_what_can_draft(wanted, shape), shape)
-    if not wanted.ubatch_size:
-        settings = replace(settings, ubatch_size=UBATCH_GPU if places[0].is_gpu else UBATCH_CPU)
+    settings = with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
     settings = _with_snapshots(settings, shape)
     chosen = settings.ctx_size == 0
     if chosen:
@@ -178,8 +179,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
         if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
             smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
-        if not wanted.ubatch_size:
-            smaller = replace(smaller, ubatch_size=min(smaller.ubatch_size, UBATCH_CPU))
+        smaller = with_passes(smaller, wanted, UBATCH_CPU, on_gpu=on_gpu)
         if smaller == settings or smaller.ctx_size < SMALLEST_CONTEXT:
             break
         settings = smaller

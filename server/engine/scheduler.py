@@ -2,10 +2,11 @@
 
 The policy, in a paragraph. Requests are admitted first come, first served: up to `slots` at once, the rest
 wait in the order they came. Every step takes what is pending of every sequence that decodes, so nothing ever
-holds a running stream up longer than one step of at most `prefill_budget` prompt tokens (a whole batch, when
-nobody decodes and nobody can be held up). Half of those tokens go to the prompt that came first, so that a
-flood of short ones never starves it; the other half to whichever prompts are closest to their first token,
-so that a flood of long ones never starves a short one. A prompt that shares a beginning with one before it,
+holds a running stream up longer than one step of at most `prefill_budget` prompt tokens. When nobody decodes,
+nobody is held up, and a step takes a whole batch; where a pace is set, it bounds these steps as well, since
+whoever comes meanwhile waits for them. Half of those tokens go to the prompt that came first, so that a flood
+of short ones never starves it; the other half to whichever prompts are closest to their first token, so that
+a flood of long ones never starves a short one. A prompt that shares a beginning with one before it,
 which is just being computed, keeps its place and waits for that beginning instead of computing it too; if
 the other goes away, it computes it itself. The cache is a pool of cells, one a token, that all sequences
 share. A sequence is admitted when its tokens fit beside those running and a little room remains for everyone
@@ -130,7 +131,7 @@ class Scheduler:
         self.preemptions = 0
         self._free_slots = list(range(slots))
         self._batch_size = batch_size
-        self._prefill_budget = prefill_budget
+        self._prefill_budget, self._most_prefill = prefill_budget, batch_size
         self._release = release
         self._mixed_steps = mixed_steps
         self._propose = propose
@@ -148,6 +149,10 @@ class Scheduler:
     def cells_used(self) -> int:
         """Occupied cells, those of checkpoints included."""
         return self.cache.spans.used
+
+    def pace(self, tokens: int) -> None:
+        """From now on, no step takes more prompt tokens, whether somebody decodes or not."""
+        self._prefill_budget = self._most_prefill = tokens
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind all others."""
@@ -305,9 +310,9 @@ class Scheduler:
         prompts = [sequence for sequence in self.running if sequence.begun and not sequence.ready]
         if not prompts:
             return
-        budget = self._batch_size - step.n_tokens
-        if len(prompts) < sum(sequence.begun for sequence in self.running):
-            budget = min(budget, self._prefill_budget)
+        alone = len(prompts) == sum(sequence.begun for sequence in self.running)
+        most = self._most_prefill if alone else self._prefill_budget
+        budget = min(self._batch_size - step.n_tokens, most)
         for sequence, count in self._divide(budget, prompts).items():
             fitting = min(count, self.cache.available - step.n_tokens)
             if fitting > 0:

@@ -46,14 +46,16 @@ class EngineSettings:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
 
-    batch_size: int = 2048
-    """Most tokens in one step."""
+    batch_size: int = 0
+    """Most tokens in one step. 0: four passes (`ubatch_size`) on a GPU, 2,048 without one."""
     ubatch_size: int = 0
     """Most tokens in one pass over the weights; sets the size of the compute buffers. 0: 2,048 on a GPU if
     that fits, else 512."""
     prefill_budget: int = 0
     """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
-    0: 2,048 on a GPU, 128 without one."""
+    0: on a GPU, as many as it reads in half a second, by measurement at start, in whole passes, at least one
+    and at most `batch_size`; that bounds steps without them, too, as whoever comes waits for the step. 128
+    without a GPU."""
     mixed_steps: bool = False
     """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns, which is
     as fast, and lets tokens leave before a prompt is read on."""
@@ -110,7 +112,7 @@ class EngineSettings:
             "ctx_size": 0,
             "parallel": 1,
             "max_queue": 0,
-            "batch_size": 1,
+            "batch_size": 0,
             "ubatch_size": 0,
             "prefill_budget": 0,
             "prefix_checkpoints": 0,
@@ -133,7 +135,7 @@ class EngineSettings:
             raise ValueError(
                 f"parallel is {self.parallel}; llama.cpp holds at most {MAX_SEQUENCES} sequences"
             )
-        if self.batch_size < self.parallel:
+        if 0 < self.batch_size < self.parallel:
             raise ValueError(
                 f"batch_size is {self.batch_size}; it must be at least parallel ({self.parallel}), "
                 "one token for each running sequence"

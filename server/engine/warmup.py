@@ -1,4 +1,4 @@
-"""The first decodes: all shapes that the first requests need, and a test of what the device samples."""
+"""The first decodes: all shapes that the first requests need, a test of what the device samples, its pace."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
 the same batch may be computed a little differently with a readout and without."""
 
+HALF_SECOND = 0.5
+"""Seconds that a step may read prompts, as far as a pass over an empty cache tells. Running streams stand
+still meanwhile, which a reader hardly minds for so long; with fewer passes in a call, the device waits more
+often for the mask of the first."""
+
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bool) -> None:
     """Touch the weights and the shapes that the first requests need, then forget it all.
@@ -44,6 +49,24 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bo
         for _ in range(2):
             decode(context, count)
     context.clear()
+
+
+def time_prompt(context: Context, length: int) -> float:
+    """Seconds that a prompt of `length` tokens takes; one was read before, so that its kernels are loaded."""
+    started = perf_counter()
+    decode(context, 1, length)
+    seconds = perf_counter() - started
+    context.clear()
+    return seconds
+
+
+def prompt_tokens(seconds: float, one_pass: int, most: int) -> int:
+    """Prompt tokens that are read in half a second, where a pass of `one_pass` tokens takes `seconds` (> 0).
+
+    In whole passes, at least one, but no more than `most` tokens.
+    """
+    passes = min(int(HALF_SECOND / seconds), most // one_pass)
+    return min(max(passes, 1) * one_pass, most)
 
 
 def _check(context: Context, few: int, many: int, *, choose: bool) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -11,12 +13,16 @@ from server.engine import DoesNotFit
 from server.engine.errors import LlamaError
 from server.engine.gguf import read_header
 from server.engine.llama import Context, Model
-from server.engine.loading import decide, load
+from server.engine.loading import decide, load, warm_up
 from server.engine.memory import plan_memory
+from server.engine.vocab import Vocab
+from server.engine.warmup import HALF_SECOND, prompt_tokens
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from server.engine.runner import Runner
 
 
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
@@ -40,6 +46,59 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
     with pytest.raises(DoesNotFit, match="no memory for the head"):
         load(plan)
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "one_pass", "most", "tokens"),
+    [
+        (HALF_SECOND / 3.9, 2048, 8192, 3 * 2048),
+        (HALF_SECOND / 100, 2048, 8192, 8192),
+        (HALF_SECOND / 100, 2048, 7000, 3 * 2048),
+        (HALF_SECOND, 2048, 8192, 2048),
+        (10 * HALF_SECOND, 2048, 8192, 2048),
+        (10 * HALF_SECOND, 512, 100, 100),
+    ],
+)
+def test_a_step_reads_the_passes_of_half_a_second(
+    seconds: float, one_pass: int, most: int, tokens: int
+) -> None:
+    assert prompt_tokens(seconds, one_pass, most) == tokens
+
+
+def test_a_budget_that_is_left_open_is_measured_on_a_gpu_only(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert decide(settings(nano_q4_k_m)).prefill_budget == 128
+    monkeypatch.setattr("server.engine.loading.supports_gpu", lambda: True)
+    assert decide(settings(nano_q4_k_m)).prefill_budget == 128, "no layers are on the GPU"
+    assert decide(settings(nano_q4_k_m, n_gpu_layers=-1)).prefill_budget == 0
+    assert decide(settings(nano_q4_k_m, n_gpu_layers=-1, prefill_budget=7)).prefill_budget == 7
+
+
+def test_the_warm_up_counts_in_whole_passes(nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64))
+    plan = plan_memory(wanted, read_header(nano_q4_k_m))
+    loaded = load(plan)
+    vocab, no_runner = Vocab(loaded.model), cast("Runner", None)
+    assert warm_up(plan, loaded.context, vocab, no_runner, None) == 0, "it was 128 already"
+    left_open = replace(plan.settings, prefill_budget=0)
+    as_on_a_gpu = replace(plan, settings=left_open, usages=plan.usages * 2)
+    with caplog.at_level(logging.INFO):
+        tokens = warm_up(as_on_a_gpu, loaded.context, vocab, no_runner, None)
+    loaded.close()
+    assert tokens in range(64, 2048 + 1, 64)
+    assert f"a step reads up to {tokens} prompt tokens: 64 took" in caplog.text
+
+
+@pytest.mark.parametrize(("measured", "most"), [(0, (128, 2048)), (512, (512, 512))])
+def test_the_warm_up_sets_the_pace(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, measured: int, most: tuple[int, int]
+) -> None:
+    if measured:
+        monkeypatch.setattr("server.engine.engine.warm_up", lambda *_: measured)
+    with running(nano_q4_k_m) as engine:
+        scheduler = engine._scheduler
+        assert (scheduler._prefill_budget, scheduler._most_prefill) == most
 
 
 def test_counts_of_drafts_are_a_snapshot(nano_q4_k_m: Path) -> None:

@@ -160,6 +160,37 @@ def test_snapshots_and_checkpoints_make_room_for_each_other(
     assert chosen.ctx_size == 8 * 16_384 + chosen.prefix_cells
 
 
+@pytest.mark.parametrize(
+    ("changes", "ubatch", "batch"),
+    [
+        ({}, 2048, 8192),
+        ({"ubatch_size": 512}, 512, 2048),
+        ({"ubatch_size": 16, "parallel": 100}, 16, 100),
+        ({"batch_size": 3000}, 2048, 3000),
+        ({"n_gpu_layers": 0}, 512, 2048),
+        ({"n_gpu_layers": 0, "ubatch_size": 128}, 128, 2048),
+        ({"n_gpu_layers": 0, "ubatch_size": 4096}, 4096, 4096),
+        ({"n_gpu_layers": 0, "batch_size": 100}, 512, 100),
+    ],
+)
+def test_a_step_is_several_passes_on_a_gpu(
+    card: Any, changes: dict[str, int], ubatch: int, batch: int
+) -> None:
+    card(60 * GIB)
+    chosen = four_b_plan(**changes).settings
+    assert (chosen.ubatch_size, chosen.batch_size) == (ubatch, batch)
+
+
+def test_a_step_follows_the_pass_that_fits(card: Any) -> None:
+    card(6 * GIB)
+    chosen = four_b_plan().settings
+    assert (chosen.ubatch_size, chosen.batch_size) == (512, 2048)
+    chosen = four_b_plan(batch_size=3000).settings
+    assert (chosen.ubatch_size, chosen.batch_size) == (512, 3000)
+    chosen = four_b_plan(ubatch_size=1024).settings
+    assert (chosen.ubatch_size, chosen.batch_size) == (1024, 4096)
+
+
 def test_snapshots_are_for_drafts(card: Any) -> None:
     card(60 * GIB)
     assert four_b_plan(speculation="auto", mtp_depth=1).settings.mtp_snapshots == 1

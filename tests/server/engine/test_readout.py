@@ -26,7 +26,7 @@ from server.engine.llama.readout import Readouts, n_blocks
 from server.engine.llama.rows import best_but_ends, best_tokens, guesses
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
-from server.engine.warmup import warm_up
+from server.engine.warmup import time_prompt, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -458,6 +458,7 @@ def test_the_warm_up_keeps_readouts_that_are_right(model: Model) -> None:
     context = make(model, Readout.BEST)
     warm_up(context, [1, N_SEQ], 32, choose=False)
     assert context.readouts.active
+    assert time_prompt(context, 32) > 0
     context.close()
 
 

@@ -42,6 +42,24 @@ def test_the_budget_is_a_whole_batch_when_nobody_decodes() -> None:
     assert counts(advance(s)) == [40, 24]
 
 
+def test_a_pace_bounds_every_step() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.pace(32)
+    s.add(sequence(40))
+    assert [counts(advance(s)) for _ in range(2)] == [[32], [8]]
+    s.add(sequence(40))
+    assert [counts(advance(s)) for _ in range(2)] == [[1, 32], [1, 8]]
+
+
+def test_decodes_and_prompts_at_pace_fit_into_a_batch() -> None:
+    s = scheduler(batch=64, budget=16)
+    s.pace(64)
+    s.add(sequence(4))
+    advance(s)
+    s.add(sequence(100))
+    assert counts(advance(s)) == [1, 63]
+
+
 def test_prompts_share_the_budget_in_order_of_arrival() -> None:
     s = scheduler(batch=64, budget=16)
     s.add(sequence(2))

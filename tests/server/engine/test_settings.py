@@ -18,6 +18,7 @@ from server.engine import EngineSettings
         ("parallel", 0),
         ("parallel", 257),
         ("max_queue", -1),
+        ("batch_size", -1),
         ("batch_size", 4),
         ("ubatch_size", -1),
         ("threads", -1),
@@ -30,6 +31,14 @@ from server.engine import EngineSettings
 def test_nonsense_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         EngineSettings(model=Path("a.gguf"), **{field: value})
+
+
+def test_a_batch_that_is_left_open_suits_any_number_of_sequences() -> None:
+    for parallel in (1, 8, 256):
+        assert EngineSettings(model=Path("a.gguf"), parallel=parallel).batch_size == 0
+    with pytest.raises(ValueError, match=r"batch_size is 7.*at least parallel \(8\)"):
+        EngineSettings(model=Path("a.gguf"), batch_size=7, parallel=8)
+    EngineSettings(model=Path("a.gguf"), batch_size=8, parallel=8)
 
 
 def test_a_packed_value_cache_needs_flash_attention() -> None:
