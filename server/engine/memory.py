@@ -267,7 +267,8 @@ def _arrange(
     first = _first_on_gpu(settings, shape)
     weights, kv, states, settling = [0, 0], [0, 0], [0, 0], [0, 0]
     n_states = n_sequences(settings) * (1 + settings.mtp_snapshots)
-    n_settling = min(settings.parallel, ALONE) if settings.mtp_snapshots else 0
+    copies = settings.mtp_snapshots or drafts_by_head(settings, shape)
+    n_settling = min(settings.parallel, ALONE) if copies else 0
     for layer, size in enumerate(shape.layer_weights):
         on_host = int(n_gpu == 0 or layer < first)
         weights[on_host] += size

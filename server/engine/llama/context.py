@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from .model import Model
 
+ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+"""Of a state, what is no key or value; and copied within the device."""
+
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 
@@ -102,6 +105,8 @@ class Context:
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 where the model does not keep any."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
+        self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
+        """What llama.cpp has to say about the states in its buffers on the device, by sequence."""
 
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
@@ -236,14 +241,25 @@ class Context:
             self._snapshots.gone(sequence)
         return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
-    def _settle(self, sequence: int) -> None:
-        """Make the state that a sequence went back to its newest, through a buffer on the device."""
-        flags = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
-        saved = self._save(sequence, flags)
-        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, flags):
-            raise LlamaError(f"llama.cpp could not bring sequence {sequence} to where it went back")
+    def stash(self, sequence: int) -> None:
+        """Copy a sequence's recurrent state to a buffer on the device, where llama.cpp keeps one for each id.
+
+        Waits for the device, and for the copy.
+        """
+        self._stashes[sequence] = self._save(sequence, ON_DEVICE)
+
+    def unstash(self, sequence: int) -> None:
+        """Make that the sequence's state again; `remove` then drops the cells of what came after it."""
+        stashed = self._stashes[sequence]
+        pointer = stashed.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not C.llama_state_seq_set_data_ext(self._handle, pointer, stashed.size, sequence, ON_DEVICE):
+            raise LlamaError(f"llama.cpp could not bring sequence {sequence} back to an earlier state")
         self._snapshots.gone(sequence)
+
+    def _settle(self, sequence: int) -> None:
+        """Make the state that a sequence went back to its newest."""
+        self.stash(sequence)
+        self.unstash(sequence)
 
     def save(self, sequence: int) -> npt.NDArray[np.uint8]:
         """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device."""

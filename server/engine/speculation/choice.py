@@ -33,8 +33,8 @@ held against it: at first (where trials build graphs, they cost more) and, doubl
 most."""
 
 HOPE, HOPEFUL = 0.95, 2
-"""Acceptance for which it is tried where it can not pay by what is usual; a single draft tells, of so many
-tokens or as many as leave the graph for the next."""
+"""Acceptance for which it is tried, for a lone sequence, where it can not pay by what is usual; one draft
+tells, of so many tokens or as many as can be taken back for nothing."""
 
 PROVEN, REPLAN = 16, 4
 """Steps in a row with drafts of the head after which a trial has succeeded; from there on, a plan for a lone
@@ -110,7 +110,7 @@ class Choice:
         if head and (standing := self._stands(orders)) is not None:
             self._in_a_row += 1
             return standing
-        trial = head and self._rest(n).begun and not self._in_a_row
+        trial = head and n == 1 and self._rest(n).begun and not self._in_a_row
         if trial:  # as if little were known of it
             self._experience.forget()
             for order in orders:
@@ -132,7 +132,7 @@ class Choice:
         """Where the head may stop early; None for nowhere: it would cost another pass, or a graph."""
         pending, n = [order.sequence.pending for order in orders], len(orders)
         lasting = n == 1 and plan.lengths[0] <= self._rollback.keeps_shape(orders[0].slot, n)
-        return None if len(set(pending)) > 1 or lasting else self._planner.floors(plan, pending)
+        return None if len(set(pending)) > 1 else self._planner.floors(plan, pending, lasting=lasting)
 
     def confidence(self, sequence: Sequence) -> Confidence:
         """How right the head has been about a sequence."""
@@ -173,8 +173,11 @@ class Choice:
         mtp: tuple[float, ...] = ()
         if self._mtp is not None and self._head_is_due and depth > 0 and self._mtp.can_draft(sequence):
             mtp = self.confidence(sequence).chances(self._experience, depth)
-        lasting = self._rollback.keeps_shape(sequence.slot, n) if sequence.slot is not None else 0
-        return Candidate(sequence.pending, ngram, mtp, lasting)
+        assert sequence.slot is not None
+        lasting, undone = (
+            way(sequence.slot, n) for way in (self._rollback.keeps_shape, self._rollback.undoes)
+        )
+        return Candidate(sequence.pending, ngram, mtp, lasting, undone)
 
     def _learn_verdict(self, plan: Plan, candidates: list[Candidate]) -> None:
         """Have the head, or everybody, rest where it does not pay."""
@@ -194,10 +197,10 @@ class Choice:
     def _rest(self, n: int) -> Rest:
         group = (n - 1).bit_length()
         if (rest := self._rests.get(group)) is None:
-            first = PROBE_FIRST if self._rollback.keeps_shape(0, n) else PROBE_FIRST_BUILT
+            first = PROBE_FIRST if self._rollback.undoes(0, n) else PROBE_FIRST_BUILT
             rest = self._rests[group] = Rest(first, PROBE_LAST)
         return rest
 
 
 def _hopes(candidate: Candidate) -> tuple[float, ...]:
-    return (HOPE,) * min(len(candidate.mtp), max(candidate.lasting, HOPEFUL))
+    return (HOPE,) * min(len(candidate.mtp), max(candidate.undone, HOPEFUL))

@@ -31,7 +31,7 @@ class Eager:
             lengths.append(min(longest, each))
         return Plan(sources, lengths, float(len(candidates)), 1.0)
 
-    def floors(self, plan: Plan, pending: ListLike[int]) -> Floors:
+    def floors(self, plan: Plan, pending: ListLike[int], *, lasting: bool = False) -> Floors:
         """No depth is too deep."""
         nothing = [0.0] * (max(plan.lengths) + 1)
         return Floors(nothing, nothing)

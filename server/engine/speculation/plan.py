@@ -32,6 +32,10 @@ STAY = 16
 MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
 
+CAUTION = 1.5
+"""The same for drafts of the head in a crowd. They make its steps ragged, take a graph each, part who went
+together: on an H200, eight sequences took twice as long for their tokens as rehearsals of even lengths."""
+
 
 @dataclass(slots=True)
 class Candidate:
@@ -44,6 +48,8 @@ class Candidate:
     """The same for the tokens that the MTP head may draft."""
     lasting: int = 0
     """Tokens of the longest draft that leaves a graph for the next one, accepted or not (`rollback.py`)."""
+    undone: int = 0
+    """Tokens of the longest draft of which what was right stays, where the rest is wrong."""
 
     @property
     def by_head(self) -> npt.NDArray[np.float64]:
@@ -100,7 +106,7 @@ class Planner:
         if any(len(candidate.ngram) for candidate in candidates):
             return self._choose(candidates, most_rows)
         # without drafts the head's chances stay as they are, and so does the plan
-        key = (most_rows, self.shape, *((c.pending, c.mtp) for c in candidates))
+        key = (most_rows, self.shape, *((c.pending, c.mtp, c.lasting) for c in candidates))
         if (plan := self._plans.get(key)) is None:
             plan = self._plans[key] = self._choose(candidates, most_rows)
         return plan
@@ -116,8 +122,14 @@ class Planner:
             return nothing
         return self._choose_for_many(candidates, nothing, most_rows)
 
-    def floors(self, plan: Plan, pending: ListLike[int]) -> Floors:
-        """What a round of drafting must promise: its share of the step's time, at the plan's rate."""
+    def floors(self, plan: Plan, pending: ListLike[int], *, lasting: bool = False) -> Floors | None:
+        """What a round of drafting must promise: its share of the step's time, at the plan's rate.
+
+        None where the graph is `lasting`, and to leave for another and come back takes more than the draft.
+        """
+        drafting = self._draft_times.of(plan.sources.count("mtp")) * max(plan.lengths)
+        if lasting and 2 * self._times.building.value > drafting:
+            return None
         start = min(max(pending), ROWS - 2 - max(plan.lengths))
         draft = self._draft_times.of(plan.sources.count("mtp"))
         table, rate = self._table(len(pending)), plan.tokens / plan.seconds
@@ -128,8 +140,8 @@ class Planner:
     def _choose_for_one(self, candidate: Candidate, nothing: Plan, most_rows: int) -> Plan:
         table, own, build = self._array(1), candidate.pending, self._times.building.value
         there = self.shape[1] if self.shape[0] == 1 else 0  # rows for which there is a graph
-        best, change = nothing, 0.0 if there == own else build / STAY
-        rate = MARGIN * nothing.tokens / (nothing.seconds + change)
+        best = nothing
+        rate = MARGIN * nothing.tokens / (nothing.seconds + (0.0 if there == own else build / STAY))
         sources: tuple[tuple[Source, npt.NDArray[np.float64]], ...] = (
             ("ngram", candidate.ngram),
             ("mtp", candidate.by_head),
@@ -139,17 +151,19 @@ class Planner:
             if longest < 1:
                 continue
             survive = np.cumprod(chances[:longest])
-            lengths = _LENGTHS[: np.searchsorted(_LENGTHS, longest)]
-            lengths = np.append(lengths, longest)
+            alike = [there - own] if 0 < there - own < longest else []
+            lengths = np.array([*_LENGTHS[: np.searchsorted(_LENGTHS, longest)], *alike, longest])
             tokens = 1 + np.cumsum(survive)[lengths - 1]
             seconds = table[own + lengths]
             if source == "mtp":
                 seconds = seconds + lengths * self._draft_times.of(1) + self._draft_times.besides.value
             # a draft by the head is followed by another, one from the text most often by none
-            alike = source == "mtp"
-            later = np.where(own + lengths == there, 0.0, build / STAY if alike else 2 * build)
-            passing = self._redo(survive, own, 1)[lengths - 1] + (build if alike else 2 * build)
-            rates = tokens / (seconds + np.where(lengths > candidate.lasting, passing, later))
+            passing = build if source == "mtp" else 2 * build
+            change = build / STAY if source == "mtp" else passing
+            staying = np.where(own + lengths == there, 0.0, change)
+            later = np.where(lengths > candidate.lasting, passing, staying)
+            again = np.where(lengths > candidate.undone, self._redo(survive, own, 1)[lengths - 1], 0.0)
+            rates = tokens / (seconds + later + again)
             i = int(rates.argmax())
             if rates[i] > rate:
                 rate = float(rates[i])
@@ -171,7 +185,8 @@ class Planner:
         return bool(rates.max() > MARGIN * nothing.tokens / nothing.seconds)
 
     def _choose_for_many(self, candidates: ListLike[Candidate], nothing: Plan, most_rows: int) -> Plan:
-        n, best, rate = len(candidates), nothing, MARGIN * nothing.tokens / nothing.seconds
+        n, best, plain = len(candidates), nothing, nothing.tokens / nothing.seconds
+        rate = MARGIN * plain
         pending = [candidate.pending for candidate in candidates]
         ngrams = [self._prospect(candidate.ngram, candidate.pending, n) for candidate in candidates]
         mtps = [self._prospect(candidate.by_head, candidate.pending, n) for candidate in candidates]
@@ -182,7 +197,7 @@ class Planner:
             if length == min(pending) or length * n > most_rows:
                 continue
             plan, cost = self._weigh(length, pending, ngrams, mtps)
-            if plan.tokens / cost > rate:
+            if plan.tokens / cost > (max(rate, CAUTION * plain) if "mtp" in plan.sources else rate):
                 best, rate = plan, plan.tokens / cost
         return best
 

@@ -117,6 +117,13 @@ class Speculator:
         shapes += [(n, length) for n in (2, 4, 8, 16) for length in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
         self._measure_building(rehearse)
+        length = self._context.n_snapshots + 2  # a token more than snapshots take back
+        if length <= min(self._longest + 1, self._most_rows):
+            for _ in range(FIRST):
+                rehearse(1, length)
+        self._rollback.weigh(self.times.building.value)
+        self.times.clear()  # what was measured with copies, if there will not be any
+        self._measure_building(rehearse)
         for turn in range(TURNS):
             for n, length in shapes:
                 late = self._clock() > deadline and (turn or length > MEASURED[1])

@@ -53,6 +53,12 @@ class StepTimes:
         self._curve: list[float] = []
         """Of one sequence, by its lengths; empty when it has to be drawn anew."""
 
+    def clear(self) -> None:
+        """Forget all that was measured."""
+        self.building, self._curve = Mean(first=1), []
+        for known in (self._means, self._steady, self._lengths):
+            known.clear()
+
     def add(self, n: int, length: int, seconds: float, *, built: bool = False) -> None:
         """A pass of `n` sequences with `length` tokens each took so long; `built`: and built its graph."""
         group = _group(n)

@@ -21,6 +21,9 @@ from tests.server.engine.speculation.helpers import sequence
 Table = Callable[[int, int], float]
 """Seconds of a pass of so many sequences with so many tokens each."""
 
+COPY = 0.65e-3
+"""Seconds to copy a state there, as on the H200."""
+
 SLOTS = 16
 ANYONE = 100_000
 """Tokens that there are."""
@@ -65,6 +68,12 @@ class Card:
 
     def copy(self, *_: int) -> None:
         self._moved = True  # who shares a state writes to another cell, for which there is no graph
+
+    def stash(self, _: int) -> None:
+        self.now += COPY
+
+    def unstash(self, _: int) -> None:
+        self.now += COPY
 
     def remove(self, *_: int) -> bool:
         return True
@@ -139,6 +148,7 @@ class World:
         draft: float = 0.6e-3,
         deepest: int = 8,
         ngram: bool = False,
+        copies: bool = True,
         seed: int = 0,
     ) -> None:
         self.card = Card(table, build=build, n_snapshots=snapshots)
@@ -147,7 +157,7 @@ class World:
         context = cast("Any", self.card)
         self.speculator = Speculator(
             context,
-            Rollback(context, SLOTS, alone=2),
+            Rollback(context, SLOTS, alone=2, copied=deepest if copies else 0, clock=self.card.clock),
             Planner(times, draft_times),
             times,
             ngram=NgramDrafter() if ngram else None,

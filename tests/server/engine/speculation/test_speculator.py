@@ -61,14 +61,34 @@ def test_a_bad_head_costs_less_than_three_per_cent(right: float, snapshots: int,
 
 
 def test_a_draft_in_a_hundred_that_must_build_its_graph_is_not_worth_it() -> None:
-    """Without snapshots each draft builds two graphs: only a head that is nearly always right may draft."""
-    world = on_h200(snapshots=0)
+    """With neither snapshots nor copies a draft builds two: only a head that is nearly always right may."""
+    world = on_h200(snapshots=0, copies=False)
     world.head.right = 0.6
     world.gain(1000)
     assert sum(map(bool, world.lengths)) < 20
-    world = on_h200(snapshots=0)
+    world = on_h200(snapshots=0, copies=False)
     world.gain(100)
     assert world.gain(400) > 2
+
+
+@pytest.mark.parametrize("right", [1.0, 0.9, 0.8])
+def test_a_copy_of_the_state_is_worth_more_than_a_graph(right: float) -> None:
+    gains = []
+    for copies in (False, True):
+        world = on_h200(snapshots=2, copies=copies)
+        world.head.right = right
+        world.gain(100)
+        built = world.card.graphs_built
+        gains.append(world.gain(1000))
+    assert world.card.graphs_built - built < 100
+    assert gains[1] > (1.1 if right == 1.0 else 0.99) * gains[0]
+
+
+def test_nothing_is_copied_where_graphs_are_built_faster() -> None:
+    world = on_h200(build=0.3e-3)
+    assert world.speculator._rollback.keeps_shape(0, 1) == 8
+    world.card.stash = Mock(side_effect=AssertionError)
+    world.gain(300)
 
 
 def test_steady_times_are_learnt_at_the_start_and_graphs_are_booked_apart() -> None:
