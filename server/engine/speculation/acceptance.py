@@ -24,6 +24,10 @@ MEMORY = 64
 HEAD_MEMORY = 32
 """The same for the MTP head: what it is worth changes with the request, and a wrong hope costs every step."""
 
+FORGOTTEN = 0.03
+"""Of what is known of a depth, with each draft that ends above it: else one early error would stand for ever
+where a draft of fewer tokens pays as well."""
+
 REMEMBERED = 2
 """Events that what was learnt long ago counts for, when a head that rested is tried again."""
 
@@ -107,6 +111,9 @@ class Confidence:
             if self.hits[depth] + self.misses[depth] > HEAD_MEMORY:
                 self.hits[depth] /= 2
                 self.misses[depth] /= 2
+        for depth in range(tested, len(self.hits)):
+            self.hits[depth] *= 1 - FORGOTTEN
+            self.misses[depth] *= 1 - FORGOTTEN
         self.tested += tested
         self.wrong += tested - min(accepted, tested)
         self.doubts += sum(map(doubt, sure[:tested]))
@@ -121,13 +128,14 @@ class Confidence:
     def chances(self, experience: Confidence, n: int) -> tuple[float, ...]:
         """Of `n` guesses whose confidence is not known yet: each one's chance if those before it are right.
 
-        What this record lacks, `experience` makes up for, and what that lacks the depth before.
+        What this record lacks, `experience` makes up for, and what that lacks the depth before, than which
+        no depth is thought better: a few lucky drafts would have much longer ones follow.
         """
         if len(self._chances) < n or self._of != (self.events, experience.events):
-            chances, chance = [], GUESS
+            chances, chance, most = [], GUESS, 1.0
             for depth in range(n):
                 broad = _blend(*experience.at(depth), chance, 4)
-                chance = _blend(*self.at(depth), broad, 4)
+                chance = most = min(most, _blend(*self.at(depth), broad, 4))
                 chances.append(chance)
             self._chances, self._of = tuple(chances), (self.events, experience.events)
         return self._chances[:n]

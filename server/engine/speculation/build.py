@@ -44,7 +44,7 @@ def build_speculator(
         mtp = MtpDrafter(head, settings.mtp_window, draft_times, span=span, widest=widest)
     return Speculator(
         context,
-        Rollback(context, holders.start, alone, copied=settings.mtp_depth if mtp else 0),
+        Rollback(context, times, holders.start, alone, copied=settings.mtp_depth if mtp else 0),
         Eager() if settings.draft_always else Planner(times, draft_times),
         times,
         ngram=NgramDrafter(pool) if settings.speculation in ("auto", "ngram") else None,

@@ -27,7 +27,7 @@ ROWS = 2048
 """Rows of one sequence up to which times are tabled; longer drafts are not considered."""
 
 STAY = 16
-"""Steps over which the time to build a graph is spread, where the shape it is for is to last."""
+"""Steps over which the time to change to another graph is spread, where the shape it is for is to last."""
 
 MARGIN = 1.05
 """Drafting must promise this much more than not drafting: an estimate is not worth a change of shape."""
@@ -128,7 +128,7 @@ class Planner:
         None where the graph is `lasting`, and to leave for another and come back takes more than the draft.
         """
         drafting = self._draft_times.of(plan.sources.count("mtp")) * max(plan.lengths)
-        if lasting and 2 * self._times.building.value > drafting:
+        if lasting and self._times.leaving > drafting:
             return None
         start = min(max(pending), ROWS - 2 - max(plan.lengths))
         draft = self._draft_times.of(plan.sources.count("mtp"))
@@ -138,10 +138,10 @@ class Planner:
         return Floors(go_on=[row + draft * rate for row in rows], keep=rows)
 
     def _choose_for_one(self, candidate: Candidate, nothing: Plan, most_rows: int) -> Plan:
-        table, own, build = self._array(1), candidate.pending, self._times.building.value
+        table, own, times = self._array(1), candidate.pending, self._times
         there = self.shape[1] if self.shape[0] == 1 else 0  # rows for which there is a graph
         best = nothing
-        rate = MARGIN * nothing.tokens / (nothing.seconds + (0.0 if there == own else build / STAY))
+        rate = MARGIN * nothing.tokens / (nothing.seconds + (0.0 if there == own else times.moving / STAY))
         sources: tuple[tuple[Source, npt.NDArray[np.float64]], ...] = (
             ("ngram", candidate.ngram),
             ("mtp", candidate.by_head),
@@ -158,10 +158,11 @@ class Planner:
             if source == "mtp":
                 seconds = seconds + lengths * self._draft_times.of(1) + self._draft_times.besides.value
             # a draft by the head is followed by another, one from the text most often by none
-            passing = build if source == "mtp" else 2 * build
-            change = build / STAY if source == "mtp" else passing
+            once, change = times.leaving, times.leaving
+            if source == "mtp":
+                once, change = times.building.value, times.moving / STAY
             staying = np.where(own + lengths == there, 0.0, change)
-            later = np.where(lengths > candidate.lasting, passing, staying)
+            later = np.where(lengths > candidate.lasting, once, staying)
             again = np.where(lengths > candidate.undone, self._redo(survive, own, 1)[lengths - 1], 0.0)
             rates = tokens / (seconds + later + again)
             i = int(rates.argmax())
@@ -224,7 +225,7 @@ class Planner:
         if drafting := sources.count("mtp"):
             depth = max(n for n, source in zip(lengths, sources, strict=True) if source == "mtp")
             seconds += depth * self._draft_times.of(drafting) + self._draft_times.besides.value
-        return Plan(sources, lengths, tokens, seconds), seconds + redo + 2 * self._times.building.value
+        return Plan(sources, lengths, tokens, seconds), seconds + redo + self._times.leaving
 
     def _prospect(self, chances: npt.NDArray[np.float64], pending: int, n: int) -> Prospect:
         chances = chances[: max(0, ROWS - 1 - pending - n)]

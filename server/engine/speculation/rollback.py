@@ -27,24 +27,28 @@ if TYPE_CHECKING:
     from server.engine.llama import Context
     from server.engine.scheduler import Chunk
 
+    from .times import StepTimes
+
 
 class Rollback:
     """Holders for the slots 0 to n - 1: the sequence ids from `first` on, which nobody else may use.
 
-    Slots below `alone` may go back to snapshots, or to copies for drafts of at most `copied` tokens: each of
-    them may need a buffer for another state.
+    Slots below `alone` may go back to snapshots, or to copies for drafts of at most `copied` tokens, unless
+    `times` tell that to build a graph takes less: each of them may need a buffer for another state.
     """
 
     def __init__(
         self,
         context: Context,
+        times: StepTimes,
         first: int,
         alone: int,
         *,
         copied: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._context, self._first, self._alone, self._copied = context, first, alone, copied
+        self._context, self._times = context, times
+        self._first, self._alone, self._copied = first, alone, copied
         self._clock, self._copying = clock, Mean()
         self._held: dict[int, int] = {}
         """Tokens of the holder's state, by slot."""
@@ -57,13 +61,11 @@ class Rollback:
 
     def keeps_shape(self, slot: int, n_sequences: int) -> int:
         """Tokens of the longest draft that leaves a graph for the next one."""
-        alone = n_sequences == 1 and slot < self._alone
-        return max(self._copied, self._context.n_snapshots) if alone else 0
-
-    def weigh(self, building: float) -> None:
-        """Copy nothing if that took longer, so far, than llama.cpp takes to build a graph, in seconds."""
-        if self._copying.value > building:
-            self._copied = 0
+        if n_sequences > 1 or slot >= self._alone:
+            return 0
+        # to the holder it takes another graph
+        copied = self._copied if self._copying.value <= self._times.building.value else 0
+        return max(copied, self._context.n_snapshots)
 
     def prepare(self, chunks: ListLike[Chunk]) -> None:
         """Before a step with these is decoded: keep a way back for those that have drafts."""

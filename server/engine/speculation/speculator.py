@@ -34,8 +34,12 @@ TURNS = 3
 """How often each of these has its turn, so that whatever holds the machine up for a while (another program,
 a clock that has yet to rise) spoils the least time of none."""
 
+STEADY = 4
+"""Rehearsals of a shape in a row: the first builds the graph, the second may have it captured, the others
+are what it takes."""
+
 LOOK = 8
-"""Of steps that only decode, one after the other, every so many is learnt from."""
+"""Of steps that only decode, one after the other, the first ones and then every so many are learnt from."""
 
 
 class Speculator:
@@ -77,6 +81,8 @@ class Speculator:
         self._clock, self._overhead = clock, 0.0
         self._graphs_reused = self._passes = 0
         """At the last look; and steps since."""
+        self._built = False
+        """Whether there was a graph built then."""
         self._plain_steps = 0
         """In a row, after another for as many sequences."""
         self._n = 0
@@ -116,20 +122,14 @@ class Speculator:
         shapes = [(1, length) for length in MEASURED]
         shapes += [(n, length) for n in (2, 4, 8, 16) for length in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
-        self._measure_building(rehearse)
-        length = self._context.n_snapshots + 2  # a token more than snapshots take back
-        if length <= min(self._longest + 1, self._most_rows):
-            for _ in range(FIRST):
-                rehearse(1, length)
-        self._rollback.weigh(self.times.building.value)
-        self.times.clear()  # what was measured with copies, if there will not be any
+        self._graphs_reused, self._passes = self._context.graphs_reused, 0
         self._measure_building(rehearse)
         for turn in range(TURNS):
             for n, length in shapes:
                 late = self._clock() > deadline and (turn or length > MEASURED[1])
                 if not late and length <= self._longest + 1 and n * length <= self._most_rows:
-                    rehearse(n, length)  # builds the graph
-                    rehearse(n, length)
+                    for _ in range(STEADY):
+                        rehearse(n, length)
         self._measure_building(rehearse)
         if self._mtp is not None:
             self._mtp.measure(self._slots)
@@ -140,8 +140,9 @@ class Speculator:
         At first, so that it can be taken off what is measured then; and again when the machine is warm.
         """
         self.times.building = Mean(first=1)
-        rehearse(1, 1)
-        for length in MEASURED[:2] * FIRST:
+        for _ in range(STEADY):
+            rehearse(1, 1)
+        for length in MEASURED[1::-1] * FIRST:
             if length <= self._longest + 1:
                 rehearse(1, length)
 
@@ -230,7 +231,7 @@ class Speculator:
         plain = even and step.n_tokens == n
         self._plain_steps = self._plain_steps + 1 if plain and self._planner.shape == (n, 1) else 0
         self._passes += 1
-        if self._plain_steps > 1 and self._plain_steps % LOOK:
+        if self._plain_steps > 2 and self._plain_steps % LOOK:
             return  # there is nothing to learn from the hundredth of a kind
         if not plain:
             even = even and len({chunk.n_tokens for chunk in step.chunks}) == 1
@@ -238,12 +239,13 @@ class Speculator:
                 if chunk.draft:
                     self._judge(chunk, start, len(new) - 1 if isinstance(new, list) else 0)
         seconds += self._overhead + self._clock() - started
-        self._learn_worth(step, sampled, seconds + self._proposing)
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
-        passes, self._passes = self._passes, 0
+        built = self._graphs_reused - reused < self._passes
+        captured, self._built, self._passes = self._built and not built, built, 0
+        self._learn_worth(step, sampled, seconds + self._proposing, steady=not (built or captured))
         self._planner.shape = (n, step.n_tokens // n) if even else (0, 0)
         if even:
-            self.times.add(n, step.n_tokens // n, seconds, built=self._graphs_reused - reused < passes)
+            self.times.add(n, step.n_tokens // n, seconds, built=built, captured=captured)
 
     def _collect(
         self, mtp: MtpDrafter, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled]
@@ -267,9 +269,9 @@ class Speculator:
             rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
             mtp.collect(slot, start, rows)
 
-    def _learn_worth(self, step: Step, sampled: ListLike[Sampled], seconds: float) -> None:
-        """Book the whole step, drafting included, under who drafted, or as plain."""
-        before, plain = self._drafting, all(chunk.n_tokens == 1 for chunk in step.chunks)
+    def _learn_worth(self, step: Step, sampled: ListLike[Sampled], seconds: float, *, steady: bool) -> None:
+        """Book the whole step, drafting included, under who drafted, or as plain if its graph was there."""
+        plain = all(chunk.n_tokens == 1 for chunk in step.chunks)
         if self._orders:
             self._drafting = "mtp" if any(o.drafter == "mtp" for o in self._orders.values()) else "ngram"
         elif plain:
@@ -282,7 +284,7 @@ class Speculator:
         tokens = sum(len(new) for new in sampled if isinstance(new, list))
         if self._drafting:
             worth.add(self._drafting, n, tokens, seconds)
-        elif plain and not before:
+        elif plain and steady:
             worth.add_plain(n, seconds)
 
     def abandon(self) -> None:

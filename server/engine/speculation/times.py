@@ -46,6 +46,9 @@ class StepTimes:
     def __init__(self) -> None:
         self.building = Mean(first=1)
         """Seconds that a pass takes longer when llama.cpp builds its graph anew."""
+        self.capturing = Mean()
+        """Seconds that the pass after that takes longer if it finds the graph, which ggml has the device
+        capture then (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
         self._means: dict[int, dict[int, Mean]] = {}
         self._steady: set[tuple[int, int]] = set()
         """Measured when the graph was there already."""
@@ -53,15 +56,28 @@ class StepTimes:
         self._curve: list[float] = []
         """Of one sequence, by its lengths; empty when it has to be drawn anew."""
 
-    def clear(self) -> None:
-        """Forget all that was measured."""
-        self.building, self._curve = Mean(first=1), []
-        for known in (self._means, self._steady, self._lengths):
-            known.clear()
+    @property
+    def leaving(self) -> float:
+        """Seconds that it costs to leave the graph that there is for a single pass, and come back."""
+        return 2 * self.building.value + self.capturing.value
 
-    def add(self, n: int, length: int, seconds: float, *, built: bool = False) -> None:
-        """A pass of `n` sequences with `length` tokens each took so long; `built`: and built its graph."""
+    @property
+    def moving(self) -> float:
+        """Seconds that it costs to go to another graph, and stay."""
+        return self.building.value + self.capturing.value
+
+    def add(
+        self, n: int, length: int, seconds: float, *, built: bool = False, captured: bool = False
+    ) -> None:
+        """A pass of `n` sequences with `length` tokens each took so long.
+
+        It `built` its graph, or was the first to find it and had it `captured`, or neither.
+        """
         group = _group(n)
+        if captured:
+            if (group, length) in self._steady:
+                self.capturing.add(max(0.0, seconds - float(self.of(n, length))))
+            return
         if built and (group, length) in self._steady:
             self.building.add(max(0.0, seconds - float(self.of(n, length))))
             return

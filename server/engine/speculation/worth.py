@@ -15,7 +15,7 @@ from .times import Mean, StepTimes
 DECAY = 0.95
 """What a step's result counts for with each step after it."""
 
-PATIENCE = ((12, 1.0), (6, 0.7), (3, 0.5))
+PATIENCE = ((12, 1.0), (6, 0.7), (4, 0.45))
 """Steps that are looked at before a drafter is judged, and what their tokens must be worth beside the time
 that they took: the less, the sooner it rests. Drafts from the text are long and come now and then: one pays
 for several, so the last does not hold for them."""

@@ -47,8 +47,11 @@ class Card:
 
     n_ubatch = 512
 
-    def __init__(self, table: Table, *, build: float = 0.0, n_snapshots: int = 0) -> None:
+    def __init__(
+        self, table: Table, *, build: float = 0.0, capture: float = 0.0, n_snapshots: int = 0
+    ) -> None:
         self.table, self.build, self.n_snapshots = table, build, n_snapshots
+        self.capture, self._captured = capture, True
         self.graphs_reused = self.graphs_built = 0
         self.now = 0.0
         self._shape = (0, 0)
@@ -87,9 +90,12 @@ class Card:
             spent += self.table(*shape)
             if shape == self._shape and not self._moved:
                 self.graphs_reused += 1
+                spent += 0.0 if self._captured else self.capture
+                self._captured = True
             else:
                 spent += self.build
                 self.graphs_built += 1
+                self._captured = False
             self._shape, self._moved, done = shape, False, length
         self.now += spent
         return spent
@@ -144,6 +150,7 @@ class World:
         *,
         table: Table = line,
         build: float = 0.0,
+        capture: float = 0.0,
         snapshots: int = 0,
         draft: float = 0.6e-3,
         deepest: int = 8,
@@ -151,13 +158,13 @@ class World:
         copies: bool = True,
         seed: int = 0,
     ) -> None:
-        self.card = Card(table, build=build, n_snapshots=snapshots)
+        self.card = Card(table, build=build, capture=capture, n_snapshots=snapshots)
         times, draft_times = StepTimes(), DraftTimes()
         self.head, self.rng = Head(self.card, draft_times, draft), random.Random(seed)
         context = cast("Any", self.card)
         self.speculator = Speculator(
             context,
-            Rollback(context, SLOTS, alone=2, copied=deepest if copies else 0, clock=self.card.clock),
+            Rollback(context, times, SLOTS, alone=2, copied=deepest if copies else 0, clock=self.card.clock),
             Planner(times, draft_times),
             times,
             ngram=NgramDrafter() if ngram else None,

@@ -12,6 +12,7 @@ from server.engine.errors import LlamaError
 from server.engine.llama import Context, ContextOptions, Model
 from server.engine.scheduler import Chunk
 from server.engine.speculation.rollback import Rollback
+from server.engine.speculation.times import StepTimes
 from tests.server.engine.helpers import EXACT
 from tests.server.engine.speculation.helpers import sequence
 
@@ -54,6 +55,12 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     context.close()
 
 
+def dear_graphs() -> StepTimes:
+    times = StepTimes()
+    times.building.add(1e9)
+    return times
+
+
 def decode(context: Context, parts: dict[int, tuple[int, list[int]]]) -> dict[int, npt.NDArray[np.float32]]:
     """Tokens of several sequence ids, each from a position on, in one call: the last logits of each."""
     n, last = 0, dict[int, int]()
@@ -84,7 +91,9 @@ class Program:
 
     def __init__(self, context: Context, seed: int) -> None:
         self.context, self.rng = context, random.Random(seed)
-        self.rollback = Rollback(context, FIRST_HOLDER, alone=2, copied=self.rng.choice([0, 3, 20]))
+        self.rollback = Rollback(
+            context, dear_graphs(), FIRST_HOLDER, alone=2, copied=self.rng.choice([0, 3, 20])
+        )
         self.texts: dict[int, list[int]] = {}
         self.spares: dict[int, list[int]] = {}
         self.compared = 0
@@ -178,7 +187,7 @@ def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
     for n_snapshots, copied in ((0, 0), (4, 0), (0, 8), (2, 8)):
         options = ContextOptions(256, 4, 64, 64, 64, 1, 1, "off", "f32", "f32", n_snapshots=n_snapshots)
         context = Context(model, options)
-        rollback = Rollback(context, 2, alone=1, copied=copied)
+        rollback = Rollback(context, dear_graphs(), 2, alone=1, copied=copied)
         rng, text = random.Random(0), [300]
         decode(context, {0: (0, text)})
         reused, n, waiting = context.graphs_reused, 20, [301]

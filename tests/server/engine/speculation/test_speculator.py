@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from server.engine.speculation.acceptance import Confidence
 from server.engine.speculation.choice import LISTENS, PAUSE_LAST, PROBE_FIRST
 from tests.server.engine.speculation.card import ANYONE, World, h200
 
@@ -80,8 +81,8 @@ def test_a_copy_of_the_state_is_worth_more_than_a_graph(right: float) -> None:
         world.gain(100)
         built = world.card.graphs_built
         gains.append(world.gain(1000))
-    assert world.card.graphs_built - built < 100
-    assert gains[1] > (1.1 if right == 1.0 else 0.99) * gains[0]
+    assert world.card.graphs_built - built < 200
+    assert gains[1] > (1.1 if right == 1.0 else 0.93) * gains[0]
 
 
 def test_nothing_is_copied_where_graphs_are_built_faster() -> None:
@@ -174,9 +175,34 @@ def test_nothing_is_kept_for_a_head_that_rests_for_long() -> None:
     assert all(kept[first - LISTENS + 1 : first + 1]), "it has read some text when it is tried again"
     assert sum(a != b for a, b in pairwise(kept)) < 12, "each change builds a graph"
     world.head.right = 1.0
-    world.gain(1000)
+    world.gain(4000)
     assert world.gain(100) > 3
     assert world.card.keeps_hidden
+
+
+@pytest.mark.parametrize("right", [0.9, 0.8, 0.7, 0.6])
+def test_a_graph_that_is_captured_is_worth_staying_with(right: float) -> None:
+    """The second step of a shape costs more than the first: with CUDA, where it is captured."""
+    world = on_h200(snapshots=2, build=2.3e-3, capture=5e-3)
+    assert world.speculator.times.capturing.value == pytest.approx(5e-3)
+    assert float(world.speculator.times.of(1, 3)) == pytest.approx(h200(1, 3))
+    world.head.right = right
+    best, _ = world.best(right, range(3))
+    world.gain(150)
+    assert world.gain(1000) > 0.88 * best
+
+
+def test_an_early_error_far_down_does_not_keep_drafts_short_for_ever() -> None:
+    confidence, experience = Confidence(), Confidence()
+    for one in (confidence, experience):
+        one.add([1.0, 1.0], 1)
+    early = confidence.chances(experience, 2)
+    for _ in range(100):
+        for one in (confidence, experience):
+            one.add([1.0], 1)
+    late = confidence.chances(experience, 2)
+    assert early[1] < 0.7
+    assert late[1] > 0.9
 
 
 def test_nothing_is_kept_in_a_crowd_too_large_to_draft() -> None:

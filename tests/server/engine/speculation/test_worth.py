@@ -45,7 +45,7 @@ def test_what_loses_a_little_is_looked_at_for_a_while(worth: Worth) -> None:
 
 
 def test_what_loses_much_rests_at_once_and_longer_each_time(worth: Worth) -> None:
-    for n, drafter, patience in ((1, "mtp", 3), (8, "mtp", 3), (1, "ngram", 6)):
+    for n, drafter, patience in ((1, "mtp", 4), (8, "mtp", 4), (1, "ngram", 6)):
         rests = []
         for seconds, steps in ((1.6 * PLAIN, 6), (3 * PLAIN, patience), (9 * PLAIN, patience)):
             for _ in range(steps):
