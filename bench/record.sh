@@ -23,11 +23,11 @@ wanted=" $* "
 python=${PYTHON:-python3}
 mkdir -p "$out"
 
-# One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it with every drafter
-# ("auto"), without speculation, and "plain", without its prompt cache too. What llama-server's set-ups mean is
-# told by bench/peers.py --help.
+# One at a time, our server runs as it does by itself: 8 sequences of 16k tokens. Beside it with drafts from the
+# text alone, without speculation, and "plain", without its prompt cache too. What llama-server's set-ups mean
+# is told by bench/peers.py --help.
 defaults="--parallel 8 --ctx-size 131072"
-auto="--speculation auto"
+ngram="--speculation ngram"
 no_spec="--speculation off"
 plain="--no-prefix-cache $no_spec"
 
@@ -83,7 +83,7 @@ part official-Q4_K_M 230 --gguf "$models/Q4_K_M.gguf" --protocol official --warm
     --peer 'llama-ngram=llama-server:ngram-mod' \
     --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
     --peer 'llama-ngram-mtp-4=llama-server:ngram-mod+mtp-4+backend-sampling' \
-    --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+    --peer "ours=server $defaults" --peer "ours-ngram=server $defaults $ngram" \
     --peer "ours-no-spec=server $defaults $no_spec"
 
 # Many at once; the MTP head is right on 70% of the tokens.
@@ -92,7 +92,7 @@ part throughput-Q4_K_M 250 --gguf "$models/Q4_K_M.gguf" --workload random --inpu
     --peer 'llama-cache=llama-server:cache' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
-    --peer ours=server --peer "ours-auto=server $auto" --peer "ours-no-spec=server $no_spec"
+    --peer ours=server --peer "ours-ngram=server $ngram" --peer "ours-no-spec=server $no_spec"
 
 # Drafts that are right less often: depths of llama-server's against our choice.
 acceptance() { # SHARE
@@ -101,7 +101,7 @@ acceptance() { # SHARE
         --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
         --peer 'llama-device-mtp-2=llama-server:no-host-caches+backend-sampling+mtp-2' \
         --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
-        --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+        --peer "ours=server $defaults" --peer "ours-ngram=server $defaults $ngram" \
         --peer "ours-no-spec=server $defaults $no_spec"
 }
 acceptance 0.3
@@ -116,7 +116,7 @@ part distinct-Q4_K_M 195 --gguf "$models/Q4_K_M.gguf" --protocol distinct --warm
     --peer 'llama-device-mtp-4=llama-server:no-host-caches+backend-sampling+mtp-4' \
     --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
     --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
-    --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto" \
+    --peer "ours=server $defaults" --peer "ours-ngram=server $defaults $ngram" \
     --peer "ours-no-spec=server $defaults $no_spec" \
     --peer "ours-plain=server $defaults $plain"
 
@@ -125,7 +125,7 @@ part shared-prefix-Q4_K_M 200 --gguf "$models/Q4_K_M.gguf" --workload shared-pre
     --prefix-tokens 2000 --output-tokens 64 --levels 8,64 --requests 64 --warmup 1 --text "$(words 0.7)" \
     --peer 'llama-cache-device=llama-server:cache+backend-sampling' \
     --peer 'llama-device=llama-server:no-host-caches+backend-sampling' \
-    --peer ours=server --peer "ours-auto=server $auto" --peer "ours-plain=server $plain"
+    --peer ours=server --peer "ours-ngram=server $ngram" --peer "ours-plain=server $plain"
 
 acceptance 0.8
 acceptance 0.6
@@ -141,7 +141,7 @@ larger() { # QUANT SECONDS flags
         --text "$(words 1.0)" --baseline "$out/baseline-F16.json" "$@" \
         --peer 'llama-ngram-device=llama-server:ngram-mod+backend-sampling' \
         --peer 'llama-device-mtp-8=llama-server:no-host-caches+backend-sampling+mtp-8' \
-        --peer "ours=server $defaults" --peer "ours-auto=server $defaults $auto"
+        --peer "ours=server $defaults" --peer "ours-ngram=server $defaults $ngram"
 }
 larger F16 95
 larger Q8_0 75 --no-ceiling

@@ -32,7 +32,7 @@ from bench.publish import publish
 from bench.results import Record, ResultFile
 from bench.table import Cell, Table
 
-DRAFTERS = ("off", "ngram", "mtp", "auto")
+DRAFTERS = ("off", "ngram", "mtp", "both")
 HELDOUT = Path(__file__).resolve().parents[1] / "models" / "nano" / "heldout"
 
 

@@ -104,7 +104,7 @@ class Settings(BaseSettings):
     speculation: Speculation = _setting(
         EngineSettings.speculation,
         "engine",
-        "guess tokens ahead: from the text, by the MTP head, or either by what pays; answers stay the same",
+        "guess ahead: from the text, by the MTP head, or both by what pays; auto: both on a GPU, else ngram",
     )
     draft_max: int = _setting(EngineSettings.draft_max, "engine", "most tokens guessed from the text")
     mtp_depth: int = _setting(EngineSettings.mtp_depth, "engine", "most tokens guessed by the MTP head")

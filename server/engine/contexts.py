@@ -51,7 +51,7 @@ def head_cells(settings: EngineSettings) -> int:
 
 def drafts_by_head(settings: EngineSettings, shape: Shape) -> bool:
     """Whether the multi-token-prediction head is loaded."""
-    return settings.speculation in ("auto", "mtp") and shape.mtp_weights > 0
+    return settings.speculation in ("both", "mtp") and shape.mtp_weights > 0
 
 
 def with_passes(

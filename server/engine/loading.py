@@ -62,6 +62,9 @@ def decide(settings: EngineSettings) -> EngineSettings:
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         prefill_budget=settings.prefill_budget or (0 if on_gpu else PREFILL_CPU),
+        speculation=("both" if on_gpu else "ngram")
+        if settings.speculation == "auto"
+        else settings.speculation,
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )

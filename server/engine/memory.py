@@ -189,9 +189,9 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
 
 def _with_what_can_draft(settings: EngineSettings, shape: Shape) -> EngineSettings:
     """Without the multi-token-prediction head, if the file has none."""
-    if shape.mtp_weights or settings.speculation not in ("auto", "mtp"):
+    if shape.mtp_weights or settings.speculation not in ("both", "mtp"):
         return settings
-    left: Speculation = "ngram" if settings.speculation == "auto" else "off"
+    left: Speculation = "ngram" if settings.speculation == "both" else "off"
     log.warning(
         "speculation is %r, but %s has no multi-token-prediction head: %s",
         settings.speculation,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
-Speculation = Literal["auto", "off", "ngram", "mtp"]
+Speculation = Literal["auto", "off", "ngram", "mtp", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -78,10 +78,11 @@ class EngineSettings:
     prefix_host_mib: int = 0
     """MiB of host memory for states that had to leave the device. 0: they are gone."""
 
-    speculation: Speculation = "ngram"
-    """What guesses tokens ahead, to be verified many at a time: the text itself where it repeats, the
-    checkpoint's own MTP head, either by what pays ("auto"), or nothing. Answers do not depend on it. Not
-    "auto" by default: on the first card it was measured on, the head's drafts cost more than they gave."""
+    speculation: Speculation = "auto"
+    """What guesses tokens ahead, to be verified many at a time: the text itself where it repeats ("ngram"),
+    the checkpoint's own MTP head, either by what pays ("both"), or nothing. Answers do not depend on it.
+    "auto": both on a GPU; the text alone without one, where to verify a token takes nearly as long as to
+    decode it."""
     draft_max: int = 255
     """Most tokens that are guessed at once from the text."""
     mtp_depth: int = 16
@@ -89,7 +90,7 @@ class EngineSettings:
     mtp_snapshots: int = -1
     """Tokens by which a sequence that decodes alone can go back to a snapshot of its state, rather than to a
     copy that it read on from. Multiplies the memory of every recurrent state by one more than it is.
-    -1: where the head drafts, up to `mtp_depth` and 4, as many as fit; else none."""
+    -1: where the head drafts for at most 8 sequences, 2 or as many as fit; else none."""
     mtp_window: int = 512
     """Most tokens that the MTP head reads before it guesses for a sequence for the first time."""
     draft_pool: int = 0

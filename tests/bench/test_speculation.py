@@ -45,33 +45,33 @@ def test_a_folder_without_tasks_is_named(tmp_path: Path) -> None:
 def test_sums_by_drafter() -> None:
     runs = [
         one("off", 1.0),
-        one("auto", 0.4, steps=2, drafted=8, accepted=6),
+        one("both", 0.4, steps=2, drafted=8, accepted=6),
         one("off", 3.0),
-        one("auto", 1.6, steps=1, drafted=2, accepted=0),
+        one("both", 1.6, steps=1, drafted=2, accepted=0),
     ]
-    off, auto = summarize(runs)
+    off, both = summarize(runs)
     assert (off.seconds_per_token, off.speedup, off.accepted_share) == (0.2, None, None)
-    assert auto.speedup == pytest.approx(2)
-    assert (auto.drafted, auto.accepted, auto.accepted_share, auto.mean_accepted_length) == (10, 6, 0.6, 2)
+    assert both.speedup == pytest.approx(2)
+    assert (both.drafted, both.accepted, both.accepted_share, both.mean_accepted_length) == (10, 6, 0.6, 2)
 
 
 def test_servers_are_started_asked_and_compared(
     nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "result.json"
-    command = ["--model", str(nano_q4_k_m), "--drafters", "off,auto", "--items", "1", "--max-tokens", "40"]
+    command = ["--model", str(nano_q4_k_m), "--drafters", "off,both", "--items", "1", "--max-tokens", "40"]
     more = ["--threads", "1", "--logs", str(tmp_path), "--always", "--out", str(out)]
     assert run_verb(parser(), main, [*command, *more]) == 0
     result = SpeculationResult.load(out)
-    assert {summary.drafter for summary in result.summaries} == {"off", "auto"}
-    assert sum(summary.drafted for summary in result.summaries if summary.drafter == "auto") > 0
+    assert {summary.drafter for summary in result.summaries} == {"off", "both"}
+    assert sum(summary.drafted for summary in result.summaries if summary.drafter == "both") > 0
     assert not any(summary.drafted for summary in result.summaries if summary.drafter == "off")
     assert "speed-up" in capsys.readouterr().out
     assert out.with_suffix(".png").stat().st_size > 1000
-    assert any("auto: per token" in name for name in figures.figures_of(json.loads(out.read_text())))
+    assert any("both: per token" in name for name in figures.figures_of(json.loads(out.read_text())))
 
 
 def test_an_unknown_drafter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--model", "x.gguf", "--drafters", "off,eagle"])
-    assert "want some of off, ngram, mtp, auto" in capsys.readouterr().err
+    assert "want some of off, ngram, mtp, both" in capsys.readouterr().err

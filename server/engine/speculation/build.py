@@ -47,7 +47,7 @@ def build_speculator(
         Rollback(context, times, holders.start, alone, copied=settings.mtp_depth if mtp else 0),
         Eager() if settings.draft_always else Planner(times, draft_times),
         times,
-        ngram=NgramDrafter(pool) if settings.speculation in ("auto", "ngram") else None,
+        ngram=NgramDrafter(pool) if settings.speculation in ("both", "ngram") else None,
         mtp=mtp,
         slots=len(holders),
         longest=settings.draft_max,

@@ -76,6 +76,8 @@ class Choice:
         self._head_is_due = False
         self._rests: dict[int, Rest] = {}
         """Of the head, by the number of sequences that it would draft for."""
+        self._promised: dict[int, tuple[bool, int]] = {}
+        """Whether the head might pay, by the number of sequences, and steps for which that stands."""
         self._pause = Rest(PAUSE_FIRST, PAUSE_LAST)
         self._in_a_row = 0
         """Steps with drafts of the head since it was last given up."""
@@ -97,7 +99,18 @@ class Choice:
         if self._mtp is None:
             return False
         left = self._rest(n).left + (0 if self.worth is None else self.worth.left("mtp", n))
-        return left <= (2 * LISTENS if listened else LISTENS)
+        return left <= (2 * LISTENS if listened else LISTENS) and (n == 1 or self._promises(n))
+
+    def _promises(self, n: int) -> bool:
+        """Whether a crowd of `n` might draft by the head, by what is known of it; looked at now and then."""
+        group = (n - 1).bit_length()
+        promise, left = self._promised.get(group, (False, 0))
+        if not left:
+            chances = Confidence().chances(self._experience, self._deepest)
+            plan = self._planner.choose([Candidate(1, NONE, chances)] * n, self._most_rows)
+            promise, left = "mtp" in plan.sources, LISTENS
+        self._promised[group] = promise, left - 1
+        return promise
 
     def plan(self, orders: list[Order], rows: int) -> Plan | None:
         """The best plan with at most `rows` drafted tokens in all; None to draft nothing.

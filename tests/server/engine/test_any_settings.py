@@ -67,7 +67,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "short of cells, host tier, deep drafts": {
         "ctx_size": 256,
         "parallel": 6,
-        "speculation": "auto",
+        "speculation": "both",
         "draft_always": True,
         "prefix_checkpoints": 2,
         "prefix_host_mib": 3,
@@ -76,7 +76,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "device, pool, mixed steps": {
         "parallel": 3,
         "sampling": "device",
-        "speculation": "auto",
+        "speculation": "both",
         "draft_pool": 500,
         "draft_max": 20,
         "mixed_steps": True,

@@ -53,7 +53,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "all at once": {"parallel": 8, "ctx_size": 8192},
     "tiny chunks": {"parallel": 8, "ctx_size": 8192, "prefill_budget": 7, "ubatch_size": 16},
     "fewer places than requests": {"parallel": 3, "ctx_size": 8192, "batch_size": 100, "prefill_budget": 50},
-    "too few cells": {"parallel": 8, "ctx_size": 768, "speculation": "auto"},
+    "too few cells": {"parallel": 8, "ctx_size": 768, "speculation": "both"},
     "sampled in the graph": {"parallel": 8, "ctx_size": 8192, "sampling": "device", "prefill_budget": 50},
     "sampled in the graph, too few cells": {"parallel": 8, "ctx_size": 768, "sampling": "device"},
 }
@@ -136,7 +136,7 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
 
 @pytest.mark.parametrize(
     ("quant", "cache", "speculation"),
-    [("f16", "f16", "ngram"), ("q4_k_m", "f16", "auto"), ("q4_k_m", "q8_0", "auto")],
+    [("f16", "f16", "ngram"), ("q4_k_m", "f16", "both"), ("q4_k_m", "q8_0", "both")],
 )
 async def test_other_types_differ_by_no_more_than_the_noise_of_shapes(
     quant: str, cache: str, speculation: str, prompts: list[list[int]], request: pytest.FixtureRequest
@@ -153,7 +153,7 @@ async def test_a_gpu_too_differs_by_no_more_than_the_noise_of_shapes(
     quant: str, prompts: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16", "n_gpu_layers": -1}
-    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "auto")
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "both")
 
 
 async def differ_by_no_more_than_noise(

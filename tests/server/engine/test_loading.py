@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_memory(decide(settings(nano_q4_k_m, speculation="auto")), read_header(nano_q4_k_m))
+    plan = plan_memory(decide(settings(nano_q4_k_m, speculation="both")), read_header(nano_q4_k_m))
     closed: list[str] = []
 
     def refuse(*_: object) -> None:
@@ -73,6 +73,15 @@ def test_a_budget_that_is_left_open_is_measured_on_a_gpu_only(
     assert decide(settings(nano_q4_k_m)).prefill_budget == 128, "no layers are on the GPU"
     assert decide(settings(nano_q4_k_m, n_gpu_layers=-1)).prefill_budget == 0
     assert decide(settings(nano_q4_k_m, n_gpu_layers=-1, prefill_budget=7)).prefill_budget == 7
+
+
+def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu = settings(nano_q4_k_m, n_gpu_layers=-1)
+    assert decide(on_a_gpu).speculation == "ngram"
+    monkeypatch.setattr("server.engine.loading.supports_gpu", lambda: True)
+    assert decide(on_a_gpu).speculation == "both"
+    assert decide(settings(nano_q4_k_m)).speculation == "ngram", "no layers are there"
+    assert decide(replace(on_a_gpu, speculation="mtp")).speculation == "mtp"
 
 
 def test_the_warm_up_counts_in_whole_passes(nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,8 +35,8 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {},
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"speculation": "off"},
-        {"speculation": "auto"},
-        {"speculation": "auto", "mtp_snapshots": 0},
+        {"speculation": "both"},
+        {"speculation": "both", "mtp_snapshots": 0},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
@@ -46,7 +46,7 @@ def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[s
     wanted = decided(nano_q4_k_m, **changes)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     by_head = drafts_by_head(plan.settings, plan.shape)
-    assert by_head == (wanted.speculation == "auto")
+    assert by_head == (wanted.speculation == "both")
     model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False, load_mtp=by_head)
     contexts = [Context(model, context_options(plan.settings))]
     if by_head:
@@ -125,11 +125,11 @@ def test_the_shape_of_the_4b() -> None:
     assert [keys > 0 for keys, _ in shape.kv_elements] == [False, False, False, True] * 8
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "auto"])
+@pytest.mark.parametrize("speculation", ["ngram", "both"])
 def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: Any, speculation: str) -> None:
     card(23 * GIB)
     plan = four_b_plan(speculation=speculation)
-    by_head = speculation == "auto"
+    by_head = speculation == "both"
     gpu, host = plan.usages
     assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
     assert plan.settings.prefix_checkpoints == 32
@@ -155,7 +155,7 @@ def test_snapshots_and_checkpoints_make_room_for_each_other(
     card: Any, free: float, snapshots: int, checkpoints: int
 ) -> None:
     card(int(free * GIB))
-    chosen = four_b_plan(speculation="auto").settings
+    chosen = four_b_plan(speculation="both").settings
     assert (chosen.mtp_snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
     assert chosen.ctx_size == 8 * 16_384 + chosen.prefix_cells
 
@@ -193,19 +193,19 @@ def test_a_step_follows_the_pass_that_fits(card: Any) -> None:
 
 def test_snapshots_are_for_drafts(card: Any) -> None:
     card(60 * GIB)
-    assert four_b_plan(speculation="auto", mtp_depth=1).settings.mtp_snapshots == 1
-    assert four_b_plan(speculation="auto", parallel=9).settings.mtp_snapshots == 0, "a crowd pays for them"
-    assert four_b_plan(speculation="auto", parallel=9, mtp_snapshots=2).settings.mtp_snapshots == 2
-    assert four_b_plan(speculation="auto", mtp_snapshots=20).settings.mtp_snapshots == 20
-    assert four_b_plan(speculation="auto", batch_size=8, ubatch_size=3).settings.mtp_snapshots == 1
+    assert four_b_plan(speculation="both", mtp_depth=1).settings.mtp_snapshots == 1
+    assert four_b_plan(speculation="both", parallel=9).settings.mtp_snapshots == 0, "a crowd pays for them"
+    assert four_b_plan(speculation="both", parallel=9, mtp_snapshots=2).settings.mtp_snapshots == 2
+    assert four_b_plan(speculation="both", mtp_snapshots=20).settings.mtp_snapshots == 20
+    assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.mtp_snapshots == 1
     assert four_b_plan(speculation="ngram", mtp_snapshots=2).settings.mtp_snapshots == 2
     assert four_b_plan(speculation="off", mtp_snapshots=2).settings.mtp_snapshots == 0
     card(12 * GIB)
     with pytest.raises(DoesNotFit, match="mtp_snapshots=0"):
-        four_b_plan(speculation="auto", mtp_snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
+        four_b_plan(speculation="both", mtp_snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
 
 
-@pytest.mark.parametrize(("wanted", "left"), [("auto", "ngram"), ("mtp", "off")])
+@pytest.mark.parametrize(("wanted", "left"), [("both", "ngram"), ("mtp", "off")])
 def test_a_file_without_a_head_is_named_once(
     card: Any, caplog: pytest.LogCaptureFixture, wanted: Any, left: str
 ) -> None:

@@ -142,17 +142,17 @@ ALL = {"ctx_size": 8192, "prefix_checkpoints": 150, "prefix_cells": 8192}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "roomy": {**ALL, "parallel": 6},
-    "drafting": {"ctx_size": 4096, "parallel": 4, "speculation": "auto", "prefix_checkpoints": 3},
+    "drafting": {"ctx_size": 4096, "parallel": 4, "speculation": "both", "prefix_checkpoints": 3},
     "few ids": {"ctx_size": 4096, "parallel": 4, "prefix_checkpoints": 3, "prefix_interval": 32},
     "few cells": {"ctx_size": 4096, "parallel": 4, "prefix_cells": 200, "prefill_budget": 20},
-    "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64, "speculation": "auto"},
+    "preempted": {"ctx_size": 512, "parallel": 6, "prefix_interval": 64, "speculation": "both"},
     "host": {"ctx_size": 1024, "parallel": 3, "prefix_checkpoints": 2, "prefix_host_mib": 4},
     "host, drafting": {
         "ctx_size": 1024,
         "parallel": 3,
         "prefix_checkpoints": 2,
         "prefix_host_mib": 4,
-        "speculation": "auto",
+        "speculation": "both",
         "draft_always": True,
     },
     "mixed": {**ALL, "parallel": 4, "mixed_steps": True, "prefill_budget": 48},
@@ -252,4 +252,4 @@ async def test_in_other_types_they_differ_by_no_more_than_the_noise_of_shapes(
     stem = random_prompt(rng, 150)
     prompts = [stem, [*stem, *random_prompt(rng, 30)], [*stem[:90], *random_prompt(rng, 50)], list(stem)]
     types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16"}
-    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "auto")
+    await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "both")

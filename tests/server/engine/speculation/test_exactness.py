@@ -79,9 +79,9 @@ class Scripted:
 MIXES: dict[str, dict[str, Any]] = {
     "text": {"speculation": "ngram", "draft_always": True},
     "head": {"speculation": "mtp", "draft_always": True, "mtp_depth": 5},
-    "both": {"speculation": "auto", "draft_always": True, "draft_pool": 4000},
-    "what pays": {"speculation": "auto"},
-    "heard now and then": {"speculation": "auto", "draft_always": True},
+    "both": {"speculation": "both", "draft_always": True, "draft_pool": 4000},
+    "what pays": {"speculation": "both"},
+    "heard now and then": {"speculation": "both", "draft_always": True},
     "a narrow window": {"speculation": "mtp", "draft_always": True, "mtp_window": 20, "batch_size": 64},
     "scripted": {"speculation": "ngram", "draft_always": True},
     "scripted, small steps": {
@@ -92,8 +92,8 @@ MIXES: dict[str, dict[str, Any]] = {
         "prefill_budget": 7,
     },
     "scripted, too few cells": {"speculation": "ngram", "draft_always": True, "ctx_size": 512},
-    "head, too few cells": {"speculation": "auto", "draft_always": True, "ctx_size": 512},
-    "few checkpoints": {"speculation": "auto", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
+    "head, too few cells": {"speculation": "both", "draft_always": True, "ctx_size": 512},
+    "few checkpoints": {"speculation": "both", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
 
 

@@ -19,7 +19,7 @@ TYPES: dict[str, Any] = {"flash_attn": "auto", "cache_type_k": "f16", "cache_typ
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"speculation": "ngram"},
     "mtp": {"speculation": "mtp", "mtp_depth": 4},
-    "auto": {"speculation": "auto", "mtp_depth": 4},
+    "auto": {"speculation": "both", "mtp_depth": 4},
     "mtp, no snapshots": {"speculation": "mtp", "mtp_depth": 4, "mtp_snapshots": 0},
 }
 

@@ -28,7 +28,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "scripted": {"speculation": "ngram", "mtp_snapshots": 20},
     "text": {"speculation": "ngram", "mtp_snapshots": 6, "draft_max": 6},
     "head": {"speculation": "mtp", "mtp_depth": 3, "mtp_snapshots": 3},
-    "both": {"speculation": "auto", "mtp_depth": 6, "mtp_snapshots": 4, "draft_max": 12, "mtp_window": 30},
+    "both": {"speculation": "both", "mtp_depth": 6, "mtp_snapshots": 4, "draft_max": 12, "mtp_window": 30},
     "on the device": {"speculation": "mtp", "mtp_depth": 4, "mtp_snapshots": 4, "sampling": "device"},
 }
 

@@ -205,8 +205,9 @@ def test_an_early_error_far_down_does_not_keep_drafts_short_for_ever() -> None:
     assert late[1] > 0.9
 
 
-def test_nothing_is_kept_in_a_crowd_too_large_to_draft() -> None:
-    world = on_h200(17)
+@pytest.mark.parametrize("n", [2, 8, 17])
+def test_nothing_is_kept_in_a_crowd_that_would_not_draft(n: int) -> None:
+    world = on_h200(n)
     world.gain(2)
     assert not world.card.keeps_hidden
     one, *others = world.sequences
