@@ -55,7 +55,7 @@ such a step reads the weights and every occupied cell once, so this is the ratio
 LEAST_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
 
-SNAPSHOTS, SNAPSHOT_SLOTS = 2, 64
+SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
 """Snapshots of each recurrent state where the MTP head drafts, there are at most so many slots, and nobody
 says how many. More let deeper drafts of a lone sequence keep their graph, but every step copies the
 convolutions' part of each one, drafts or not: 0.03 ms of 3.6 on an H200, and more for each sequence."""

@@ -90,7 +90,7 @@ class EngineSettings:
     mtp_snapshots: int = -1
     """Tokens by which a sequence that decodes alone can go back to a snapshot of its state, rather than to a
     copy that it read on from. Multiplies the memory of every recurrent state by one more than it is.
-    -1: where the head drafts, for at most 64 sequences, 2 or as many as fit; else none."""
+    -1: where the head drafts for at most 8 sequences, 2 or as many as fit; else none."""
     mtp_window: int = 512
     """Most tokens that the MTP head reads before it guesses for a sequence for the first time."""
     draft_pool: int = 0
