@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 NONE: npt.NDArray[np.float64] = np.zeros(0)
 
-PROBE_FIRST, PROBE_FIRST_BUILT, PROBE_LAST = 32, 128, 1024
+PROBE_FIRST, PROBE_FIRST_BUILT, PROBE_LAST = 32, 128, 2048
 """Steps without the MTP head after which it is tried again as if little were known of it, lest a bad hour be
-held against it: at first (where trials build graphs, they cost more) and, doubling while it does not help, at
-most."""
+held against it: at first (where trials build graphs, they cost more) and, four times as many each time that
+it does not help, at most."""
 
 HOPE, HOPEFUL = 0.95, 2
 """Acceptance for which it is tried, for a lone sequence, where it can not pay by what is usual; one draft
@@ -211,7 +211,7 @@ class Choice:
         group = (n - 1).bit_length()
         if (rest := self._rests.get(group)) is None:
             first = PROBE_FIRST if self._rollback.undoes(0, n) else PROBE_FIRST_BUILT
-            rest = self._rests[group] = Rest(first, PROBE_LAST)
+            rest = self._rests[group] = Rest(first, PROBE_LAST, growth=4)
         return rest
 
 

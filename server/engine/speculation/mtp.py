@@ -102,6 +102,8 @@ class MtpDrafter:
         self._readings: dict[int, Reading] = {}
         self._caught_up = 0
         """Tokens that the head read before its last drafts."""
+        self.read_a_prompt = False
+        """Whether these were what a prompt left, which is read once, whatever is planned."""
         self._width = 0
         """Rows of each call of the draft being made; 0 for as many as there are tokens."""
         self._free: list[npt.NDArray[np.float32]] = []
@@ -224,7 +226,8 @@ class MtpDrafter:
         started = perf_counter()
         try:
             rounds = self._draft(alive, floors)
-            if self._caught_up <= FEW * len(alive):  # what a prompt left is read once, whatever is planned
+            self.read_a_prompt = self._caught_up > FEW * len(alive)
+            if not self.read_a_prompt:
                 seconds = perf_counter() - started - rounds * self.times.of(len(alive))
                 self.times.besides.add(max(0.0, seconds))
         except (NoMemorySlot, FloatingPointError) as error:

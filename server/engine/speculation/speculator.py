@@ -242,7 +242,7 @@ class Speculator:
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._passes
         captured, self._built, self._passes = self._built and not built, built, 0
-        self._learn_worth(step, sampled, seconds + self._proposing, steady=not (built or captured))
+        self._learn_worth(step, sampled, seconds, built=built, captured=captured)
         self._planner.shape = (n, step.n_tokens // n) if even else (0, 0)
         if even:
             self.times.add(n, step.n_tokens // n, seconds, built=built, captured=captured)
@@ -269,8 +269,14 @@ class Speculator:
             rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
             mtp.collect(slot, start, rows)
 
-    def _learn_worth(self, step: Step, sampled: ListLike[Sampled], seconds: float, *, steady: bool) -> None:
-        """Book the whole step, drafting included, under who drafted, or as plain if its graph was there."""
+    def _learn_worth(
+        self, step: Step, sampled: ListLike[Sampled], seconds: float, *, built: bool, captured: bool
+    ) -> None:
+        """Book the whole step, drafting included, under who drafted, or as plain if its graph was there.
+
+        What it takes once is no sign of what it will take: to read a prompt for the head; and to come to a
+        graph that lasts, as those of a lone sequence do.
+        """
         plain = all(chunk.n_tokens == 1 for chunk in step.chunks)
         if self._orders:
             self._drafting = "mtp" if any(o.drafter == "mtp" for o in self._orders.values()) else "ngram"
@@ -283,8 +289,13 @@ class Speculator:
         n = len(step.chunks)
         tokens = sum(len(new) for new in sampled if isinstance(new, list))
         if self._drafting:
+            if self._mtp is None or not self._mtp.read_a_prompt:
+                seconds += self._proposing
+            if n == 1 and self._drafting == "mtp":
+                once = self.times.building if built else self.times.capturing if captured else None
+                seconds -= min(seconds / 2, once.value) if once is not None else 0.0
             worth.add(self._drafting, n, tokens, seconds)
-        elif plain and steady:
+        elif plain and not (built or captured):
             worth.add_plain(n, seconds)
 
     def abandon(self) -> None:

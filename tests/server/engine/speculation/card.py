@@ -105,6 +105,7 @@ class Head:
     """Drafts that are right with a chance of `right`, each as sure of itself as the others."""
 
     name = "mtp"
+    read_a_prompt = False
 
     def __init__(self, card: Card, times: DraftTimes, seconds: float) -> None:
         self.right, self.sure = 1.0, 1.0

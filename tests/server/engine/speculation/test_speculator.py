@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from server.engine.speculation.acceptance import Confidence
+from server.engine.speculation.base import Floors, Order
 from server.engine.speculation.choice import LISTENS, PAUSE_LAST, PROBE_FIRST
 from tests.server.engine.speculation.card import ANYONE, World, h200
 
@@ -190,6 +192,32 @@ def test_a_graph_that_is_captured_is_worth_staying_with(right: float) -> None:
     best, _ = world.best(right, range(3))
     world.gain(150)
     assert world.gain(1000) > 0.88 * best
+
+
+@pytest.mark.parametrize(("right", "least"), [(0.9, 1.4), (0.8, 1.25), (0.7, 1.1), (0.3, 0.95), (0.0, 0.95)])
+def test_what_a_request_takes_once_does_not_condemn_the_head(right: float, least: float) -> None:
+    """Each of eight requests has the head read a prompt, which takes as long as four tokens, and comes to its
+    graphs anew."""
+    world = on_h200(snapshots=2, build=2.9e-3, capture=5e-3)
+    world.head.right = right
+    propose, reads = world.head.propose, True
+
+    def reading(orders: list[Order], floors: Floors | None = None) -> None:
+        nonlocal reads
+        world.card.now += 15e-3 if reads else 0.0
+        world.head.read_a_prompt, reads = reads, False
+        propose(orders, floors)
+
+    world.head.propose = reading  # type: ignore[method-assign]
+    gains = []
+    for _ in range(8):
+        world.speculator.forget(world.sequences[0])
+        world.sequences = [world.newcomer(0)]
+        world.card.keep_hidden(world.card.keeps_hidden)  # what comes next builds a graph
+        reads = True
+        gains.append(world.gain(250))
+    assert fmean(gains) > least
+    assert min(gains) > 0.9
 
 
 def test_an_early_error_far_down_does_not_keep_drafts_short_for_ever() -> None:
