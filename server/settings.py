@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     prefill_budget: int = _setting(
         EngineSettings.prefill_budget,
         "engine",
-        "most prompt tokens in a step that also decodes; 0 is what a GPU reads in half a second, 128 without",
+        "most prompt tokens in a step that also decodes; 0 is what a GPU reads in 0.75 s, 128 without",
     )
     mixed_steps: bool = _setting(
         EngineSettings.mixed_steps, "engine", "decodes and prompt tokens share a call, rather than take turns"

@@ -53,8 +53,8 @@ class EngineSettings:
     that fits, else 512."""
     prefill_budget: int = 0
     """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
-    0: on a GPU, as many as it reads in half a second, by measurement at start, in whole passes, at least one
-    and at most `batch_size`; that bounds steps without them, too, as whoever comes waits for the step. 128
+    0: on a GPU, as many as it reads in 0.75 s, by measurement at start, in whole passes, at least one and at
+    most `batch_size`; that bounds steps without them, too, as whoever comes waits for the step. 128
     without a GPU."""
     mixed_steps: bool = False
     """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns, which is
@@ -72,7 +72,8 @@ class EngineSettings:
     prefix_cells: int = 0
     """KV cells that it may hold beyond those of running sequences. All cells up to the highest occupied one
     are read in every step, so that holding more makes every step slower. 0: a tenth of the bytes of the
-    weights, which each step reads too; at least 9,216, a long prompt and its answer."""
+    weights, which each step reads too; at least 9,216, a long prompt and its answer. While more than 8
+    sequences run it holds fewer, in proportion."""
     prefix_interval: int = 4096
     """Tokens between the states kept while a long prompt is read. 0: none on the way."""
     prefix_host_mib: int = 0

@@ -29,10 +29,9 @@ SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
 the same batch may be computed a little differently with a readout and without."""
 
-HALF_SECOND = 0.5
-"""Seconds that a step may read prompts, as far as a pass over an empty cache tells. Running streams stand
-still meanwhile, which a reader hardly minds for so long; with fewer passes in a call, the device waits more
-often for the mask of the first."""
+STANDSTILL = 0.75
+"""Seconds that a step may read prompts, as far as a pass over an empty cache tells: running streams stand
+still meanwhile. With fewer passes in a call, the device waits more often for the mask of the first."""
 
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bool) -> None:
@@ -63,11 +62,11 @@ def time_prompt(context: Context, length: int) -> float:
 
 
 def prompt_tokens(seconds: float, one_pass: int, most: int) -> int:
-    """Prompt tokens that are read in half a second, where a pass of `one_pass` tokens takes `seconds` (> 0).
+    """Prompt tokens for a step, where a pass of `one_pass` tokens takes `seconds` (> 0).
 
-    In whole passes, at least one, but no more than `most` tokens.
+    What three quarters of a second allow in whole passes, at least one, but no more than `most` tokens.
     """
-    passes = min(int(HALF_SECOND / seconds), most // one_pass)
+    passes = min(int(STANDSTILL / seconds), most // one_pass)
     return min(max(passes, 1) * one_pass, most)
 
 

@@ -32,7 +32,8 @@ MIN_TURN = 64
 
 CROWD = 8
 """Running sequences beyond which the end of a prompt is kept only if another one wants it too: after a
-checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer."""
+checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer. And
+beyond which idle cells are fewer, in proportion: each is looked at for every row of a step."""
 
 ANSWER = 512
 """Tokens of an answer for which room is made in advance; it may have as many as it likes."""
@@ -187,7 +188,7 @@ class PrefixCache:
 
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells."""
-        self._limit(self._cells)
+        self._limit(self._cells * CROWD // max(CROWD, self.running))
 
     def tidy(self) -> bool:
         """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.

@@ -16,7 +16,7 @@ from server.engine.llama import Context, Model
 from server.engine.loading import decide, load, warm_up
 from server.engine.memory import plan_memory
 from server.engine.vocab import Vocab
-from server.engine.warmup import HALF_SECOND, prompt_tokens
+from server.engine.warmup import STANDSTILL, prompt_tokens
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("seconds", "one_pass", "most", "tokens"),
     [
-        (HALF_SECOND / 3.9, 2048, 8192, 3 * 2048),
-        (HALF_SECOND / 100, 2048, 8192, 8192),
-        (HALF_SECOND / 100, 2048, 7000, 3 * 2048),
-        (HALF_SECOND, 2048, 8192, 2048),
-        (10 * HALF_SECOND, 2048, 8192, 2048),
-        (10 * HALF_SECOND, 512, 100, 100),
+        (STANDSTILL / 3.9, 2048, 8192, 3 * 2048),
+        (STANDSTILL / 100, 2048, 8192, 8192),
+        (STANDSTILL / 100, 2048, 7000, 3 * 2048),
+        (STANDSTILL, 2048, 8192, 2048),
+        (10 * STANDSTILL, 2048, 8192, 2048),
+        (10 * STANDSTILL, 512, 100, 100),
     ],
 )
 def test_a_step_reads_the_passes_of_half_a_second(

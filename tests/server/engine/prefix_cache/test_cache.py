@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine.prefix_cache.cache import CROWD
 from server.engine.sequence import Sequence
 from tests.server.engine.prefix_cache.world import World
 
@@ -160,6 +161,21 @@ def test_what_is_held_stays_within_its_budget_of_cells() -> None:
         world.serve([n, *range(50)])
         assert world.spans.idle <= 120
     assert [world.serve([n, *range(50)]).reused for n in (3, 2)] == [50, 50]
+
+
+def test_a_crowd_leaves_the_cache_fewer_cells() -> None:
+    world = World(slots=4 * CROWD, cells=120, total_cells=8192)
+    for n in range(2):
+        world.serve([n, *range(50)])
+    assert world.spans.idle >= 100
+    for n in range(4 * CROWD):
+        world.add([100 + n, *range(300, 320)], 5 + n)
+    while world.scheduler.running or world.scheduler.waiting:
+        before = len(world.scheduler.running)
+        world.step()
+        if len(world.scheduler.running) < before:
+            assert world.spans.idle <= 120 * CROWD // max(CROWD, world.cache.running)
+    assert world.spans.idle > 60, "who left last is still there"
 
 
 def test_a_prompt_larger_than_the_budget_does_not_drive_out_the_others() -> None:
