@@ -35,6 +35,10 @@ CROWD = 8
 checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer. And
 beyond which idle cells are fewer, in proportion: each is looked at for every row of a step."""
 
+HABIT, LEAST_USE = 0.1, 1 / 8
+"""What a prompt counts for in the share of prompt tokens that come from the cache; and what the budget of
+cells is multiplied with where none do. It is whole from a share of one half on."""
+
 ANSWER = 512
 """Tokens of an answer for which room is made in advance; it may have as many as it likes."""
 
@@ -91,6 +95,8 @@ class PrefixCache:
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
         self._tracks: dict[Sequence, _Track] = {}
+        self._used = 1.0
+        """The share of prompt tokens that has lately come from the cache."""
         self._hits = self._misses = self._tokens_saved = 0
         self._checkpoints = self._evictions = self._restores = 0
 
@@ -128,6 +134,7 @@ class PrefixCache:
             self._limit(self._cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.cached
+            self._used += HABIT * (sequence.cached / sequence.prompt_length - self._used)
             self._tokens_saved += sequence.cached
             self._hits += sequence.cached > 0
             self._misses += sequence.cached == 0
@@ -187,8 +194,14 @@ class PrefixCache:
     # --- room ----------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
-        """Give up checkpoints until those left are within the budget of cells."""
-        self._limit(self._cells * CROWD // max(CROWD, self.running))
+        """Give up checkpoints until those left are within the budget of cells.
+
+        That is less beside a crowd, and where prompts never come again; but the last one may stay.
+        """
+        share = min(1.0, max(LEAST_USE, 2 * self._used)) * CROWD / max(CROWD, self.running)
+        last = next(reversed(self._held), None)
+        least = min(self._cells, self.spans.exclusive(self._holder(last))) if last else 0
+        self._limit(max(int(share * self._cells), least))
 
     def tidy(self) -> bool:
         """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.

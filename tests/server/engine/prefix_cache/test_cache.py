@@ -175,7 +175,22 @@ def test_a_crowd_leaves_the_cache_fewer_cells() -> None:
         world.step()
         if len(world.scheduler.running) < before:
             assert world.spans.idle <= 120 * CROWD // max(CROWD, world.cache.running)
-    assert world.spans.idle > 60, "who left last is still there"
+    assert world.spans.idle > 40, "who left last is still there"
+
+
+def test_prompts_that_never_come_again_are_held_less() -> None:
+    world = World(cells=400)
+    for n in range(40):
+        world.serve([n, *range(50)])
+        assert world.spans.idle >= 300 or not 5 < n < 9, "a few prove nothing"
+    assert 50 <= world.spans.idle <= 60, "the last one stays"
+    conversation = world.serve(list(range(300)))
+    assert world.spans.idle >= 299, "though it is more than the budget is now"
+    for _ in range(8):
+        conversation = world.serve([*conversation.tokens, 7])
+        assert conversation.reused is not None and conversation.reused > 0.9 * len(conversation.tokens)
+    world.serve([1000, *range(50)])
+    assert world.spans.idle > 350, "what is made use of may be held"
 
 
 def test_a_prompt_larger_than_the_budget_does_not_drive_out_the_others() -> None:
