@@ -200,7 +200,7 @@ class PrefixCache:
         """
         share = min(1.0, max(LEAST_USE, 2 * self._used)) * CROWD / max(CROWD, self.running)
         last = next(reversed(self._held), None)
-        least = min(self._cells, self.spans.exclusive(self._holder(last))) if last else 0
+        least = min(self._cells, self.spans.idle_in(self._holder(last))) if last else 0
         self._limit(max(int(share * self._cells), least))
 
     def tidy(self) -> bool:
