@@ -141,6 +141,11 @@ class Settings(BaseSettings):
         "engine",
         "KV cells that it holds beyond those in use; 0 is a tenth of the weights' bytes, but 9216 at least",
     )
+    prefix_shrinks: bool = _setting(
+        EngineSettings.prefix_shrinks,
+        "engine",
+        "hold fewer beside more than 8 running sequences, and where prompts do not come again",
+    )
     prefix_interval: int = _setting(
         EngineSettings.prefix_interval,
         "engine",

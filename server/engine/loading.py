@@ -143,6 +143,7 @@ def prefix_cache_for(
         ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
         total_cells=context.n_ctx,
         cells=settings.prefix_cells,
+        shrinks=settings.prefix_shrinks,
         interval=settings.prefix_interval,
         host_bytes=settings.prefix_host_mib * 1024**2,
         turn_ids=vocab.turn_ids,

@@ -72,8 +72,9 @@ class EngineSettings:
     prefix_cells: int = 0
     """KV cells that it may hold beyond those of running sequences. All cells up to the highest occupied one
     are read in every step, so that holding more makes every step slower. 0: a tenth of the bytes of the
-    weights, which each step reads too; at least 9,216, a long prompt and its answer. It holds
-    fewer beside more than 8 running sequences, in proportion, and where prompts do not come again."""
+    weights, which each step reads too; at least 9,216, a long prompt and its answer."""
+    prefix_shrinks: bool = True
+    """Hold fewer beside more than 8 running sequences, in proportion, and where prompts do not come again."""
     prefix_interval: int = 4096
     """Tokens between the states kept while a long prompt is read. 0: none on the way."""
     prefix_host_mib: int = 0

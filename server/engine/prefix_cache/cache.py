@@ -74,6 +74,7 @@ class PrefixCache:
         ids: Collection[int],
         total_cells: int,
         cells: int,
+        shrinks: bool = True,
         interval: int = 0,
         host_bytes: int = 0,
         turn_ids: Collection[int] = (),
@@ -88,7 +89,7 @@ class PrefixCache:
         self._free = sorted(ids, reverse=True)
         self.total_cells = total_cells
         self._cells = cells
-        self._interval = interval
+        self._shrinks, self._interval = shrinks, interval
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
@@ -196,12 +197,12 @@ class PrefixCache:
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells.
 
-        That is less beside a crowd, and where prompts never come again; but the last one may stay.
+        If it shrinks, that is less beside a crowd, and where prompts never come again; the last may stay.
         """
         share = min(1.0, max(LEAST_USE, 2 * self._used)) * CROWD / max(CROWD, self.running)
         last = next(reversed(self._held), None)
         least = min(self._cells, self.spans.idle_in(self._holder(last))) if last else 0
-        self._limit(max(int(share * self._cells), least))
+        self._limit(max(int(share * self._cells), least) if self._shrinks else self._cells)
 
     def tidy(self) -> bool:
         """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.

@@ -178,6 +178,13 @@ def test_a_crowd_leaves_the_cache_fewer_cells() -> None:
     assert world.spans.idle > 40, "who left last is still there"
 
 
+def test_a_budget_that_does_not_shrink_is_used_whole() -> None:
+    world = World(cells=400, shrinks=False)
+    for n in range(40):
+        world.serve([n, *range(50)])
+    assert world.spans.idle >= 350
+
+
 def test_prompts_that_never_come_again_are_held_less() -> None:
     world = World(cells=400)
     for n in range(40):
