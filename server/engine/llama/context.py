@@ -250,11 +250,7 @@ class Context:
 
     def unstash(self, sequence: int) -> None:
         """Make that the sequence's state again; `remove` then drops the cells of what came after it."""
-        stashed = self._stashes[sequence]
-        pointer = stashed.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not C.llama_state_seq_set_data_ext(self._handle, pointer, stashed.size, sequence, ON_DEVICE):
-            raise LlamaError(f"llama.cpp could not bring sequence {sequence} back to an earlier state")
-        self._snapshots.gone(sequence)
+        self._load(sequence, self._stashes[sequence], ON_DEVICE)
 
     def _settle(self, sequence: int) -> None:
         """Make the state that a sequence went back to its newest."""
@@ -276,9 +272,12 @@ class Context:
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
         """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
+        self._load(sequence, saved, 0)
+
+    def _load(self, sequence: int, saved: npt.NDArray[np.uint8], flags: int) -> None:
         self._snapshots.gone(sequence)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, 0):
+        if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, flags):
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:

@@ -132,10 +132,10 @@ class Confidence:
         no depth is thought better: a few lucky drafts would have much longer ones follow.
         """
         if len(self._chances) < n or self._of != (self.events, experience.events):
-            chances, chance, most = [], GUESS, 1.0
+            chances, chance = [], GUESS
             for depth in range(n):
                 broad = _blend(*experience.at(depth), chance, 4)
-                chance = most = min(most, _blend(*self.at(depth), broad, 4))
+                chance = min(chance if depth else 1.0, _blend(*self.at(depth), broad, 4))
                 chances.append(chance)
             self._chances, self._of = tuple(chances), (self.events, experience.events)
         return self._chances[:n]

@@ -11,6 +11,7 @@ from .acceptance import Confidence
 from .eager import Eager
 from .plan import Candidate
 from .rest import Rest
+from .times import group_of
 from .worth import Worth
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Choice:
 
     def _promises(self, n: int) -> bool:
         """Whether a crowd of `n` might draft by the head, by what is known of it; looked at now and then."""
-        group = (n - 1).bit_length()
+        group = group_of(n)
         promise, left = self._promised.get(group, (False, 0))
         if not left:
             chances = Confidence().chances(self._experience, self._deepest)
@@ -187,10 +188,8 @@ class Choice:
         if self._mtp is not None and self._head_is_due and depth > 0 and self._mtp.can_draft(sequence):
             mtp = self.confidence(sequence).chances(self._experience, depth)
         assert sequence.slot is not None
-        lasting, undone = (
-            way(sequence.slot, n) for way in (self._rollback.keeps_shape, self._rollback.undoes)
-        )
-        return Candidate(sequence.pending, ngram, mtp, lasting, undone)
+        lasting = self._rollback.keeps_shape(sequence.slot, n)
+        return Candidate(sequence.pending, ngram, mtp, lasting, self._rollback.undoes(sequence.slot, n))
 
     def _learn_verdict(self, plan: Plan, candidates: list[Candidate]) -> None:
         """Have the head, or everybody, rest where it does not pay."""
@@ -208,7 +207,7 @@ class Choice:
             self._rest(n).begin()
 
     def _rest(self, n: int) -> Rest:
-        group = (n - 1).bit_length()
+        group = group_of(n)
         if (rest := self._rests.get(group)) is None:
             first = PROBE_FIRST if self._rollback.undoes(0, n) else PROBE_FIRST_BUILT
             rest = self._rests[group] = Rest(first, PROBE_LAST, growth=4)

@@ -127,11 +127,10 @@ class Planner:
 
         None where the graph is `lasting`, and to leave for another and come back takes more than the draft.
         """
-        drafting = self._draft_times.of(plan.sources.count("mtp")) * max(plan.lengths)
-        if lasting and self._times.leaving > drafting:
+        draft = self._draft_times.of(plan.sources.count("mtp"))
+        if lasting and self._times.leaving > draft * max(plan.lengths):
             return None
         start = min(max(pending), ROWS - 2 - max(plan.lengths))
-        draft = self._draft_times.of(plan.sources.count("mtp"))
         table, rate = self._table(len(pending)), plan.tokens / plan.seconds
         ends = range(start + 1, start + 1 + max(plan.lengths) + 1)
         rows = [max(0.0, table[end] - table[end - 1]) * rate for end in ends]

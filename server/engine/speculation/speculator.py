@@ -289,9 +289,10 @@ class Speculator:
         n = len(step.chunks)
         tokens = sum(len(new) for new in sampled if isinstance(new, list))
         if self._drafting:
-            if self._mtp is None or not self._mtp.read_a_prompt:
+            by_head = self._mtp if self._drafting == "mtp" else None
+            if by_head is None or not by_head.read_a_prompt:
                 seconds += self._proposing
-            if n == 1 and self._drafting == "mtp":
+            if by_head is not None and n == 1:
                 once = self.times.building if built else self.times.capturing if captured else None
                 seconds -= min(seconds / 2, once.value) if once is not None else 0.0
             worth.add(self._drafting, n, tokens, seconds)

@@ -59,7 +59,7 @@ class StepTimes:
     @property
     def leaving(self) -> float:
         """Seconds that it costs to leave the graph that there is for a single pass, and come back."""
-        return 2 * self.building.value + self.capturing.value
+        return self.building.value + self.moving
 
     @property
     def moving(self) -> float:
@@ -73,7 +73,7 @@ class StepTimes:
 
         It `built` its graph, or was the first to find it and had it `captured`, or neither.
         """
-        group = _group(n)
+        group = group_of(n)
         if captured:
             if (group, length) in self._steady:
                 self.capturing.add(max(0.0, seconds - float(self.of(n, length))))
@@ -100,7 +100,7 @@ class StepTimes:
         """Expected seconds for `n` sequences with each of `lengths` tokens."""
         wanted = np.asarray(lengths, float)
         base = self._single_all(n * wanted)
-        group = _group(n)
+        group = group_of(n)
         if group == 1 or group not in self._means:
             return base
         known, means = self._lengths[group], self._means[group]
@@ -137,13 +137,13 @@ class DraftTimes:
 
     def add(self, n: int, seconds: float) -> None:
         """A draft of one token for each of `n` sequences took so long."""
-        self._means.setdefault(_group(n), Mean()).add(seconds)
+        self._means.setdefault(group_of(n), Mean()).add(seconds)
 
     def of(self, n: int) -> float:
         """Expected seconds for one token for each of `n` sequences."""
         if not self._means:
             return 0.0
-        group = _group(n)
+        group = group_of(n)
         nearest = min(self._means, key=lambda known: abs(known - group))
         return self._means[nearest].value
 
@@ -164,6 +164,6 @@ def _rising(means: list[Mean]) -> list[float]:
     return [total / weight for total, weight, points in pools for _ in range(points)]
 
 
-def _group(n: int) -> int:
+def group_of(n: int) -> int:
     """The power of two from `n` up."""
     return 1 << (n - 1).bit_length()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .rest import Rest
-from .times import Mean, StepTimes
+from .times import Mean, StepTimes, group_of
 
 DECAY = 0.95
 """What a step's result counts for with each step after it."""
@@ -80,7 +80,7 @@ class Worth:
             trial.rest.end()
 
     def _trial(self, drafter: str, n: int) -> Trial:
-        key = drafter, 1 << (n - 1).bit_length()
+        key = drafter, group_of(n)
         if (trial := self._trials.get(key)) is None:
             trial = self._trials[key] = Trial()
         return trial
