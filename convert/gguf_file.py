@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from convert.errors import CheckpointError
 from convert.floats import RangeError, convert, to_f32
+from convert.interrupts import held
 from convert.metadata import ARCH, add_general, add_hyperparameters, add_tokenizer
 from convert.progress import BYTES, Progress
 from convert.prune_vocab import SOURCE_TOKENS, prune
@@ -117,22 +118,25 @@ def _write_data(
             pending: set[Future[int]] = set()
             try:
                 for job in _jobs(plan, data_start):
-                    pending.add(pool.submit(_run, job, config, fd))
+                    with held():
+                        pending.add(pool.submit(_run, job, config, fd))
                     if len(pending) >= 2 * threads:
                         pending = _collect(pending, progress)
                 while pending:
                     pending = _collect(pending, progress)
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                with held():
+                    pool.shutdown(cancel_futures=True)
                 raise
     finally:
         os.close(fd)
 
 
 def _collect(pending: set[Future[int]], progress: Progress) -> set[Future[int]]:
-    done, rest = wait(pending, return_when=FIRST_COMPLETED)
-    for future in done:
-        progress.advance(future.result())
+    with held():
+        done, rest = wait(pending, return_when=FIRST_COMPLETED)
+        n_bytes = sum(future.result() for future in done)
+    progress.advance(n_bytes)
     return rest
 
 

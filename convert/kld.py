@@ -19,6 +19,7 @@ import numpy as np
 
 from convert.chunks import decode_chunks, read_chunks
 from convert.errors import ConvertError
+from convert.interrupts import held
 from convert.llama import Context, Model
 from convert.progress import Progress
 
@@ -162,7 +163,8 @@ def compare(
                 part = _Part(p, q, _next(theirs, rows, steps), _next(chunks, rows, steps), columns)
                 at = (rows, slice(steps.start - skip, steps.stop - skip))
                 blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
-                found = zip(*pool.map(part.compare, blocks), strict=True)
+                with held():
+                    found = zip(*pool.map(part.compare, blocks), strict=True)
                 for array, values in zip(vars(scores).values(), found, strict=True):
                     array[at] = np.concatenate(values).reshape(array[at].shape)
                 total, count = total + scores.divergence[at].sum(), count + scores.divergence[at].size
