@@ -54,7 +54,7 @@ class RandomPrompts(Prompts):
     async def make(self, tokens: int) -> str:
         ids = self._rng.choices(self._pool, k=tokens)
         for _ in range(FIXES):
-            text = await self._vocabulary.decode(ids)
+            text = (await self._vocabulary.decode(ids)).rstrip("\ufffd")  # a character cut by the length
             ids = await self._vocabulary.encode(text)
             if len(ids) == tokens:
                 return text

@@ -1,6 +1,7 @@
 """Prompts have the exact length that was asked for, and no two are alike."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,27 @@ async def test_random_prompts_are_fixed_until_the_length_holds() -> None:
     vocabulary = Merging()
     prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=False)
     assert await vocabulary.count(await prompts.make(300)) == 300
+
+
+class Bytes(Vocabulary):
+    """Encodes to bytes, a token each; some tokens decode to a character of three of them."""
+
+    source = "bytes"
+    size = 128
+
+    async def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        pieces = ("€".encode() if 100 <= i < 128 else bytes([i]) for i in ids)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+async def test_a_character_that_the_length_would_cut_is_replaced() -> None:
+    prompts = await RandomPrompts.build(Bytes(), random.Random(1), words=False)
+    made = [await prompts.make(64) for _ in range(100)]
+    assert {len(text.encode()) for text in made} == {64}
+    assert not any("\ufffd" in text for text in made)
 
 
 async def test_a_seed_makes_the_same_prompts() -> None:
