@@ -1,9 +1,10 @@
 """What drafts cost on this machine: `python -m server.engine.speculation.cost GGUF`.
 
 Milliseconds of a step of one sequence that decodes, and that verifies 2, 3, 5... rows, by snapshots of its
-state (`rollback.py`); the same where each draft is wrong, by both ways back; what it takes longer where
-llama.cpp builds its graph anew, and to settle on a snapshot. Then drafts of the MTP head, if there is one:
-of one row after another, and with a call of several rows, which catches up, before each.
+state (`rollback.py`); the same where each draft is wrong, by all ways back; the first steps of a shape, for
+which llama.cpp builds a graph, and CUDA captures it; to copy the state and to put it back; and to settle on a
+snapshot. Then drafts of the MTP head, if there is one: of one row after another, and with a call of several
+rows, which catches up, before each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CELLS, TEXT = 8192, 2048
 """Of the cache; and tokens after which a sequence begins anew."""
 
 SLOT, HOLDER = 0, 1
+
+STEADY = 4
+"""Runs of a shape after which it has its graph, and the graph is captured."""
 
 
 def options(n_snapshots: int) -> ContextOptions:
@@ -59,8 +63,7 @@ class Text:
         """`n` tokens more, and what is read out of the last `outputs` of them."""
         context = self.context
         if self.length + n > TEXT:
-            context.clear()
-            self.length = 0
+            self.begin_anew()
         context.tokens[:n] = 5
         context.positions[:n] = range(self.length, self.length + n)
         context.sequences[:n] = SLOT
@@ -69,6 +72,11 @@ class Text:
         context.decode(n)
         context.rows([SLOT] * (n - first), range(first, n)).all_best()  # waits for it
         self.length += n
+
+    def begin_anew(self) -> None:
+        """Forget it all."""
+        self.context.clear()
+        self.length = 0
 
     def reject(self, n: int) -> None:
         """Go back to a snapshot, `n` tokens ago."""
@@ -85,15 +93,23 @@ class Text:
         self.context.copy(HOLDER, SLOT, self.length, self.length)
         self.context.remove(SLOT, self.length)
 
+    def put_back(self, n: int) -> None:
+        """Go back to the state that was copied, `n` tokens ago."""
+        self.length -= n
+        self.context.unstash(SLOT)
+        self.context.remove(SLOT, self.length)
+
+
+def once(step: Callable[[], object]) -> float:
+    """Milliseconds that it takes."""
+    started = perf_counter()
+    step()
+    return 1000 * (perf_counter() - started)
+
 
 def milliseconds(step: Callable[[], object], times: int) -> float:
-    """The median of some runs, after four that build graphs and have them captured."""
-    spent = []
-    for _ in range(4 + times):
-        started = perf_counter()
-        step()
-        spent.append(1000 * (perf_counter() - started))
-    return round(median(spent[4:]), 3)
+    """The median of some runs, after those that build graphs and have them captured."""
+    return round(median([once(step) for _ in range(STEADY + times)][STEADY:]), 3)
 
 
 def trunk(model: Model, n_snapshots: int, times: int) -> dict[str, Any]:
@@ -110,20 +126,33 @@ def trunk(model: Model, n_snapshots: int, times: int) -> dict[str, Any]:
         text.step(rows)
         text.come_back(rows)
 
-    def in_turns() -> None:
-        text.step(1)
-        text.step(2)
+    def put_back(rows: int) -> None:
+        context.stash(SLOT)
+        text.step(rows)
+        text.put_back(rows)
+
+    def first_steps(rows: int) -> list[float]:
+        for _ in range(STEADY):
+            text.step(1)
+        return [once(lambda: text.step(rows)) for _ in range(STEADY)]
 
     def settle() -> None:
-        text.context.copy(SLOT, HOLDER)
+        context.copy(SLOT, HOLDER)
 
     found: dict[str, Any] = {
         "decode": milliseconds(lambda: text.step(1), times),
         "verify": {rows: milliseconds(lambda rows=rows: text.step(rows), times) for rows in ROWS},  # type: ignore[misc]
-        "in_turns": milliseconds(in_turns, times),
+        "first_steps": [
+            round(median(spent), 3) for spent in zip(*(first_steps(2) for _ in range(times)), strict=True)
+        ],
         "prompt_512": milliseconds(lambda: text.step(512, outputs=1), min(times, 5)),
         "wrong_by_holder": {rows: milliseconds(lambda rows=rows: come_back(rows), times) for rows in ROWS},  # type: ignore[misc]
     }
+    text.begin_anew()
+    text.step(512, outputs=1)
+    found["copy"] = milliseconds(lambda: context.stash(SLOT), times)
+    found["put_back"] = milliseconds(lambda: context.unstash(SLOT), times)
+    found["wrong_by_copy"] = {rows: milliseconds(lambda rows=rows: put_back(rows), times) for rows in ROWS}  # type: ignore[misc]
     reach = [rows for rows in ROWS if rows - 1 <= n_snapshots]
     if reach:
         found["wrong_by_snapshot"] = {
@@ -133,10 +162,7 @@ def trunk(model: Model, n_snapshots: int, times: int) -> dict[str, Any]:
         go_back(2)
         settle()
         go_back(2)
-        started = perf_counter()
-        settle()
-        found["settle"] = round(1000 * (perf_counter() - started), 3)
-    found["build"] = round((found["in_turns"] - found["decode"] - found["verify"][2]) / 2, 3)
+        found["settle"] = round(once(settle), 3)
     context.close()
     return found
 
