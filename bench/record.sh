@@ -60,6 +60,7 @@ part() { # NAME SECONDS flags of bench/peers.py
         kept+=("$1")
         shift
     done
+    [ $gone -lt $peers ] || return 0 # WITHOUT names them all
     seconds=$((seconds * (peers - gone) / peers))
     measure "$name" "$seconds" bench/peers.py --binaries "$binaries" "${kept[@]}" --residency all --start-timeout 90 \
         --threads "${THREADS:-0}" ${RUNS:+--runs "$RUNS"} ${EXTRA:-} --logs "$out/logs/$name" --out "$out/$name.json"

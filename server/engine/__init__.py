@@ -18,7 +18,7 @@ from .errors import (
     QueueFull,
 )
 from .generation import Generation
-from .memory import MemoryPlan
+from .memory_plan import MemoryPlan
 from .sampling import SamplingParams
 from .sequence import FinishReason, Timings
 from .settings import EngineSettings

@@ -27,7 +27,7 @@ from .sampling import Sampler, SamplingParams
 from .speculation import DraftingMemory, Speculator, build_speculator
 
 if TYPE_CHECKING:
-    from .memory import MemoryPlan
+    from .memory_plan import MemoryPlan
     from .runner import Runner
     from .settings import EngineSettings
     from .vocab import Vocab

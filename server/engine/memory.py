@@ -1,4 +1,4 @@
-"""What a model will take and where: computed before it is loaded, printed, and refused if it can not be.
+"""How large everything becomes: planned before the model is loaded, and refused if it does not fit.
 
 Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its shape, compute buffers from
 a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .contexts import (
     ALONE,
     context_options,
     drafts_by_head,
-    head_cells,
     head_options,
     n_holders,
     n_sequences,
     with_passes,
 )
-from .errors import DoesNotFit, LlamaError, ModelLoadError
+from .errors import LlamaError, ModelLoadError
 from .hardware import available_memory
 from .llama import Context, Device, Model, devices
 from .llama.mtp import MtpContext
+from .memory_plan import CELL_PADDING, MIB, MemoryPlan, Usage, first_on_gpu, head_kv
 from .settings import MAX_SEQUENCES
-from .shape import Shape, kv_bytes, shape_of
+from .shape import Shape, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,85 +66,6 @@ FEW_CHECKPOINTS = 16
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
 has: 128 of a prompt took 19 ms on an H200, 512 took 44 (bench/results/2026-11-21-h200/prefix-cost.json)."""
-
-CELL_PADDING = 256
-"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
-
-_MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one device has to hold, in bytes."""
-
-    device: Device
-    weights: int
-    kv: int
-    states: int
-    compute: int
-    saved: int = 0
-    """What the prefix cache may put aside in host memory."""
-    settling: int = 0
-    """Buffers for states of sequences that went back to a snapshot."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.kv + self.states + self.compute + self.saved + self.settling
-
-    @property
-    def short(self) -> int:
-        """Bytes missing, with a margin for what drivers and libraries take on the side; 0 if it fits."""
-        margin = max(256 * _MIB, self.device.total // 64) if self.device.is_gpu else 64 * _MIB
-        return max(0, self.total + margin - self.device.free)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Where everything goes under `settings`, whose sizes are decided. `str()` is a table."""
-
-    settings: EngineSettings
-    shape: Shape
-    usages: tuple[Usage, ...]
-
-    def __str__(self) -> str:
-        names = [f"{u.device.name} ({u.device.description})" for u in self.usages]
-        width = max(len(name) for name in names)
-        columns = ("weights", "KV cache", "states", "compute", "saved", "total", "free")
-        lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
-        for name, u in zip(names, self.usages, strict=True):
-            states = u.states + u.settling
-            sizes = (u.weights, u.kv, states, u.compute, u.saved, u.total, u.device.free)
-            lines.append(f"{name:<{width}}" + "".join(f"{_size(size):>12}" for size in sizes))
-        settings, shape = self.settings, self.shape
-        types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
-        lines.append(
-            f"{settings.ctx_size:,} KV cells for {settings.parallel} sequences "
-            f"({types}, {_size(shape.cell(settings))} a token; "
-            f"recurrent state: {_size(sum(shape.layer_state))} a sequence)"
-        )
-        if settings.prefix_cache:
-            lines.append(
-                f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
-            )
-        if holders := n_holders(settings):
-            head = " and the multi-token-prediction head" if drafts_by_head(settings, shape) else ""
-            lines.append(f"speculation: {holders} states to go back to{head}")
-        if settings.mtp_snapshots:
-            lines.append(f"snapshots: every state has {settings.mtp_snapshots} more")
-        if shape.mtp_weights and not drafts_by_head(settings, shape):
-            lines.append(f"not loaded: multi-token-prediction head, {_size(shape.mtp_weights)}")
-        return "\n".join(lines)
-
-    @property
-    def leaves_the_host_alone(self) -> bool:
-        """Whether every layer is on a GPU, so that the host only starts what that computes."""
-        return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
-
-    def check(self) -> None:
-        """Raise DoesNotFit, with the shortfall and the settings that would help, if a device is too small."""
-        if problems := [_complaint(self, usage) for usage in self.usages if usage.short]:
-            raise DoesNotFit("\n".join([*problems, "the plan was:", str(self)]))
 
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
@@ -264,7 +185,7 @@ def _arrange(
 ) -> MemoryPlan:
     """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU."""
     n_gpu = 0 if len(places) == 1 else settings.n_gpu_layers
-    first = _first_on_gpu(settings, shape)
+    first = first_on_gpu(settings, shape)
     weights, kv, states, settling = [0, 0], [0, 0], [0, 0], [0, 0]
     n_states = n_sequences(settings) * (1 + settings.mtp_snapshots)
     copies = settings.mtp_snapshots or drafts_by_head(settings, shape)
@@ -277,7 +198,7 @@ def _arrange(
         settling[on_host] += shape.layer_state[layer] * n_settling
     if drafts_by_head(settings, shape):
         weights[int(n_gpu == 0)] += shape.mtp_weights
-        kv[int(n_gpu == 0)] += kv_bytes(shape.mtp_kv_elements, settings) * head_cells(settings)
+        kv[int(n_gpu == 0)] += head_kv(settings, shape)
     weights[1] += shape.input_weights
     weights[int(n_gpu == 0)] += shape.output_weights
     if n_gpu == 0 and shape.output_is_tied:
@@ -289,14 +210,9 @@ def _arrange(
             buffers = compute.get(device.name, 0)
         else:  # plain, or pinned for the GPU's sake (CUDA_Host)
             buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
-        saved = 0 if device.is_gpu or not settings.prefix_cache else settings.prefix_host_mib * _MIB
+        saved = 0 if device.is_gpu or not settings.prefix_cache else settings.prefix_host_mib * MIB
         usages.append(Usage(device, weights[i], kv[i], states[i], buffers, saved, settling[i]))
     return MemoryPlan(settings, shape, tuple(usages))
-
-
-def _first_on_gpu(settings: EngineSettings, shape: Shape) -> int:
-    """The layer from which on everything is on the GPU; the output head counts as one more than there are."""
-    return 0 if settings.n_gpu_layers < 0 else max(shape.n_blocks + 1 - settings.n_gpu_layers, 0)
 
 
 _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
@@ -328,68 +244,9 @@ def _rehearse(settings: EngineSettings, shape: Shape) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for line in log:
         if match := _BUFFER.search(line):
-            sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * _MIB)
+            sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * MIB)
     return sizes
-
-
-def _complaint(plan: MemoryPlan, usage: Usage) -> str:
-    """Name the shortfall of one device and each setting that would cover it on its own."""
-    settings, shape, short = plan.settings, plan.shape, usage.short
-    helps = []
-    if usage.kv > short:
-        cells = (settings.ctx_size - -(-short * settings.ctx_size // usage.kv)) // CELL_PADDING * CELL_PADDING
-        if cells >= CELL_PADDING:
-            helps.append(f"ctx_size={cells}")
-        packed = replace(settings, cache_type_k="q8_0", cache_type_v="q8_0")
-        saved = usage.kv * (1 - shape.cell(packed) / shape.cell(settings))
-        if settings.flash_attn != "off" and saved >= short:
-            helps.append("cache_type_k=q8_0 with cache_type_v=q8_0")
-    n_seq = n_sequences(settings)
-    surplus = -(-short * n_seq // usage.states) if usage.states else n_seq
-    if holders := n_holders(settings):
-        freed = usage.states * holders // n_seq
-        if drafts_by_head(settings, shape):
-            freed += shape.mtp_weights + kv_bytes(shape.mtp_kv_elements, settings) * head_cells(settings)
-        if freed >= short:
-            helps.append("speculation=off")
-    freed = usage.states - usage.states // (1 + settings.mtp_snapshots) + usage.settling
-    if settings.mtp_snapshots and freed >= short:
-        helps.append("mtp_snapshots=0")
-    if surplus < settings.prefix_checkpoints:
-        helps.append(f"prefix_checkpoints={settings.prefix_checkpoints - surplus}")
-    elif surplus == settings.prefix_checkpoints:
-        helps.append("prefix_cache=false")
-    if surplus < settings.parallel:
-        helps.append(f"parallel={settings.parallel - surplus}")
-    if usage.saved > short:
-        helps.append(f"prefix_host_mib={(usage.saved - short) // _MIB}")
-    if usage.compute > 2 * short and settings.ubatch_size > 128:
-        helps.append(f"ubatch_size={settings.ubatch_size // 2}")
-    if usage.device.is_gpu:
-        freed = 0
-        for layer in range(_first_on_gpu(settings, shape), len(shape.layer_weights)):
-            freed += shape.layer_weights[layer] + shape.kv_cell(layer, settings) * settings.ctx_size
-            freed += shape.layer_state[layer] * n_sequences(settings) * (1 + settings.mtp_snapshots)
-            if freed >= short:
-                helps.append(f"n_gpu_layers={shape.n_blocks - layer} (the rest runs on the CPU, much slower)")
-                break
-    if not helps:
-        helps.append(
-            "no single setting; use a smaller quantization of the model, or several of "
-            "ctx_size, parallel, cache_type_k, cache_type_v, ubatch_size"
-        )
-    return (
-        f"{usage.device.name}: {_size(usage.total)} are needed and {_size(usage.device.free)} are free; "
-        f"{_size(short)} are missing (with a margin for the driver). What would help: {', or '.join(helps)}"
-    )
 
 
 def _padded(cells: int) -> int:
     return -(-cells // CELL_PADDING) * CELL_PADDING
-
-
-def _size(size: int) -> str:
-    value, units = float(size), ["bytes", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if value >= 100 or units[0] == "bytes" else f"{value:.1f} {units[0]}"

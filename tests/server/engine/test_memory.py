@@ -14,7 +14,8 @@ from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import MemoryPlan, plan_memory
+from server.engine.memory import plan_memory
+from server.engine.memory_plan import MemoryPlan
 from server.engine.shape import shape_of
 from tests.server.engine.helpers import settings
 
