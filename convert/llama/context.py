@@ -9,6 +9,8 @@ import numpy as np
 from llama_cpp import llama_cpp as api
 from llama_cpp import llama_cpp_ext as ext
 
+from convert.interrupts import held
+
 from .bindings import FLOATS, Handle, LlamaError, failure
 from .probe import Probe
 
@@ -100,7 +102,8 @@ class Context(Handle):
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if self._probe is not None:
             params.cb_eval = self._probe.callback
-        self._pointer = api.llama_init_from_model(model._pointer, params)
+        with held():
+            self._pointer = api.llama_init_from_model(model._pointer, params)
         if not self._pointer:
             raise failure(f"{model.path}: llama.cpp cannot make a context of {n_ctx} tokens")
         self._n_tokens = self._n_outputs = 0
@@ -115,7 +118,10 @@ class Context(Handle):
 
     def decode(self, batch: Batch) -> None:
         """Runs the batch. Raises what an observer raised, or `LlamaError`."""
-        code = api.llama_process(self._pointer, api.LLAMA_PROCESS_TYPE_DECODE, batch.pointer)
+        with held() as interrupts:
+            if self._probe is not None:
+                self._probe.interrupts = interrupts
+            code = api.llama_process(self._pointer, api.LLAMA_PROCESS_TYPE_DECODE, batch.pointer)
         if self._probe is not None:
             self._probe.reraise()
         if code == 1:

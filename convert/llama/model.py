@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llama_cpp import llama_cpp as api
 
+from convert.interrupts import held
+
 from .bindings import GgufParams, Handle, failure, gguf_close, gguf_find, gguf_open
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ class Model(Handle):
         params = api.llama_model_default_params()
         params.n_gpu_layers = runtime.n_gpu_layers
         params.load_mtp = True
-        self._pointer = api.llama_model_load_from_file(os.fsencode(path), params)
+        with held():
+            self._pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._pointer:
             raise failure(f"{path}: llama.cpp cannot load this file")
         self._vocab = api.llama_model_get_vocab(self._pointer)

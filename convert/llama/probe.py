@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ class Probe:
     def __init__(self, observe: Observer, observes: Callable[[str], bool]) -> None:
         self._observe, self._observes = observe, observes
         self._error: BaseException | None = None
+        self.interrupts: Sequence[int] = ()
+        """Signals that wait for the graph to stop."""
         self._source, self._rows = 0, np.empty((0, 0), np.float32)
         self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
 
@@ -33,6 +35,8 @@ class Probe:
 
     def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
         # An exception must not cross into C: it is kept, the graph is stopped, and `reraise` brings it back.
+        if self.interrupts:
+            return ask  # to be called again, and then not to go on
         try:
             tensor = Tensor.from_address(pointer)
             if tensor.op != MUL_MAT:

@@ -178,6 +178,27 @@ def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Pa
     assert foreign.exists()
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_an_interrupt_is_not_lost_in_callbacks(
+    checkpoint: Path, out: Path, tmp_path: Path, sent: signal.Signals, after_s: float
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the other day they gathered there " * 1600)
+    flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
+    command = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out, "--threads", "1", *flags]
+    process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any(line.startswith("Importance matrix:") for line in process.stderr)
+    time.sleep(after_s)
+    process.send_signal(sent)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[sent], error
+    assert "Importance matrix: stopped after" in error
+    assert "ignored" not in error
+    assert not (out / "Random-1B.imatrix.gguf").exists()
+
+
 @pytest.mark.parametrize(
     ("stage", "sent"),
     [
