@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from server.engine.llama import Context
 
 LONGEST = 150
+TURN = (3585, 332, 198, 3608, 258, 3609, 258)
+"""What the template has an answer begin with: <|im_start|>assistant, and thinking switched off."""
+
 SEED = 9
 
 
@@ -35,6 +38,7 @@ def requests(seed: int) -> list[Request]:
                 [*earlier[: rng.randint(1, len(earlier))], *random_prompt(rng, rng.randint(1, 30))],
                 words[:1],
                 (words * 20)[: rng.randint(2, 200)],
+                [*(words * 60)[: rng.randint(64, 120)], *TURN],
             ]
         )
         leaves = rng.choice([None, None, 1, 20])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,18 @@ async def rest(generation: Generation) -> list[int]:
 
 
 async def idle(engine: Engine) -> None:
+    """Nobody runs or waits, and the engine's thread is through with whoever did."""
     while engine.stats().running or engine.stats().waiting:
+        await asyncio.sleep(0.005)
+    through = threading.Event()
+    engine._inbox.put(through.set)
+    while not through.is_set():
+        await asyncio.sleep(0.005)
+
+
+async def over(generation: Generation) -> None:
+    """All of it has arrived, though nobody has listened."""
+    while generation._done is None:
         await asyncio.sleep(0.005)
 
 
@@ -163,7 +175,7 @@ async def test_a_slot_forgets_what_only_one_request_needed(
 
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
     generation = engine.submit(PROMPT, ENDLESS, 30)
-    await idle(engine)
+    await over(generation)
     assert len(await first(generation)) == 30
 
 
