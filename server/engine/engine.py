@@ -335,8 +335,7 @@ class Engine:
         self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int] | None = None
     ) -> None:
         """End a sequence: free its place, tell its listener. Nothing happens when it has ended before."""
-        with self._lock:
-            entry = self._open.pop(sequence, None)
+        entry = self._open.get(sequence)
         if entry is None:
             return
         self._scheduler.remove(sequence, failed=isinstance(done, Exception))
@@ -348,6 +347,8 @@ class Engine:
         generation, mailbox = entry
         generation.cached_tokens = sequence.reused or 0
         mailbox.put(generation, tokens or [], done)
+        with self._lock:  # last: `drain` waits for all of this, and `_fail` tells of what fails above
+            del self._open[sequence]
 
     def _relieve(self, error: NoMemorySlot) -> None:
         """llama.cpp found no cells where the scheduler counted some: run fewer, and say so."""

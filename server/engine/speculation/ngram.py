@@ -52,6 +52,11 @@ class NgramDrafter:
             if match:
                 order.tokens, order.match, order.drafter = follows(order.limit), match, self.name
 
+    def read(self) -> None:
+        """Take in what the sequences have gained since they were last asked about."""
+        for index in self._indexes.values():
+            index.update()
+
     def chances(self, order: Order) -> npt.NDArray[np.float64]:
         """For each token drafted the chance that it is right if those before it are."""
         record = self._indexes[order.sequence].record

@@ -206,6 +206,11 @@ class Speculator:
             self._rollback.prepare(step.chunks)
         self._overhead = self._clock() - started
 
+    def meanwhile(self) -> None:
+        """For while the device computes: a crowd is asked now and then only, and has more to read by then."""
+        if self._ngram is not None:
+            self._ngram.read()
+
     def _listen(self, n: int) -> None:
         """Have the rows that the head reads kept, or not where `n` sequences will do without it for long:
         their copies to the host take a part of every step."""

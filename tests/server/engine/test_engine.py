@@ -309,6 +309,18 @@ async def test_when_the_engine_fails_everybody_is_told(
     assert engine.stats().finished == {"error": 2}
 
 
+async def test_whoever_ends_as_the_engine_fails_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise LlamaError("no such cell")
+
+    monkeypatch.setattr(engine._scheduler, "remove", fail)
+    with pytest.raises(GenerationError, match="no such cell"):
+        await asyncio.wait_for(rest(engine.submit(PROMPT, ENDLESS, 3)), 30)
+    assert not engine.ready
+
+
 def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(settings(nano_f32))
 
@@ -354,6 +366,21 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(engine: Engine)
         engine.submit(PROMPT, ENDLESS, 1)
     await asyncio.wait_for(draining, 30)
     assert len(await rest(generation)) == 100
+
+
+async def test_draining_waits_until_nothing_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = engine._scheduler.remove
+
+    def slowly(*args: Any, **how: Any) -> None:
+        threading.Event().wait(0.3)
+        remove(*args, **how)
+
+    monkeypatch.setattr(engine._scheduler, "remove", slowly)
+    engine.submit(PROMPT, ENDLESS, 3)
+    await asyncio.wait_for(engine.drain(), 30)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.kv_cells_used == stats.prefix.resident_cells
 
 
 async def test_closing_fails_what_is_in_flight(engine: Engine) -> None:

@@ -120,6 +120,20 @@ def test_a_request_for_one_token_gets_no_index() -> None:
     assert propose(drafter, one, 4).tokens == [3, 1, 2, 3]
 
 
+def test_what_was_read_meanwhile_is_known_when_asked() -> None:
+    drafter, asked = NgramDrafter(), NgramDrafter()
+    one = sequence([5, 6, 7, 8, 5, 6])
+    for each in (drafter, asked):
+        propose(each, one, 3)
+    for token in (7, 8, 9, 5, 6):
+        one.tokens.append(token)
+        drafter.read()
+    [index] = drafter._indexes.values()
+    assert (index.source, index.match) == (6, 2)
+    for each in (drafter, asked):
+        assert propose(each, one, 3).tokens == [7, 8, 9]
+
+
 def test_what_one_sequence_taught_helps_the_next() -> None:
     drafter = NgramDrafter()
     first, second = sequence([1, 2, 3] * 30), sequence([4, 5, 6] * 8)
