@@ -41,7 +41,7 @@ PROVEN, REPLAN = 16, 4
 """Steps in a row with drafts of the head after which a trial has succeeded; from there on, a plan for a lone
 sequence holds for so many."""
 
-PAUSE_FIRST, PAUSE_LAST = 2, 16
+PAUSE_FIRST, PAUSE_LAST = 2, 32
 """Where several sequences decode and drafting does not pay, so many steps pass before the next look."""
 
 
