@@ -11,6 +11,7 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 from .host import HostTier
+from .seen import Seen
 from .stats import PrefixStats
 from .tree import Node, Tree
 
@@ -35,9 +36,9 @@ CROWD = 8
 checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer. And
 beyond which idle cells are fewer, in proportion: each is looked at for every row of a step."""
 
-HABIT, LEAST_USE = 0.1, 1 / 8
-"""What a prompt counts for in the share of prompt tokens that come from the cache; and what the budget of
-cells is multiplied with where none do. It is whole from a share of one half on."""
+HABIT, FULL = 0.1, 1 / 2
+"""What a prompt counts for in the share of prompt tokens that were read before; and the share from which on
+the budget of cells is used whole, below it in proportion."""
 
 ANSWER = 512
 """Tokens of an answer for which room is made in advance; it may have as many as it likes."""
@@ -96,8 +97,8 @@ class PrefixCache:
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
         self._tracks: dict[Sequence, _Track] = {}
-        self._used = 1.0
-        """The share of prompt tokens that has lately come from the cache."""
+        self._seen, self._again = Seen(), 1.0
+        """And the share of prompt tokens that had been read before, of late."""
         self._hits = self._misses = self._tokens_saved = 0
         self._checkpoints = self._evictions = self._restores = 0
 
@@ -135,7 +136,9 @@ class PrefixCache:
             self._limit(self._cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.cached
-            self._used += HABIT * (sequence.cached / sequence.prompt_length - self._used)
+            if self._shrinks:
+                again = max(sequence.cached, self._seen.read(sequence.tokens[: sequence.prompt_length]))
+                self._again += HABIT * (again / sequence.prompt_length - self._again)
             self._tokens_saved += sequence.cached
             self._hits += sequence.cached > 0
             self._misses += sequence.cached == 0
@@ -174,6 +177,8 @@ class PrefixCache:
         slot, depth = sequence.slot, sequence.cached
         if not self.enabled or slot is None or depth < MIN_GAIN or self.spans.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
+        if self._shrinks:
+            self._seen.read(sequence.tokens[:depth])
         end = self._tracks[sequence].end
         start = end if depth >= end.depth else self._tree.root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
@@ -197,9 +202,9 @@ class PrefixCache:
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells.
 
-        If it shrinks, that is less beside a crowd, and where prompts never come again; the last may stay.
+        If it shrinks, that is less beside a crowd, and where prompts do not come again; the last may stay.
         """
-        share = min(1.0, max(LEAST_USE, 2 * self._used)) * CROWD / max(CROWD, self.running)
+        share = min(1.0, self._again / FULL) * CROWD / max(CROWD, self.running)
         last = next(reversed(self._held), None)
         least = min(self._cells, self.spans.idle_in(self._holder(last))) if last else 0
         self._limit(max(int(share * self._cells), least) if self._shrinks else self._cells)

@@ -200,6 +200,19 @@ def test_prompts_that_never_come_again_are_held_less() -> None:
     assert world.spans.idle > 350, "what is made use of may be held"
 
 
+def test_prompts_that_come_again_are_noticed_though_nothing_of_them_is_left() -> None:
+    world = World(cells=700)
+    for n in range(60):
+        world.serve([n, *range(50)])
+    prompts = [[1000 + n, *range(300)] for n in range(2)]
+    for prompt in prompts:
+        world.serve(prompt)
+    assert world.serve(prompts[0]).reused == 0, "it went for the other one"
+    for prompt in [prompts[1], *prompts] * 2:
+        world.serve(prompt)
+    assert [world.serve(prompt).reused for prompt in prompts] == [300, 300]
+
+
 def test_a_prompt_larger_than_the_budget_does_not_drive_out_the_others() -> None:
     world = World(cells=120)
     world.serve(list(range(100)))
