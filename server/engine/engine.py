@@ -254,6 +254,8 @@ class Engine:
         profile.lap("account")
         self._deliver()  # last: the event loop wakes up, and can run while this thread waits
         profile.lap("post")
+        if self._speculator is not None and self._device_runs_alone:
+            self._speculator.meanwhile(step)
         sampled = self._runner.collect(step)
         self._advance(step, sampled, started)
         profile.lap("finish")

@@ -124,8 +124,6 @@ class Runner:
         """
         layout = self._layout
         sampled: list[Sampled] = [None] * len(step.chunks)
-        if self._speculator is not None and self._device_runs_alone:
-            self._speculator.meanwhile()
         if layout.slots:  # else chunks of prompts: the next step may follow at once
             rows = self._context.rows(layout.slots, layout.indices)
             self._device_is_idle = True

@@ -39,11 +39,7 @@ class NgramDrafter:
         for order in orders:
             if order.limit <= 0:  # not worth an index of the whole prompt
                 continue
-            index = self._indexes.get(order.sequence)
-            if index is None:
-                index = self._indexes[order.sequence] = SuffixIndex(order.sequence.tokens)
-            else:
-                index.update()
+            index = self._read(order.sequence)
             match, follows = index.match, index.continuation
             if self._pool is not None and match < LONGEST_COMPARED:
                 pooled = self._pool.find(order.sequence.tokens)
@@ -52,10 +48,17 @@ class NgramDrafter:
             if match:
                 order.tokens, order.match, order.drafter = follows(order.limit), match, self.name
 
-    def read(self) -> None:
-        """Take in what the sequences have gained since they were last asked about."""
-        for index in self._indexes.values():
+    def read(self, sequences: ListLike[Sequence]) -> None:
+        """Take in what they have gained, so that less is left to do when they are asked about."""
+        for sequence in sequences:
+            self._read(sequence)
+
+    def _read(self, sequence: Sequence) -> SuffixIndex:
+        if (index := self._indexes.get(sequence)) is None:
+            index = self._indexes[sequence] = SuffixIndex(sequence.tokens)
+        else:
             index.update()
+        return index
 
     def chances(self, order: Order) -> npt.NDArray[np.float64]:
         """For each token drafted the chance that it is right if those before it are."""

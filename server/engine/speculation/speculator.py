@@ -206,10 +206,10 @@ class Speculator:
             self._rollback.prepare(step.chunks)
         self._overhead = self._clock() - started
 
-    def meanwhile(self) -> None:
-        """For while the device computes: a crowd is asked now and then only, and has more to read by then."""
-        if self._ngram is not None:
-            self._ngram.read()
+    def meanwhile(self, step: Step) -> None:
+        """For while the device computes: the texts of those who may be asked for drafts soon are read."""
+        if self._ngram is not None and len(step.chunks) <= self._slots:
+            self._ngram.read([chunk.sequence for chunk in step.chunks if self._limit(chunk.sequence)])
 
     def _listen(self, n: int) -> None:
         """Have the rows that the head reads kept, or not where `n` sequences will do without it for long:

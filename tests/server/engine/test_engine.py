@@ -159,6 +159,21 @@ async def test_graphs_may_be_built_with_the_lock_held(nano_f32: Path) -> None:
         assert held >= len(requests) - 1, "each that ends leaves another shape"
 
 
+async def test_texts_may_be_read_while_the_device_computes(nano_f32: Path) -> None:
+    """As on a GPU: same answers, and nobody's text stays."""
+    requests = [Request([7 + i, *PROMPT] * (1 + i % 3), 10 + 9 * i, delay=0.02 * i) for i in range(6)]
+    with running(nano_f32, **EXACT, speculation="off") as engine:
+        expected = await ask_all(engine, requests)
+    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
+        engine._device_runs_alone = engine._runner._device_runs_alone = True
+        assert await ask_all(engine, requests) == expected
+        await engine.drain()
+        speculator = engine._speculator
+        assert speculator is not None
+        assert speculator._ngram is not None
+        assert not speculator._ngram._indexes
+
+
 async def test_a_slot_forgets_what_only_one_request_needed(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,11 +123,12 @@ def test_a_request_for_one_token_gets_no_index() -> None:
 def test_what_was_read_meanwhile_is_known_when_asked() -> None:
     drafter, asked = NgramDrafter(), NgramDrafter()
     one = sequence([5, 6, 7, 8, 5, 6])
-    for each in (drafter, asked):
-        propose(each, one, 3)
     for token in (7, 8, 9, 5, 6):
+        drafter.read([one])
         one.tokens.append(token)
-        drafter.read()
+        if token == 8:
+            propose(asked, one, 3)
+    drafter.read([one])
     [index] = drafter._indexes.values()
     assert (index.source, index.match) == (6, 2)
     for each in (drafter, asked):
