@@ -89,7 +89,7 @@ async def peers(args: argparse.Namespace) -> int:
             figures = (
                 latency_figures(measured, ceiling)
                 if args.workload == "latency"
-                else throughput_figures(measured, args.workload, _settings(args), ceiling)
+                else throughput_figures(measured, args.workload, _settings(args), ceiling, args.reference)
             )
             return PeersResult(
                 **head,

@@ -69,6 +69,7 @@ def latency_table(result: PeersResult, protocol: Protocol) -> Table | None:
 def level_table(result: PeersResult) -> Table:
     """A line for each peer and level."""
     rows: list[list[Cell]] = []
+    by_round = any(figure.round_ratio is not None for figure in result.figures)
     concurrencies = dict.fromkeys(level.concurrency for one in result.measured for level in one.levels)
     for concurrency in concurrencies:
         for one in result.measured:
@@ -82,6 +83,7 @@ def level_table(result: PeersResult) -> Table:
                     f"{concurrency}, {one.peer}",
                     found.value,
                     found.ratio,
+                    *([found.round_ratio] if by_round else []),
                     _percent(found.ceiling_share),
                     level.latency.p50,
                     1000 * level.first_token.p50 if level.first_token else None,
@@ -90,11 +92,14 @@ def level_table(result: PeersResult) -> Table:
                     sum(level.errors for level in levels),
                 ]
             )
-    header = ["level, peer", "output tok/s", _against(result), "of ceiling", "latency p50 s"]
-    header += ["TTFT p50 ms", "per token ms", "cached", "errors"]
+    header = ["level, peer", "output tok/s", _against(result), *(["by round"] if by_round else [])]
+    header += ["of ceiling", "latency p50 s", "TTFT p50 ms", "per token ms", "cached", "errors"]
     lengths = f"{result.settings['input_tokens']} tokens in, {result.settings['output_tokens']} out"
     title = f"Throughput, {result.workload}, {lengths}, {_model(result)}"
-    return Table(header, rows, title=title, notes=[f"ratio to {result.reference}; above 1 is faster"])
+    notes = [f"ratio to {result.reference}; above 1 is faster"]
+    if by_round:
+        notes.append("by round: the median of the rounds' own ratios, free of what disturbed all in a round")
+    return Table(header, rows, title=title, notes=notes)
 
 
 def ceiling_table(result: PeersResult) -> Table:

@@ -1,6 +1,7 @@
 """What a comparison of peers is made of: who took part, what each measured, and the ratios."""
 
 from collections.abc import Sequence
+from operator import truediv
 from pathlib import Path
 from statistics import mean, median
 from typing import Literal
@@ -24,6 +25,9 @@ from bench.throughput_result import Level, Request
 
 MEAN = "mean"
 LEAST_REQUESTS = 4
+
+LEAST_ROUNDS = 3
+"""From which on the ratios of rounds have a median worth telling."""
 
 Settings = dict[str, int | bool | str]
 
@@ -60,8 +64,9 @@ class Measured(Record):
 class Figure(Record):
     """One number to compare: a median latency in ms, or output tok/s.
 
-    ``ratio``: times as fast as the reference, whichever way the unit counts. ``ceiling``: the same quantity
-    of the bare engine, ``ceiling_share``: how much of its speed is reached (above 1: it works less).
+    ``ratio``: times as fast as the reference, whichever way the unit counts; ``round_ratio``: the median of
+    the same within each round, for what disturbs a machine lasts. ``ceiling``: the same quantity of the bare
+    engine, ``ceiling_share``: how much of its speed is reached (above 1: it works less).
     """
 
     peer: str
@@ -69,6 +74,7 @@ class Figure(Record):
     unit: Literal["ms", "tok/s"]
     value: float
     ratio: float | None = None
+    round_ratio: float | None = None
     ceiling: float | None = None
     ceiling_share: float | None = None
 
@@ -133,12 +139,16 @@ def throughput_figures(
     workload: str,
     settings: dict[str, int | bool | str],
     ceiling: Ceiling | None,
+    reference: str,
 ) -> list[Figure]:
     """Output tok/s by level, of several rounds the median."""
     figures = []
+    against = next((one for one in measured if one.peer == reference), None)
     for one in measured:
         for level in dict.fromkeys(level.concurrency for level in one.levels):
-            rate = median(found.output_rate for found in one.levels if found.concurrency == level)
+            rates = _rates(one, level)
+            rate, theirs = median(rates), _rates(against, level) if against else []
+            paired = len(rates) == len(theirs) >= LEAST_ROUNDS and all(theirs)
             best = level_ceiling(workload, level, settings, ceiling) if ceiling else None
             figures.append(
                 Figure(
@@ -146,11 +156,16 @@ def throughput_figures(
                     what=at_once(workload, level),
                     unit="tok/s",
                     value=rate,
+                    round_ratio=median(map(truediv, rates, theirs)) if paired else None,
                     ceiling=best,
                     ceiling_share=rate / best if best else None,
                 )
             )
     return figures
+
+
+def _rates(one: Measured, level: int) -> list[float]:
+    return [found.output_rate for found in one.levels if found.concurrency == level]
 
 
 def at_once(workload: str, level: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 from bench import peers, peers_report
 from bench.options import run
 from bench.peers_report import draw, tables
-from bench.peers_result import PeersResult, read_any_baseline
+from bench.peers_result import PeersResult, read_any_baseline, throughput_figures
 from bench.peers_steps import step_table
 from tests.bench.fake_server import FakeServer, Script
 from tests.bench.test_ceiling import BATCHED, write_programs
@@ -187,6 +187,30 @@ def test_waves_follow_the_level_and_text_is_cut_the_same_for_all(tmp_path: Path)
     assert [level.requests for level in result.measured[0].levels] == [4, 6]
     assert sent[0] == sent[1]
     assert all(prompt in text.read_text() for prompt in sent[0])
+
+
+def test_rounds_are_compared_within_themselves(tmp_path: Path) -> None:
+    options = ["--workload", "random", *MANY, "--rounds", "3", *TOKENIZER]
+    with FakeServer() as one, FakeServer() as two:
+        result = compare(tmp_path, "--peer", f"a={one.url}", "--peer", f"b={two.url}", *options)
+    rates = {"a": [100.0, 50.0, 10.0], "b": [120.0, 30.0, 12.0]}  # the machine gets slower and slower
+    measured = [
+        one.model_copy(
+            update={
+                "levels": [
+                    level.model_copy(update={"output_rate": rate})
+                    for level, rate in zip(one.levels[::2], rates[one.peer], strict=True)
+                ]
+            }
+        )
+        for one in result.measured
+    ]
+    first, second = throughput_figures(measured, "random", result.settings, None, "a")
+    assert (first.value, second.value) == (50, 30)
+    assert (first.round_ratio, second.round_ratio) == (1, 1.2)
+    assert "by round" in str(tables(result)[0])
+    for few in ([measured[0]], [one.model_copy(update={"levels": one.levels[:2]}) for one in measured]):
+        assert throughput_figures(few, "random", result.settings, None, "b")[0].round_ratio is None
 
 
 @pytest.mark.parametrize("residency", ["all", "one"])
