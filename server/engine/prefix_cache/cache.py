@@ -11,7 +11,7 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 from .host import HostTier
-from .seen import Seen
+from .seen import BLOCK, Seen
 from .stats import PrefixStats
 from .tree import Node, Tree
 
@@ -34,7 +34,8 @@ MIN_TURN = 64
 CROWD = 8
 """Running sequences beyond which the end of a prompt is kept only if another one wants it too: after a
 checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer. And
-beyond which idle cells are fewer, in proportion: each is looked at for every row of a step."""
+beyond which idle cells are fewer, in proportion: each is looked at for every row of a step. Nor is the end of
+an answer kept that has more tokens than those."""
 
 HABIT, FULL = 0.1, 1 / 2
 """What a prompt counts for in the share of prompt tokens that were read before; and the share from which on
@@ -136,9 +137,8 @@ class PrefixCache:
             self._limit(self._cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.cached
-            if self._shrinks:
-                again = max(sequence.cached, self._seen.read(sequence.tokens[: sequence.prompt_length]))
-                self._again += HABIT * (again / sequence.prompt_length - self._again)
+            again = max(sequence.cached, self._read(sequence, sequence.prompt_length))
+            self._again += HABIT * (again / sequence.prompt_length - self._again)
             self._tokens_saved += sequence.cached
             self._hits += sequence.cached > 0
             self._misses += sequence.cached == 0
@@ -175,10 +175,13 @@ class PrefixCache:
     def leave(self, sequence: Sequence) -> None:
         """A running sequence ends, its slot still intact: keep its state for whoever goes on from there."""
         slot, depth = sequence.slot, sequence.cached
-        if not self.enabled or slot is None or depth < MIN_GAIN or self.spans.length(slot) != depth:
+        if not self.enabled:
+            return
+        self._read(sequence, depth)
+        if slot is None or depth < MIN_GAIN or self.spans.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
-        if self._shrinks:
-            self._seen.read(sequence.tokens[:depth])
+        if self.running > CROWD and depth > self._budget():
+            return  # it would go again soon
         end = self._tracks[sequence].end
         start = end if depth >= end.depth else self._tree.root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
@@ -202,12 +205,18 @@ class PrefixCache:
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells.
 
-        If it shrinks, that is less beside a crowd, and where prompts do not come again; the last may stay.
+        If it shrinks, that is less beside a crowd, and where prompts do not come again. In no crowd, the last
+        may stay.
         """
-        share = min(1.0, self._again / FULL) * CROWD / max(CROWD, self.running)
-        last = next(reversed(self._held), None)
+        last = next(reversed(self._held), None) if self.running <= CROWD else None
         least = min(self._cells, self.spans.idle_in(self._holder(last))) if last else 0
-        self._limit(max(int(share * self._cells), least) if self._shrinks else self._cells)
+        self._limit(max(self._budget(), least))
+
+    def _budget(self) -> int:
+        if not self._shrinks:
+            return self._cells
+        share = min(1.0, self._again / FULL) * CROWD / max(CROWD, self.running)
+        return int(share * self._cells)
 
     def tidy(self) -> bool:
         """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.
@@ -303,6 +312,12 @@ class PrefixCache:
             alone = node.marks == 1 and not node.children
             return node.depth >= MIN_GAIN and not (alone and self.running > CROWD)
         return node.depth - previous >= MIN_GAIN
+
+    def _read(self, sequence: Sequence, length: int) -> int:
+        """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
+        if not self._shrinks or sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
+            return 0
+        return self._seen.read(sequence.tokens[:length])
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.holder is not None), None)

@@ -178,6 +178,28 @@ def test_a_crowd_leaves_the_cache_fewer_cells() -> None:
     assert world.spans.idle > 40, "who left last is still there"
 
 
+def test_in_a_crowd_no_answer_is_kept_for_which_there_is_no_room() -> None:
+    world = World(slots=4 * CROWD, cells=400, total_cells=8192)
+    for n in range(40):
+        world.serve([n, *range(50)])
+    prompts = [[100 + n, *range(300, 320)] for n in range(4 * CROWD)]
+    sequences = [world.add(prompt, 5 + n) for n, prompt in enumerate(prompts)]
+    while len(world.scheduler.running) < len(prompts):
+        world.step()
+    before = world.cache.stats().checkpoints
+    while len(world.scheduler.running) > CROWD:
+        world.step()
+    assert world.cache.stats().checkpoints == before
+    world.finish()
+    assert world.cache.stats().checkpoints >= before + CROWD
+    for sequence in sequences:
+        world.add([*sequence.tokens, 1])
+    world.finish()
+    again = [world.add([*sequence.tokens, 1, *range(20)]) for sequence in sequences]
+    world.finish()
+    assert any(sequence.reused for sequence in again), "they are noticed all the same"
+
+
 def test_a_budget_that_does_not_shrink_is_used_whole() -> None:
     world = World(cells=400, shrinks=False)
     for n in range(40):
