@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from server.engine.sequence import Sequence
 
 
+COPIED = 16
+"""Tokens found again in a row from which on a text is being copied."""
+
+
 @dataclass(slots=True)
 class Order:
     """A draft of at most `limit` tokens to be made for a sequence that decodes; the drafter puts it in."""
@@ -30,6 +34,11 @@ class Order:
     """The MTP head's confidence in each token."""
     chance: float = 1.0
     """That all of the head's tokens are right."""
+
+    @property
+    def judged(self) -> str:
+        """As what its results count: text that is being copied apart from matches that may be chance."""
+        return "copy" if self.drafter == "ngram" and self.match >= COPIED else self.drafter
 
     @property
     def slot(self) -> int:

@@ -129,8 +129,9 @@ class Choice:
             self._experience.forget()
             for order in orders:
                 self.confidence(order.sequence).forget()
-        by_text = self._ngram is not None and (self.worth is None or self.worth.allows("ngram", n))
-        candidates = [self._candidate(order, n, by_text) for order in orders]
+        kinds = {order.judged for order in orders if order.tokens}
+        allowed = {kind for kind in kinds if self.worth is None or self.worth.allows(kind, n)}
+        candidates = [self._candidate(order, n, order.judged in allowed) for order in orders]
         if not any(len(candidate.ngram) or candidate.mtp for candidate in candidates):
             return None
         most_rows = min(self._most_rows, rows + sum(candidate.pending for candidate in candidates))

@@ -284,7 +284,8 @@ class Speculator:
         """
         plain = all(chunk.n_tokens == 1 for chunk in step.chunks)
         if self._orders:
-            self._drafting = "mtp" if any(o.drafter == "mtp" for o in self._orders.values()) else "ngram"
+            kinds = {order.judged for order in self._orders.values()}
+            self._drafting = next((kind for kind in ("mtp", "copy") if kind in kinds), "ngram")
         elif plain:
             self._drafting = ""
         if not all(chunk.samples for chunk in step.chunks):

@@ -42,7 +42,8 @@ class Trial:
 
 
 class Worth:
-    """Judges by drafter and by number of sequences, in powers of two. `times` stands in for plain steps."""
+    """Judges by drafter (see `Order.judged`) and by number of sequences, in powers of two. `times` stands in
+    for plain steps."""
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
@@ -72,7 +73,7 @@ class Worth:
         trial.seconds = DECAY * trial.seconds + seconds
         trial.plain = DECAY * trial.plain + tokens * plain / n
         trial.steps += 1
-        patience = PATIENCE[:-1] if drafter == "ngram" else PATIENCE
+        patience = PATIENCE if drafter == "mtp" else PATIENCE[:-1]
         if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in patience):
             trial.rest.begin()
             trial.seconds, trial.plain, trial.steps = 0.0, 0.0, 0

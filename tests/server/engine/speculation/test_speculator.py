@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from server.engine.speculation.acceptance import Confidence
-from server.engine.speculation.base import Floors, Order
+from server.engine.speculation.base import COPIED, Floors, Order
 from server.engine.speculation.choice import LISTENS, PAUSE_LAST, PROBE_FIRST
 from tests.server.engine.speculation.card import ANYONE, World, h200
 
@@ -311,6 +311,24 @@ def test_text_that_repeats_is_drafted_without_the_head() -> None:
     assert draft == ([7, 8, 9, 10] * 30)[: len(draft)]
     assert len(draft) > 10
     assert world.head.rounds == 0
+
+
+@pytest.mark.parametrize(("match", "drafts"), [(COPIED - 1, False), (COPIED + 1, True)])
+def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, drafts: bool) -> None:
+    world = World(ngram=True)
+    world.head.right = 0.0
+    world.gain(100)
+    worth, [one] = world.speculator._choice.worth, world.sequences
+    assert worth is not None
+    for _ in range(20):
+        worth.add("ngram", 1, 1, 1.0)  # far longer than a step
+    assert worth.left("ngram", 1) > 500
+    copied = [*range(10**6, 10**6 + match)]
+    one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
+    one.cached = len(one.tokens) - 1
+    [draft] = world.speculator.propose(world.sequences, 2000)
+    assert draft == ([*range(10**6 + 500, 10**6 + 500 + len(draft))])
+    assert bool(draft) is drafts
 
 
 def test_text_that_hardly_repeats_leaves_the_head_its_graph() -> None:
