@@ -182,7 +182,7 @@ class Choice:
 
     def _candidate(self, order: Order, n: int, by_text: bool) -> Candidate:
         sequence, ngram = order.sequence, NONE
-        if self._ngram is not None and by_text and order.tokens:
+        if by_text and self._ngram is not None:
             ngram = self._ngram.chances(order)
         depth = min(self._deepest, order.limit)
         mtp: tuple[float, ...] = ()
