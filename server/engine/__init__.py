@@ -1,8 +1,8 @@
 """Tokens in, tokens out: one model on one llama.cpp context, shared by many requests at once.
 
-A request's way: `Engine.submit` makes a `Sequence` and hands it to the engine's thread; there the `Scheduler`
-chooses the tokens of each step, the `Runner` decodes them in one batch and samples, and the engine sends what
-came out to the `Generation` that its caller iterates. Nothing here knows of HTTP, text templates or JSON.
+A request's way: `Engine.submit` queues it for the engine's thread and gives its caller a `Generation` to
+iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator` adds drafts, the `Runner`
+decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
 from .engine import Engine
@@ -17,10 +17,10 @@ from .errors import (
     PromptTooLong,
     QueueFull,
 )
-from .generation import Generation
-from .memory_plan import MemoryPlan
+from .memory import MemoryPlan
+from .outputs import Generation
 from .sampling import SamplingParams
-from .sequence import FinishReason, Timings
+from .sequence import FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .stats import EngineStats
 from .vocab import Vocab
@@ -39,6 +39,7 @@ __all__ = [
     "InvalidPrompt",
     "MemoryPlan",
     "ModelLoadError",
+    "Prompt",
     "PromptTooLong",
     "QueueFull",
     "SamplingParams",

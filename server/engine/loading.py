@@ -1,52 +1,48 @@
-"""From settings to what the engine runs on: a model, its contexts, a drafter, a prefix cache, a warm card."""
+"""From settings to what the engine runs on: a model, its contexts, and everything that works on them."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from . import warmup
-from .contexts import (
-    ALONE,
-    context_options,
-    drafts_by_head,
-    head_options,
-    n_holders,
-    n_sequences,
-    verified_rows,
-)
+from .batch import Batch
 from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
 from .llama.mtp import MtpContext
-from .prefix_cache import PrefixCache, Spans
+from .memory import context_options, head_options, uses_mtp, verified_rows
+from .prefix_cache import PrefixCache
+from .runner import Runner
 from .sampling import Sampler, SamplingParams
-from .speculation import DraftingMemory, Speculator, build_speculator
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .sequence_ids import SequenceIds
+from .speculation import build_speculator
+from .states import StateStore
+from .verification import sample
+from .vocab import Vocab
 
 if TYPE_CHECKING:
-    from .memory_plan import MemoryPlan
-    from .runner import Runner
+    from .memory import MemoryPlan
+    from .profile import StepProfile
     from .settings import EngineSettings
-    from .vocab import Vocab
 
 log = logging.getLogger(__name__)
 
 PREFILL_CPU = 128
-"""Prompt tokens in a step with decodes, without a GPU, when nobody says how many. With few, a prompt takes
-more passes over the weights, and decodes in between find fewer sequences to decode."""
+"""Most prompt tokens in a step beside running answers, without a GPU, when nobody says how many."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
+MEASURING_GPU, MEASURING_CPU = 4.0, 0.1
+"""Seconds for which the warm-up times verifications and drafts."""
+
 
 def decide(settings: EngineSettings) -> EngineSettings:
-    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle.
-
-    On a GPU, a `prefill_budget` that is left open stays so: the warm-up measures it.
-    """
+    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
     on_gpu = supports_gpu() and settings.n_gpu_layers != 0
     if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
         log.warning(
@@ -57,50 +53,129 @@ def decide(settings: EngineSettings) -> EngineSettings:
         )
     # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
     threads = settings.threads or max(1, physical_cores() - 1)
-    return replace(
-        settings,
+    speculation = settings.speculation
+    if speculation == "auto":
+        speculation = "both" if on_gpu else "ngram"
+    return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
-        prefill_budget=settings.prefill_budget or (0 if on_gpu else PREFILL_CPU),
-        speculation=("both" if on_gpu else "ngram")
-        if settings.speculation == "auto"
-        else settings.speculation,
+        speculation=speculation,
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )
 
 
-class Loaded(NamedTuple):
-    """What llama.cpp holds. `head` is the context of the MTP block, if that drafts."""
+class Parts:
+    """What the engine is made of, put together as planned. `close` frees what llama.cpp holds.
 
-    model: Model
-    context: Context
-    head: MtpContext | None
+    Raises ModelLoadError when the file is no good, DoesNotFit without memory.
+    """
+
+    def __init__(self, plan: MemoryPlan, profile: StepProfile) -> None:
+        settings, spec = plan.settings, plan.spec
+        self._plan = plan
+        self.model = Model(
+            settings.model,
+            n_gpu_layers=settings.n_gpu_layers,
+            main_gpu=settings.main_gpu,
+            use_mmap=settings.use_mmap,
+            mlock=settings.mlock,
+            load_mtp=uses_mtp(settings, spec),
+        )
+        self.context, self._head = _contexts(self.model, plan)
+        self.device_runs_alone = plan.leaves_the_host_alone
+        """llama_decode returns before what it started is computed."""
+        ids = SequenceIds.of(settings)
+        self.vocab = Vocab(self.model, settings.tokenizer_cache)
+        copied = settings.mtp_depth if self._head is not None and self._on_gpu else 0
+        self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
+        self.speculator = build_speculator(
+            settings,
+            self.context,
+            self._head,
+            self.states,
+            slots=len(ids.rollback),
+            most_rows=verified_rows(settings),
+        )
+        self.states.followers += self.speculator.followers
+        self.cache = PrefixCache(
+            self.states,
+            ids=ids.checkpoints,
+            max_cells=settings.prefix_cells,
+            shrinks=settings.prefix_shrinks,
+            interval=settings.prefix_interval,
+            host_bytes=settings.prefix_host_mib * 1024**2,
+            turn_ids=self.vocab.turn_ids,
+            cell_bytes=spec.cell(settings),
+            state_bytes=spec.state,
+        )
+        self.runner = Runner(self.context, profile, device_runs_alone=self.device_runs_alone)
+        self.scheduler = Scheduler(
+            slots=settings.parallel,
+            batch_size=self.context.n_batch,
+            ubatch_size=self.context.n_ubatch,
+            prefill_budget=settings.prefill_budget or PREFILL_CPU,
+            states=self.states,
+            cache=self.cache,
+            ends=self.vocab.eog_ids,
+            draft_rows=verified_rows(settings),
+            place=self.runner.place,
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return len(self._plan.usages) > 1
+
+    def warm_up(self) -> None:
+        """Touch every shape that the first requests need, and measure what is chosen by measurement."""
+        started, settings, context, on_gpu = perf_counter(), self._plan.settings, self.context, self._on_gpu
+        # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
+        few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
+        many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
+        prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
+        counts = sorted({*few, *many, settings.parallel})
+        warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
+        if not settings.prefill_budget:
+            seconds = warmup.time_prompt(context, prefill)
+            most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
+            budget = warmup.prefill_budget(settings.prefill_seconds, seconds / prefill, context.n_ubatch, most)
+            self.scheduler.prefill_budget = budget
+            log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
+        if settings.speculation != "off":
+            self.speculator.measure(self._rehearse, MEASURING_GPU if on_gpu else MEASURING_CPU)
+        log.info("warm after %.1f s", perf_counter() - started)
+
+    def _rehearse(self, n: int, rows: int) -> None:
+        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""
+        sampler = Sampler(SamplingParams(), self.vocab, [])
+        batch = Batch()
+        for slot in range(n):
+            sequence = Sequence([0], rows, sampler)
+            sequence.slot = slot
+            batch.add(sequence, 1)
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
+        started = perf_counter()
+        self.runner.launch(batch)
+        sampled = sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
+        self.speculator.verify(batch, sampled, perf_counter() - started)
+        for slot in range(n):
+            self.context.remove(slot)
 
     def close(self) -> None:
-        """Free it. Idempotent."""
-        if self.head is not None:
-            self.head.close()
+        """Free the contexts and the model. Idempotent."""
+        if self._head is not None:
+            self._head.close()
         self.context.close()
         self.model.close()
 
 
-def load(plan: MemoryPlan) -> Loaded:
-    """Load what was planned. Raises ModelLoadError when the file is no good, DoesNotFit without memory."""
+def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:
+    """The trunk's context, and that of the MTP head if it drafts; where that fails, the model is freed."""
     settings = plan.settings
-    by_head = drafts_by_head(settings, plan.shape)
-    model = Model(
-        settings.model,
-        n_gpu_layers=settings.n_gpu_layers,
-        main_gpu=settings.main_gpu,
-        use_mmap=settings.use_mmap,
-        mlock=settings.mlock,
-        load_mtp=by_head,
-    )
     context: Context | None = None
     try:
         context = Context(model, context_options(settings))
-        head = MtpContext(model, head_options(settings)) if by_head else None
+        head = MtpContext(model, head_options(settings)) if uses_mtp(settings, plan.spec) else None
     except LlamaError as error:
         if context is not None:
             context.close()
@@ -114,70 +189,4 @@ def load(plan: MemoryPlan) -> Loaded:
     if refused := context.readouts.refused:
         log.warning("nothing is sampled on the device: %s", refused)
         context.set_readouts(None)
-    return Loaded(model, context, head)
-
-
-def speculator_for(settings: EngineSettings, loaded: Loaded) -> Speculator | None:
-    """What drafts under these settings."""
-    n = n_holders(settings)
-    if not n:
-        return None
-    holders = range(settings.parallel, settings.parallel + n)
-    rows = verified_rows(settings)
-    return build_speculator(
-        settings, loaded.context, loaded.head, holders=holders, alone=ALONE, most_rows=rows
-    )
-
-
-def prefix_cache_for(
-    plan: MemoryPlan, context: Context, vocab: Vocab, speculator: Speculator | None
-) -> PrefixCache:
-    """The cache that was planned; it holds nothing if the settings want none."""
-    settings, shape = plan.settings, plan.shape
-    spans = Spans(settings.parallel, context.n_ctx)
-    if speculator is not None:
-        speculator.spans = spans
-    return PrefixCache(
-        DraftingMemory(context, speculator) if speculator else context,
-        spans,
-        ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
-        total_cells=context.n_ctx,
-        cells=settings.prefix_cells,
-        shrinks=settings.prefix_shrinks,
-        interval=settings.prefix_interval,
-        host_bytes=settings.prefix_host_mib * 1024**2,
-        turn_ids=vocab.turn_ids,
-        cell_bytes=shape.cell(settings),
-        state_bytes=sum(shape.layer_state),
-    )
-
-
-def warm_up(
-    plan: MemoryPlan, context: Context, vocab: Vocab, runner: Runner, speculator: Speculator | None
-) -> int:
-    """Touch every shape that the first requests need, and measure what is to be chosen by measurement.
-
-    Returns the prompt tokens for a step, if they are to be chosen so, else 0.
-    """
-    started, settings = perf_counter(), plan.settings
-    on_gpu = len(plan.usages) > 1
-    # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
-    few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
-    many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-    prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
-    warmup.warm_up(
-        context,
-        sorted({*few, *many, settings.parallel}),
-        prefill,
-        choose=settings.sampling == "auto",
-    )
-    budget = 0
-    if on_gpu and not settings.prefill_budget:
-        seconds = warmup.time_prompt(context, prefill)
-        budget = warmup.prompt_tokens(seconds, prefill, context.n_batch)
-        log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
-    if speculator is not None:
-        greedy = Sampler(SamplingParams(), vocab, [])
-        speculator.measure(partial(runner.rehearse, greedy), 4.0 if on_gpu else 0.1)
-    log.info("warm after %.1f s", perf_counter() - started)
-    return budget
+    return context, head

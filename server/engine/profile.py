@@ -7,12 +7,21 @@ from time import perf_counter
 from typing import Literal, get_args
 
 Phase = Literal[
-    "receive", "schedule", "fill", "decode", "account", "post", "wait", "sample", "settle", "finish"
+    "receive",
+    "schedule",
+    "propose",
+    "fill",
+    "decode",
+    "reserve",
+    "flush",
+    "wait",
+    "sample",
+    "verify",
+    "commit",
 ]
-"""In the order of a step: take in what came; choose its tokens; write the batch; llama_decode; count what it
-occupies; send off the tokens of the step before; wait for the device; read and sample its rows; go back where
-drafts were wrong; end what is complete. What comes between decode and wait costs a device that runs alone no
-time."""
+"""In the order of a step: take in requests; choose its tokens; draft; write llama.cpp's batch; llama_decode;
+count cells; send off the tokens of the step before; wait for the device; sample; take wrong drafts back;
+account and end what is complete. Reserve and flush cost a device that runs alone no time."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -1,143 +1,73 @@
-"""Carries out a step: fills llama.cpp's batch, decodes it, samples what is ready."""
+"""Carries out a batch: fills llama.cpp's, decodes it, waits for its rows. Knows no drafts' origin, no cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .llama import Readout
-from .rounds import rounds
-from .scheduler import Step
-from .sequence import Sequence
+from .ubatches import ubatches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
+    from .batch import Batch, Chunk
     from .llama import Context, Rows
     from .profile import StepProfile
-    from .sampling import Sampler
-    from .scheduler import Chunk, Sampled
-    from .speculation import Speculator
+    from .sequence import Sequence
 
 PATIENCE = 400
 """Rows that may be read out more widely than needed before slots get narrower readouts: what a change costs,
-all graphs being planned anew, over what a whole row costs (`python -m server.engine.sampling_cost`)."""
-
-
-@dataclass(slots=True)
-class Layout:
-    """Where the rows of a batch are: sequence id and index in the batch of each, and each chunk's rows."""
-
-    slots: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    """Where each chunk's tokens are in the batch."""
+all graphs being planned anew, over what a whole row costs (`python -m bench engine sampling`)."""
 
 
 class Runner:
-    """The only user of the context while the engine runs.
+    """The only one that decodes in the context while the engine runs, but for rehearsals before it does.
 
-    `ends` are the tokens that end a generation; `device_runs_alone` says that llama_decode returns before
-    what it started is computed.
+    `device_runs_alone` says that llama_decode returns before what it started is computed.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ends: frozenset[int],
-        profile: StepProfile,
-        speculator: Speculator | None = None,
-        *,
-        device_runs_alone: bool = False,
-    ) -> None:
-        self._context = context
-        self._ends = ends
-        self._profile = profile
-        self._speculator = speculator
-        self._launched = 0.0
-        self._layout = Layout()
-        self._filled: Step | None = None
-        self._fits = self._greedy = False
-        self._device_runs_alone = device_runs_alone
-        self._device_is_idle = True
+    def __init__(self, context: Context, profile: StepProfile, *, device_runs_alone: bool = False) -> None:
+        self._context, self._profile = context, profile
+        self._slots: list[int] = []
+        """Of each row of the batch, the slot and the index in the batch."""
+        self._indices: list[int] = []
+        self._filled: Batch | None = None
+        """The batch that is in the context's arrays, where it only decodes."""
+        self._fits = False
+        """Whether its slots' readouts are what is needed in the long run."""
+        self._device_runs_alone, self._device_is_idle = device_runs_alone, True
         self._shape: tuple[int, list[int]] = 0, []
+        self._planned_anew = False
+        """A readout has changed: the next decode plans all graphs, which takes long."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
-        self.readout_changes = 0
+        self.sampler_changes = 0
         """How often a slot had to be given another readout for a request."""
 
-    def prepare(self, step: Step) -> None:
-        """Write the step's batch; after the same step, only what has changed."""
-        if step is self._filled:
-            n, context = step.n_tokens, self._context
-            context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in step.chunks]
-            context.positions[:n] += 1
-            if not self._fits:
-                self._fits = self._set_readouts(step)
-            return
-        self._fits = self._set_readouts(step)
-        self._greedy = all(chunk.sequence.sampler.need is Readout.BEST for chunk in step.chunks)
-        self._layout = self._fill(step)
-        self._filled = step if step.is_decode else None
+    def launch(self, batch: Batch) -> None:
+        """Start to compute a batch. On a GPU this returns at once, without one when it is done.
 
-    def launch(self, step: Step) -> None:
-        """Start to compute what was prepared. On a GPU this returns at once, without one when it is done.
-
-        Raises NoMemorySlot or LlamaError; nothing of the step was computed then.
+        Raises NoMemorySlot or LlamaError; nothing of the batch was computed then.
         """
-        if self._speculator is not None:
-            self._speculator.prepare(step)
-        self._launched = perf_counter()
-        if self._builds_a_graph(step):
-            self._context.decode(step.n_tokens, hold=True)
-        else:
-            self._context.decode(step.n_tokens)
-        self._device_is_idle = False
+        self._fill(batch)
+        self._profile.lap("fill")
+        self._context.decode(batch.n_tokens, hold=self._only_builds_a_graph(batch))
+        self._planned_anew = self._device_is_idle = False
+        self._profile.lap("decode")
 
-    def _builds_a_graph(self, step: Step) -> bool:
-        """Whether the call will be short, but call back for the readout of every slot.
+    def collect(self, batch: Batch) -> Rows | None:
+        """Wait for the rows of the batch; None where it has none, and the next may follow at once.
 
-        It is short in one pass: before another, it would wait for the device.
+        Raises LlamaError when the batch as a whole failed.
         """
-        shape = step.n_tokens, self._layout.slots
-        changed, self._shape = shape != self._shape, shape
-        return (
-            changed
-            and self._device_runs_alone
-            and self._device_is_idle
-            and self._context.readouts.active
-            and step.n_tokens == len(step.chunks) * step.chunks[0].n_tokens <= self._context.n_ubatch
-        )
-
-    def collect(self, step: Step) -> list[Sampled]:
-        """Wait for the step that was launched, and sample: for each chunk, what is accepted of its draft and
-        the token after that.
-
-        A token of the draft is accepted if the request's own sampler chooses it from the row that it stands
-        for: for a proposal that is certain of its token that is speculative sampling (Leviathan et al. 2023,
-        section 2.3), so the distribution of the output does not change, whatever the sampler. Nothing is
-        accepted behind the end of a generation. Raises LlamaError when the step as a whole failed.
-        """
-        layout = self._layout
-        sampled: list[Sampled] = [None] * len(step.chunks)
-        if layout.slots:  # else chunks of prompts: the next step may follow at once
-            rows = self._context.rows(layout.slots, layout.indices)
-            self._device_is_idle = True
-            self._profile.lap("wait")
-            sampled = self._sample_all(step, layout, rows)
-            self._profile.lap("sample")
-        elif self._speculator is not None and self._speculator.reads(step):
-            self._context.wait()
-            self._profile.lap("wait")
-        if self._speculator is not None:
-            seconds = perf_counter() - self._launched
-            self._speculator.conclude(step, layout.places, sampled, seconds)
-            self._profile.lap("settle")
-        return sampled
+        if not self._slots:
+            return None
+        rows = self._context.rows(self._slots, self._indices)
+        self._device_is_idle = True
+        self._profile.lap("wait")
+        return rows
 
     def place(self, sequence: Sequence, free: ListLike[int]) -> int:
         """The slot for a sequence: one whose readout is what it needs, or tells enough, or the first."""
@@ -146,28 +76,25 @@ class Runner:
         kinds, need = self._context.readouts.kinds, sequence.sampler.need
         return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
-    def forget(self, slot: int) -> None:
-        """Free the cells and the recurrent state of a slot."""
-        self._context.remove(slot)
-        if self._speculator is not None:
-            self._speculator.empty(slot)
+    def _only_builds_a_graph(self, batch: Batch) -> bool:
+        """Whether the decode will be short, but call back into Python for the readout of every slot: then
+        other threads stand still meanwhile, rather than each callback wait for them.
 
-    def rehearse(self, sampler: Sampler, n: int, length: int) -> None:
-        """Verify `length` - 1 made-up tokens for each of `n` sequences, and forget it all."""
-        step = Step()
-        for slot in range(n):
-            sequence = Sequence([0], length, sampler)
-            sequence.slot = slot
-            step.add(sequence, 1, [0] * (length - 1))
-        self.prepare(step)
-        self.launch(step)
-        self.collect(step)
-        for slot in range(n):
-            self.forget(slot)
+        It is short in one ubatch: before another, it would wait for the device. And it is not where a readout
+        has changed: llama.cpp then plans its largest graphs, which took an H200's host 33 to 40 ms.
+        """
+        shape = batch.n_tokens, self._slots
+        changed, self._shape = shape != self._shape, shape
+        return (
+            changed
+            and self._device_runs_alone
+            and self._device_is_idle
+            and not self._planned_anew
+            and self._context.readouts.active
+            and batch.n_tokens == len(batch.chunks) * batch.chunks[0].n_tokens <= self._context.n_ubatch
+        )
 
-    # --- sampling ------------------------------------------------------------------------------------------
-
-    def _set_readouts(self, step: Step) -> bool:
+    def _set_readouts(self, batch: Batch) -> bool:
         """Have enough read out of each slot for the request that is in it, and in the long run no more.
 
         Whether that holds already of the long run.
@@ -176,8 +103,8 @@ class Runner:
         if not readouts.active:
             return True
         patience, fits = self._wasted < PATIENCE, True
-        for chunk in step.chunks:
-            slot, need = chunk.sequence.slot or 0, chunk.sequence.sampler.need
+        for chunk in batch.chunks:
+            slot, need = chunk.slot, chunk.sequence.sampler.need
             kind = readouts.kinds[slot]
             if kind is need or not chunk.samples:
                 continue
@@ -186,102 +113,70 @@ class Runner:
                 fits = False
             else:
                 self._context.set_readout(slot, need)
-                self.readout_changes += 1
-                self._wasted = 0
+                self.sampler_changes += 1
+                self._wasted, self._planned_anew = 0, True
         return fits
 
-    def _sample_all(self, step: Step, layout: Layout, rows: Rows) -> list[Sampled]:
-        best = rows.all_best() if self._greedy else None
-        if best is not None and self._ends.isdisjoint(best):  # an end may have to be ignored
-            if step is self._filled:
-                return [[token] for token in best]
-            return [
-                self._accept(chunk.draft, [best[row] for row in own]) if own else None
-                for chunk, own in zip(step.chunks, layout.rows, strict=True)
-            ]
-        return [
-            self._sample(chunk, own, rows) if own else None
-            for chunk, own in zip(step.chunks, layout.rows, strict=True)
-        ]
+    # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
-    def _accept(self, draft: list[int], best: list[int]) -> list[int]:
-        """What `_sample` gives where each row's token is known already."""
-        for n, (token, guess) in enumerate(zip(best, draft, strict=False)):
-            if token != guess:
-                return best[: n + 1]
-        return best
+    def _fill(self, batch: Batch) -> None:
+        """Write llama.cpp's batch; after the same batch, only what has changed."""
+        if batch is self._filled and batch.is_decode:
+            n, context = batch.n_tokens, self._context
+            context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
+            context.positions[:n] += 1
+            if not self._fits:
+                self._fits = self._set_readouts(batch)
+            return
+        self._fits = self._set_readouts(batch)
+        batch.greedy = all(chunk.sequence.sampler.need is Readout.BEST for chunk in batch.chunks)
+        self._slots, self._indices = [], []
+        if batch.n_tokens == len(batch.chunks):
+            self._fill_decodes(batch.chunks)
+        else:
+            self._fill_ubatches(batch.chunks)
+        self._filled = batch if batch.is_decode else None
 
-    def _sample(self, chunk: Chunk, own: list[int], rows: Rows) -> Sampled:
-        new: list[int] = []
-        sampler = chunk.sequence.sampler
-        try:
-            for row, guess in zip(own, [*chunk.draft, None], strict=True):
-                token = sampler.sample(rows, row)
-                new.append(token)
-                if token != guess or token in self._ends:
-                    break
-        except Exception as error:  # one sequence's trouble is not its batch mates'
-            return error
-        return new
-
-    # --- the batch -----------------------------------------------------------------------------------------
-
-    def _fill(self, step: Step) -> Layout:
-        if step.n_tokens == len(step.chunks):
-            return self._fill_decodes(step.chunks)
-        return self._fill_rounds(step.chunks)
-
-    def _fill_decodes(self, chunks: list[Chunk]) -> Layout:
+    def _fill_decodes(self, chunks: list[Chunk]) -> None:
         """A token of each."""
         context, n = self._context, len(chunks)
-        slots = [chunk.sequence.slot or 0 for chunk in chunks]
-        cached = [chunk.sequence.cached for chunk in chunks]
-        context.tokens[:n] = [
-            chunk.sequence.tokens[place] for chunk, place in zip(chunks, cached, strict=True)
-        ]
-        context.positions[:n] = cached
+        slots = [chunk.slot for chunk in chunks]
+        context.tokens[:n] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+        context.positions[:n] = [chunk.start for chunk in chunks]
         context.sequences[:n] = slots
-        samples = [chunk.samples for chunk in chunks]
-        context.outputs[:n] = samples
-        if all(samples):
-            own = [[index] for index in range(n)]
-            return Layout(slots, list(range(n)), own, own)
-        layout = Layout(places=[[index] for index in range(n)])
+        context.outputs[:n] = [chunk.samples for chunk in chunks]
         for index, chunk in enumerate(chunks):
-            layout.rows.append([])
+            chunk.places, chunk.rows = [index], []
             if chunk.samples:
-                self._add_row(layout, len(layout.rows) - 1, slots[index], index)
-        return layout
+                self._add_row(chunk, index)
 
-    def _fill_rounds(self, chunks: list[Chunk]) -> Layout:
+    def _fill_ubatches(self, chunks: list[Chunk]) -> None:
         """In the order of computation: outputs that came in another would be swapped back, row by row."""
         context = self._context
-        layout = Layout(rows=[[] for _ in chunks], places=[[] for _ in chunks])
         tokens = [
-            chunk.sequence.tokens[chunk.sequence.cached : chunk.sequence.cached + chunk.count] + chunk.draft
-            for chunk in chunks
+            chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] + chunk.draft for chunk in chunks
         ]
+        for chunk in chunks:
+            chunk.places, chunk.rows = [], []
         done, start = [0] * len(chunks), 0
         tail = context.n_snapshots + 1 if context.n_snapshots else 0
-        for length, taken in rounds([len(mine) for mine in tokens], context.n_ubatch, tail):
+        for length, taken in ubatches([len(mine) for mine in tokens], context.n_ubatch, tail):
             for i in taken:
-                sequence, first, end = chunks[i].sequence, done[i], start + length
+                chunk, first, end = chunks[i], done[i], start + length
                 context.tokens[start:end] = tokens[i][first : first + length]
                 context.positions[start:end] = self._offsets[:length]
-                context.positions[start:end] += sequence.cached + first
-                context.sequences[start:end] = sequence.slot or 0
+                context.positions[start:end] += chunk.start + first
+                context.sequences[start:end] = chunk.slot
                 context.outputs[start:end] = 0
-                layout.places[i] += range(start, end)
-                if chunks[i].samples:
-                    for index in range(start + max(0, chunks[i].count - 1 - first), end):
+                chunk.places += range(start, end)
+                if chunk.samples:
+                    for index in range(start + max(0, chunk.count - 1 - first), end):
                         context.outputs[index] = 1
-                        self._add_row(layout, i, sequence.slot or 0, index)
+                        self._add_row(chunk, index)
                 done[i] += length
                 start = end
-        return layout
 
-    @staticmethod
-    def _add_row(layout: Layout, chunk: int, slot: int, index: int) -> None:
-        layout.rows[chunk].append(len(layout.slots))
-        layout.slots.append(slot)
-        layout.indices.append(index)
+    def _add_row(self, chunk: Chunk, index: int) -> None:
+        chunk.rows.append(len(self._slots))
+        self._slots.append(chunk.slot)
+        self._indices.append(index)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from .speculation.counts import DraftCounts
+from .speculation import DraftCounts
 
 if TYPE_CHECKING:
     from .sampling import Sampler
@@ -44,20 +44,33 @@ def _milliseconds(start: float, end: float) -> float:
     return max(0.0, end - start) * 1000 if start else 0.0
 
 
-class Sequence:
-    """Tokens, how many of them the cache holds, and where it holds them. Touched by the engine's thread only.
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Token ids that were checked against the vocabulary and the context; `Engine.prompt` makes it.
 
-    A sequence is always in the middle of the same movement: `pending` tokens are not in the cache yet, and
-    once they are, the logits of the last one give the next. Most of the time one is pending; more while its
-    prompt is read, after a preemption, and after a draft that was rejected.
+    Several requests may share one.
+    """
+
+    ids: list[int]
+    """Never changed."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Sequence:
+    """Tokens, and how many of them a slot has computed. Touched by the engine's thread only.
+
+    A sequence is always in the middle of the same movement: `pending` tokens are not computed yet, and once
+    they are, the logits of the last one give the next. Most of the time one is pending; more while its prompt
+    is read, after a preemption, and after a draft that was rejected.
     """
 
     __slots__ = (
         "begun",
-        "cached",
+        "computed",
         "decoding",
         "drafts",
-        "finish_reason",
         "limit",
         "prompt_length",
         "reused",
@@ -67,13 +80,21 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, prompt: list[int], max_tokens: int, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampler: Sampler,
+        timings: Timings | None = None,
+        drafts: DraftCounts | None = None,
+    ) -> None:
+        """`prompt` becomes the sequence's own and grows."""
         self.tokens = prompt
         self.prompt_length = len(prompt)
         self.limit = len(prompt) + max_tokens
         self.sampler = sampler
-        self.cached = 0
-        """Tokens whose keys, values and state llama.cpp holds."""
+        self.computed = 0
+        """Tokens whose keys, values and state the slot holds."""
         self.slot: int | None = None
         """llama.cpp's sequence id while it runs."""
         self.begun = False
@@ -82,14 +103,14 @@ class Sequence:
         """It has sampled a token since it began: what is pending now is no prompt any more."""
         self.reused: int | None = None
         """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
-        self.finish_reason: FinishReason | None = None
-        self.timings = Timings(submitted=perf_counter())
-        self.drafts = DraftCounts()
+        self.timings = timings or Timings(submitted=perf_counter())
+        self.drafts = drafts or DraftCounts()
+        """What became of draft tokens."""
 
     @property
     def pending(self) -> int:
-        """Tokens still to be decoded before the next one can be sampled."""
-        return len(self.tokens) - self.cached
+        """Tokens still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.computed
 
     @property
     def ready(self) -> bool:
@@ -100,3 +121,16 @@ class Sequence:
     def generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_length
+
+    def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
+        """Append `new` tokens up to the end of the answer; what was appended, and why it ends if it does.
+
+        `ends` are the tokens that end a generation; they are not appended.
+        """
+        room, done = self.limit - len(self.tokens), None
+        if len(new) >= room or not ends.isdisjoint(new):
+            n = next((n for n, token in enumerate(new[:room]) if token in ends), room)
+            done = "stop" if n < room and n < len(new) else "length"
+            new = new[:n]
+        self.tokens += new
+        return new, done

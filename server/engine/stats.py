@@ -9,7 +9,7 @@ from .prefix_cache import PrefixStats
 
 if TYPE_CHECKING:
     from .profile import StepTotals
-    from .speculation import DraftCounts
+    from .speculation import DrafterStats
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class EngineStats:
     """Those of checkpoints in the prefix cache included."""
     kv_cells: int
     prefix: PrefixStats = field(default_factory=PrefixStats)
-    readout_changes: int = 0
+    sampler_changes: int = 0
     """How often a slot had to be given another way of sampling on the device, which holds a step up."""
     step_totals: tuple[StepTotals, ...] = ()
     """Where the time of steps went."""
-    drafts: dict[str, DraftCounts] = field(default_factory=dict)
-    """What became of tokens guessed ahead, by drafter; none where speculation is off."""
+    drafts: dict[str, DrafterStats] = field(default_factory=dict)
+    """What became of draft tokens, by drafter, and whether it drafts; none where speculation is off."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

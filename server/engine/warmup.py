@@ -29,9 +29,8 @@ SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
 the same batch may be computed a little differently with a readout and without."""
 
-STANDSTILL = 0.75
-"""Seconds that a step may read prompts, as far as a pass over an empty cache tells: running streams stand
-still meanwhile. With fewer passes in a call, the device waits more often for the mask of the first."""
+LEAST_PREFILL = 16
+"""Prompt tokens that a step reads in any case."""
 
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bool) -> None:
@@ -61,13 +60,15 @@ def time_prompt(context: Context, length: int) -> float:
     return min(times)
 
 
-def prompt_tokens(seconds: float, one_pass: int, most: int) -> int:
-    """Prompt tokens for a step, where a pass of `one_pass` tokens takes `seconds` (> 0).
+def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
+    """Prompt tokens for a step of so many seconds, `each` taking so long; at most `most`.
 
-    What three quarters of a second allow in whole passes, at least one, but no more than `most` tokens.
+    More than a `ubatch` only in whole ones: a part of one takes as many launches.
     """
-    passes = min(int(STANDSTILL / seconds), most // one_pass)
-    return min(max(passes, 1) * one_pass, most)
+    tokens = int(seconds / each)
+    if tokens > ubatch:
+        tokens -= tokens % ubatch
+    return min(max(tokens, LEAST_PREFILL), most)
 
 
 def _check(context: Context, few: int, many: int, *, choose: bool) -> None:

@@ -8,6 +8,7 @@ from .context import Context, ContextOptions
 from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
 from .log import set_up, tapped_log
 from .model import Model
+from .pipe import wake
 from .readout import N_CANDIDATES, Readout
 from .rows import Rows
 from .samplers import SamplerChain
@@ -27,4 +28,5 @@ __all__ = [
     "set_up",
     "supports_gpu",
     "tapped_log",
+    "wake",
 ]

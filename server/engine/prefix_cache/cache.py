@@ -11,7 +11,7 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 from .host import HostTier
-from .seen import BLOCK, Seen
+from .ghost import BLOCK, GhostCache
 from .stats import PrefixStats
 from .tree import Node, Tree
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from server.engine.sequence import Sequence
-
-    from .memory import Memory, Saved
-    from .spans import Spans
+    from server.engine.states import SavedState, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +61,17 @@ class PrefixCache:
 
     A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins, after
     its first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
-    computed, and where an answer ends. The least recently used go when ids or cells run short; `cells` bounds
+    computed, and where an answer ends. The least recently used go when ids or cells run short; `max_cells` bounds
     what is held beyond the running sequences, because attention reads every occupied cell in every step.
     Used by the scheduler on the engine's thread. Off when there are no `ids`.
     """
 
     def __init__(
         self,
-        memory: Memory,
-        spans: Spans,
+        states: StateStore,
         *,
         ids: Collection[int],
-        total_cells: int,
-        cells: int,
+        max_cells: int,
         shrinks: bool = True,
         interval: int = 0,
         host_bytes: int = 0,
@@ -83,14 +79,12 @@ class PrefixCache:
         cell_bytes: int = 0,
         state_bytes: int = 0,
     ) -> None:
-        self.spans = spans
+        self._states, self._cells = states, states.cells
         self.enabled = bool(ids)
         self.running = 0
         """Sequences that run; the scheduler keeps this up to date."""
-        self._memory = memory
         self._free = sorted(ids, reverse=True)
-        self.total_cells = total_cells
-        self._cells = cells
+        self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
@@ -98,10 +92,10 @@ class PrefixCache:
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
         self._tracks: dict[Sequence, _Track] = {}
-        self._seen, self._again = Seen(), 1.0
+        self._ghost, self._again = GhostCache(), 1.0
         """And the share of prompt tokens that had been read before, of late."""
         self._hits = self._misses = self._tokens_saved = 0
-        self._checkpoints = self._evictions = self._restores = 0
+        self._checkpoints = self._evictions = self._restores = self._failed_copies = 0
 
     # --- a request's life ----------------------------------------------------------------------------------
 
@@ -121,27 +115,26 @@ class PrefixCache:
         if best := self._deepest_held(node):
             self._touch(best)
 
-    def start(self, sequence: Sequence) -> None:
+    def match_prefix(self, sequence: Sequence) -> None:
         """Give an admitted sequence, whose slot is empty, the deepest prefix there is."""
         if not self.enabled:
             return
         assert sequence.slot is not None
         node = self._source(sequence)
         if node is not None and node.holder is not None:
-            self._memory.copy(node.holder, sequence.slot)
-            self.spans.share(node.holder, sequence.slot)
-            sequence.cached = node.depth
+            self._states.copy(node.holder, sequence.slot)
+            sequence.computed = node.depth
             self._touch(node)
         needed = sequence.pending + min(ANSWER, sequence.limit - len(sequence.tokens))
-        if self.spans.used - self.spans.idle == sequence.cached and needed <= self._cells:
-            self._limit(self._cells - needed)  # it is alone: let it have low cells
+        if self._cells.used - self._cells.idle == sequence.computed and needed <= self._max_cells:
+            self._limit(self._max_cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
-            sequence.reused = sequence.cached
-            again = max(sequence.cached, self._read(sequence, sequence.prompt_length))
+            sequence.reused = sequence.computed
+            again = max(sequence.computed, self._read(sequence, sequence.prompt_length))
             self._again += HABIT * (again / sequence.prompt_length - self._again)
-            self._tokens_saved += sequence.cached
-            self._hits += sequence.cached > 0
-            self._misses += sequence.cached == 0
+            self._tokens_saved += sequence.computed
+            self._hits += sequence.computed > 0
+            self._misses += sequence.computed == 0
 
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
@@ -154,31 +147,31 @@ class PrefixCache:
         return bool(shared) and any(
             node in shared
             for leader in earlier
-            if leader.cached < leader.prompt_length - 1
+            if leader.computed < leader.prompt_length - 1
             for node in self._cuts(leader)
         )
 
-    def cut(self, sequence: Sequence) -> int | None:
+    def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next depth at which the sequence must pause so that a checkpoint can be taken."""
         return next((node.depth for node in self._cuts(sequence)), None) if self.enabled else None
 
-    def reached(self, sequence: Sequence) -> None:
+    def cache_unfinished(self, sequence: Sequence) -> None:
         """Take a checkpoint if the sequence has just come to where one is wanted."""
-        if not self.enabled or sequence.slot is None or sequence.cached >= sequence.prompt_length:
+        if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
             return
         for node in self._tracks[sequence].end.path():
-            if node.depth == sequence.cached and node.holder is None:
-                if node in self._cuts(sequence, since=sequence.cached - 1):
+            if node.depth == sequence.computed and node.holder is None:
+                if node in self._cuts(sequence, since=sequence.computed - 1):
                     self._hold(node, sequence.slot)
                 return
 
-    def leave(self, sequence: Sequence) -> None:
+    def cache_finished(self, sequence: Sequence) -> None:
         """A running sequence ends, its slot still intact: keep its state for whoever goes on from there."""
-        slot, depth = sequence.slot, sequence.cached
+        slot, depth = sequence.slot, sequence.computed
         if not self.enabled:
             return
         self._read(sequence, depth)
-        if slot is None or depth < MIN_GAIN or self.spans.length(slot) != depth:
+        if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
         if self.running > CROWD and depth > self._budget():
             return  # it would go again soon
@@ -209,65 +202,37 @@ class PrefixCache:
         may stay.
         """
         last = next(reversed(self._held), None) if self.running <= CROWD else None
-        least = min(self._cells, self.spans.idle_in(self._holder(last))) if last else 0
+        least = min(self._max_cells, self._cells.idle_in(self._holder(last))) if last else 0
         self._limit(max(self._budget(), least))
 
     def _budget(self) -> int:
         if not self._shrinks:
-            return self._cells
+            return self._max_cells
         share = min(1.0, self._again / FULL) * CROWD / max(CROWD, self.running)
-        return int(share * self._cells)
-
-    def tidy(self) -> bool:
-        """Nobody runs: bring a checkpoint that was taken high up, among many, down to low cells.
-
-        A step reads all cells up to the highest occupied one, so few that lie high cost as much as many. The
-        way down is through host memory; cells that it shared become its own. False when all lie low.
-        """
-        if self.spans.extent <= self._cells or not self._held:
-            return False
-        node = max(self._held, key=lambda node: self.spans.idle_extent(self._holder(node)))
-        holder = self._holder(node)
-        before = self.spans.idle_extent(holder)
-        if self.spans.idle - self.spans.exclusive(holder) + node.depth > self._cells:
-            self._evict(next(iter(self._held)))
-            return True
-        saved = self._memory.save(holder)
-        self._memory.remove(holder)
-        self.spans.drop(holder)
-        self._memory.restore(holder, saved)
-        self.spans.append(holder, node.depth)
-        if self.spans.idle_extent(holder) >= before:
-            self._evict(node)
-        return True
+        return int(share * self._max_cells)
 
     def _limit(self, cells: int) -> None:
         """Give up checkpoints until no more than so many cells are idle."""
         cells = max(0, cells)
-        while self.spans.idle > cells:
-            sizes = {node: self.spans.exclusive(self._holder(node)) for node in self._held}
+        while self._cells.idle > cells:
+            sizes = {node: self._cells.exclusive(self._holder(node)) for node in self._held}
             # one that alone is too large would otherwise drive out all the others first
-            too_large = (node for node, size in sizes.items() if size > self._cells)
+            too_large = (node for node, size in sizes.items() if size > self._max_cells)
             victim = next(too_large, None) or next(node for node, size in sizes.items() if size)
             self._evict(victim)
 
-    @property
-    def available(self) -> int:
-        """Cells that running sequences do not occupy: those that are free, and those that can be freed."""
-        return self.total_cells - self.spans.used + self.spans.idle
-
     def make_room(self, cells: int) -> bool:
         """Give up checkpoints until so many cells are free; False, with none given up, if that can not be."""
-        if cells > self.available:
+        if cells > self._cells.available:
             return False
-        while self.spans.used + cells > self.total_cells:
-            self._evict(next(node for node in self._held if self.spans.exclusive(self._holder(node))))
+        while cells > self._cells.free:
+            self._evict(next(node for node in self._held if self._cells.exclusive(self._holder(node))))
         return True
 
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
         best = self._deepest_held(self._tracks[sequence].end) if self.enabled else None
-        return (best.depth, self.spans.idle_in(self._holder(best))) if best else (0, 0)
+        return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
 
     def stats(self) -> PrefixStats:
         """Counters, and what is held now."""
@@ -278,9 +243,10 @@ class PrefixCache:
             checkpoints=self._checkpoints,
             evictions=self._evictions,
             restores=self._restores,
+            failed_copies=self._failed_copies,
             resident=len(self._held),
-            resident_cells=self.spans.idle,
-            resident_bytes=self.spans.idle * self._cell_bytes + len(self._held) * self._state_bytes,
+            resident_cells=self._cells.idle,
+            resident_bytes=self._cells.idle * self._cell_bytes + len(self._held) * self._state_bytes,
             host_checkpoints=len(self._host),
             host_bytes=self._host.used,
         )
@@ -297,7 +263,7 @@ class PrefixCache:
 
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
-        since = sequence.cached if since is None else since
+        since = sequence.computed if since is None else since
         previous = 0
         for node in reversed([*self._tracks[sequence].end.path()]):
             if node.holder is not None:
@@ -317,7 +283,7 @@ class PrefixCache:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
         if not self._shrinks or sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
-        return self._seen.read(sequence.tokens[:length])
+        return self._ghost.read(sequence.tokens[:length])
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.holder is not None), None)
@@ -335,8 +301,7 @@ class PrefixCache:
     def _hold(self, node: Node, source: int) -> None:
         """Take a checkpoint of the sequence id `source`."""
         holder = self._take_id(node)
-        self._memory.copy(source, holder)
-        self.spans.share(source, holder)
+        self._states.copy(source, holder)
         node.holder = holder
         self._held[node] = None
         self._checkpoints += 1
@@ -352,18 +317,17 @@ class PrefixCache:
         finally:
             node.marks -= 1
 
-    def _bring_back(self, node: Node, saved: Saved) -> bool:
+    def _bring_back(self, node: Node, saved: SavedState) -> bool:
         holder = self._take_id(node)
         try:
-            self._memory.restore(holder, saved)
+            self._states.restore(holder, saved)
         except LlamaError as error:
+            self._failed_copies += 1
             log.warning("a checkpoint of %d tokens could not be restored: %s", node.depth, error)
-            self._memory.remove(holder)
             self._free.append(holder)
             if node.saved is not None:
                 self._host.discard(node)
             return False
-        self.spans.append(holder, node.depth)
         node.holder = holder
         self._held[node] = None
         self._restores += 1
@@ -380,15 +344,24 @@ class PrefixCache:
     def _evict(self, node: Node) -> None:
         holder = self._holder(node)
         if node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
-            for lost in self._host.put(node, self._memory.save(holder)):
-                self._tree.prune(lost)
-        self._memory.remove(holder)
-        self.spans.drop(holder)
+            self._save(node, holder)
+        self._states.free(holder)
         self._free.append(holder)
         node.holder = None
         del self._held[node]
         self._evictions += 1
         self._tree.prune(node)
+
+    def _save(self, node: Node, holder: int) -> None:
+        """Copy a checkpoint to host memory; one that can not be copied is lost, and nothing else."""
+        try:
+            saved = self._states.save(holder)
+        except (LlamaError, MemoryError) as error:
+            self._failed_copies += 1
+            log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
+            return
+        for lost in self._host.put(node, saved):
+            self._tree.prune(lost)
 
     def _touch(self, node: Node) -> None:
         del self._held[node]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .memory import Saved
+    from server.engine.states import SavedState
+
     from .tree import Node
 
 
@@ -21,7 +22,7 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def put(self, node: Node, saved: Saved) -> list[Node]:
+    def put(self, node: Node, saved: SavedState) -> list[Node]:
         """Keep a state; returns the nodes that lost theirs for it, `node` itself where it is too large."""
         if saved.nbytes > self.budget:
             return []

@@ -21,6 +21,8 @@ class PrefixStats:
     """Checkpoints that had to leave the device."""
     restores: int = 0
     """Checkpoints that came back from host memory."""
+    failed_copies: int = 0
+    """Copies to or from host memory that failed; the checkpoint was lost."""
     resident: int = 0
     """Checkpoints on the device."""
     resident_cells: int = 0

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from .memory import Saved
+    from server.engine.states import SavedState
 
     Tokens = npt.NDArray[np.int32]
 
@@ -34,7 +34,7 @@ class Node:
         """By the first token after this node."""
         self.holder: int | None = None
         """The sequence id that keeps the state at this depth."""
-        self.saved: Saved | None = None
+        self.saved: SavedState | None = None
         self.marks = 0
         """Requests in flight that want a checkpoint here."""
         self.is_end = False

@@ -1,4 +1,4 @@
-"""In which rounds llama.cpp computes a batch whose sequences bring different numbers of tokens."""
+"""In which ubatches llama.cpp computes a batch whose sequences bring different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def rounds(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """For each pass over the weights: how many tokens it takes of each sequence, and of which of them.
+def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
+    """For each ubatch, a pass over the weights: how many tokens it takes of each sequence, and of which of them.
 
     A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
     want as many tokens of each, so a pass ends where the shortest does (`split_equal`, llama-batch.cpp). With

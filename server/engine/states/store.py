@@ -1,0 +1,142 @@
+"""Every sequence id of llama.cpp, and what lies beside it: one owner, so that it all moves together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .cells import CellAllocator
+from .rollback import Rollback
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from server.engine.batch import Batch, Chunk
+    from server.engine.llama import Context
+
+log = logging.getLogger(__name__)
+
+
+class StateFollower(Protocol):
+    """Keeps something of its own for each sequence id, as the MTP head does. What it loses costs only time."""
+
+    def copy(self, source: int, target: int) -> None:
+        """`target`, which is empty, becomes what `source` is."""
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence id. Idempotent; must not raise."""
+
+    def save(self, sequence: int) -> Any:
+        """A copy in host memory, with its size in bytes as `nbytes`; None where there is nothing."""
+
+    def restore(self, sequence: int, saved: Any) -> None:
+        """Put what `save` gave into an empty id."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A sequence in host memory: the trunk's keys, values and recurrent states, and what followers had."""
+
+    trunk: npt.NDArray[np.uint8]
+    followers: tuple[Any, ...]
+    length: int
+    """Tokens."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.trunk.nbytes + sum(saved.nbytes for saved in self.followers if saved is not None)
+
+
+class StateStore:
+    """Slots run requests, rollback copies let drafts be taken back, checkpoints belong to the prefix cache.
+
+    Ids from 0 on: `slots` of them, then `rollback`, then the checkpoints. The engine's thread only.
+    """
+
+    def __init__(self, context: Context, slots: int, rollback: range, *, device_copies: int = 0) -> None:
+        self.cells = CellAllocator(slots, context.n_ctx)
+        self.followers: list[StateFollower] = []
+        self._context = context
+        self._rollback = Rollback(context, rollback, device_copies=device_copies)
+
+    def length(self, sequence: int) -> int:
+        """Tokens that an id holds."""
+        return self.cells.length(sequence)
+
+    def appended(self, batch: Batch) -> None:
+        """llama.cpp computes the batch: its tokens are in their slots."""
+        for chunk in batch.chunks:
+            self.cells.append(chunk.slot, chunk.n_tokens)
+
+    def copy(self, source: int, target: int) -> None:
+        """`target`, which is empty, becomes what `source` is. Cells and state are shared, nothing is moved."""
+        self._context.copy(source, target)
+        self.cells.share(source, target)
+        for follower in self.followers:
+            try:
+                follower.copy(source, target)
+            except Exception as error:
+                self._lost(follower, target, error)
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self._rollback.free(sequence)
+        self._context.remove(sequence)
+        self.cells.drop(sequence)
+        for follower in self.followers:
+            follower.free(sequence)
+
+    def save(self, sequence: int) -> SavedState:
+        """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
+        saved = tuple(follower.save(sequence) for follower in self.followers)
+        return SavedState(self._context.save(sequence), saved, self.length(sequence))
+
+    def restore(self, sequence: int, saved: SavedState) -> None:
+        """Put a saved sequence into an empty id. Raises LlamaError, the id empty, where llama.cpp has no room."""
+        try:
+            self._context.restore(sequence, saved.trunk)
+        except Exception:
+            self._context.remove(sequence)
+            raise
+        self.cells.append(sequence, saved.length)
+        for follower, part in zip(self.followers, saved.followers, strict=True):
+            if part is not None:
+                try:
+                    follower.restore(sequence, part)
+                except Exception as error:
+                    self._lost(follower, sequence, error)
+
+    # --- drafts --------------------------------------------------------------------------------------------
+
+    @property
+    def drafting_slots(self) -> int:
+        """Slots that may draft: 0 and up."""
+        return self._rollback.slots
+
+    def rewinds(self, slot: int, n_sequences: int) -> int:
+        """Longest draft in a step of so many sequences that can be taken back keeping what was right."""
+        return self._rollback.rewinds(slot, n_sequences)
+
+    def keeps_graph(self, slot: int, n_sequences: int) -> int:
+        """Longest draft after which llama.cpp's graph is still the one in use, right or wrong."""
+        return self._rollback.keeps_graph(slot, n_sequences)
+
+    def guard(self, batch: Batch) -> None:
+        """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""
+        self._rollback.guard(batch)
+
+    def rollback(self, chunk: Chunk, accepted: int) -> int:
+        """Take a slot back after so many tokens of its draft; returns the tokens that it holds now.
+
+        Where that is `chunk.start`, what was right has to be decoded again. Raises LlamaError.
+        """
+        kept = self._rollback.reject(chunk, accepted)
+        self.cells.truncate(chunk.slot, kept)
+        return kept
+
+    def _lost(self, follower: StateFollower, sequence: int, error: Exception) -> None:
+        log.warning("%s of sequence %d is lost: %s", type(follower).__name__, sequence, error)
+        follower.free(sequence)

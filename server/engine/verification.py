@@ -1,0 +1,51 @@
+"""From rows to tokens: each request's own sampler, and which draft tokens it accepts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .batch import Batch, Chunk, Sampled
+    from .llama import Rows
+
+
+def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sampled]:
+    """For each chunk what is accepted of its draft and the token after that; None where a prompt goes on.
+
+    A token of the draft is accepted if the request's own sampler chooses it from the row that it stands for:
+    for a proposal that is certain of its token that is speculative sampling (Leviathan et al. 2023, section
+    2.3), so the distribution of the output does not change, whatever the sampler. Nothing is accepted behind
+    one of `ends`, the tokens that end a generation. What a sampler raises is given in place of its tokens.
+    """
+    if rows is None:
+        return [None] * len(batch.chunks)
+    best = rows.all_best() if batch.greedy else None
+    if best is not None and ends.isdisjoint(best):  # an end may have to be ignored
+        if batch.n_rows == len(batch.chunks):
+            return [[token] for token in best]
+        return [
+            _accepted(chunk.draft, [best[row] for row in chunk.rows]) if chunk.rows else None
+            for chunk in batch.chunks
+        ]
+    return [_sample(chunk, rows, ends) if chunk.rows else None for chunk in batch.chunks]
+
+
+def _accepted(draft: list[int], best: list[int]) -> list[int]:
+    for n, (token, proposed) in enumerate(zip(best, draft, strict=False)):
+        if token != proposed:
+            return best[: n + 1]
+    return best
+
+
+def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
+    new: list[int] = []
+    sampler = chunk.sequence.sampler
+    try:
+        for row, proposed in zip(chunk.rows, [*chunk.draft, None], strict=True):
+            token = sampler.sample(rows, row)
+            new.append(token)
+            if token != proposed or token in ends:
+                break
+    except Exception as error:  # one sequence's trouble is not its batch mates'
+        return error
+    return new
