@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.body import off_loop
-from server.api.run import Run
-from server.api.sse import EventStream, Frame, ending, event
-from server.api.streams import merge, until_gone
+from server.api.request import off_loop, until_gone
+from server.api.serving import ServedRequest
+from server.api.sse import EventStream, Frame, ending, event, merge
 from server.chat import Content, Reasoning, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
-    from server.api.schemas import ChatRequest
+    from server.api.protocol import ChatRequest
     from server.api.service import Service
     from server.chat import Part, TextGeneration
 
@@ -48,18 +47,18 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    run = Run(service, request, [prompt], "chatcmpl")
+    served = ServedRequest(service, request, [prompt], "chatcmpl")
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)
-        for generation, parser in zip(run.generations, parsers, strict=True)
+        for generation, parser in zip(served.generations, parsers, strict=True)
     ]
     if request.stream:
-        return EventStream(stream(run, replies, request.include_usage), run.close)
+        return EventStream(stream(served, replies, request.include_usage), served.close)
     try:
-        return JSONResponse(await until_gone(http, collect(run, replies)))
+        return JSONResponse(await until_gone(http, collect(served, replies)))
     finally:
-        run.close()
+        served.close()
 
 
 class Reply:
@@ -83,11 +82,11 @@ class Reply:
         for part in self._parser.flush():
             yield part
 
-    def finish_reason(self, run: Run) -> str:
+    def finish_reason(self, served: ServedRequest) -> str:
         """A reply that ended by itself and calls tools says so."""
         if self._one_call and self._parser.tool_calls:
             return "tool_calls"
-        reason = run.check(self.generation)
+        reason = served.check(self.generation)
         return "tool_calls" if reason == "stop" and self._parser.tool_calls else reason
 
     async def message(self) -> dict[str, Any]:
@@ -109,17 +108,19 @@ class Reply:
         return message
 
 
-async def collect(run: Run, replies: list[Reply]) -> dict[str, Any]:
+async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
     """The whole response object."""
     messages = await asyncio.gather(*(reply.message() for reply in replies))
     choices = [
-        {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason(run)}
+        {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason(served)}
         for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
-    return {**run.envelope(KIND, choices), "usage": run.usage(), **run.extras()}
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
 
 
-async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGenerator[bytes, None]:
+async def stream(
+    served: ServedRequest, replies: list[Reply], include_usage: bool
+) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
@@ -133,7 +134,7 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGe
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**run.envelope(CHUNK, [choice]), **usage}
+        return {**served.envelope(CHUNK, [choice]), **usage}
 
     @cache
     def frame(index: int, field: str) -> Frame:
@@ -143,7 +144,7 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGe
     async for index, part in merge([reply.parts() for reply in replies]):
         if part is None:
             left -= 1
-            last = chunk(index, {}, replies[index].finish_reason(run))
+            last = chunk(index, {}, replies[index].finish_reason(served))
             if left:
                 yield event(last)
         elif index in started and not isinstance(part, ToolCall):
@@ -151,8 +152,8 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGe
             yield frame(index, field).filled(text)
         else:
             yield event(chunk(index, delta_of(part)))
-    total = [{**run.envelope(CHUNK, []), "usage": run.usage()}] if include_usage else []
-    yield ending({**last, **run.extras()}, *total)
+    total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if include_usage else []
+    yield ending({**last, **served.extras()}, *total)
 
 
 def delta_of(part: Part) -> dict[str, Any]:

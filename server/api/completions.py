@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.body import off_loop
-from server.api.run import Run
-from server.api.sse import EventStream, Frame, ending, event
-from server.api.streams import merge, until_gone
+from server.api.request import off_loop, until_gone
+from server.api.serving import ServedRequest
+from server.api.sse import EventStream, Frame, ending, event, merge
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from fastapi import Request, Response
 
-    from server.api.schemas import CompletionRequest
+    from server.api.protocol import CompletionRequest
     from server.api.service import Service
     from server.chat import Prompter, TextGeneration
     from server.engine import Vocab
@@ -31,14 +30,14 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
     backend = service.backend
     prompts = await off_loop(lambda: tokenize(backend.prompter, request), size)
     echoes = [echo(backend.engine.vocab, request, number, ids) for number, ids in enumerate(prompts)]
-    run = Run(service, request, prompts, "cmpl")
+    served = ServedRequest(service, request, prompts, "cmpl")
     per_choice = [text for text in echoes for _ in range(request.choices)]
     if request.stream:
-        return EventStream(stream(run, per_choice, request.include_usage), run.close)
+        return EventStream(stream(served, per_choice, request.include_usage), served.close)
     try:
-        return JSONResponse(await until_gone(http, collect(run, per_choice)))
+        return JSONResponse(await until_gone(http, collect(served, per_choice)))
     finally:
-        run.close()
+        served.close()
 
 
 def tokenize(prompter: Prompter, request: CompletionRequest) -> list[Sequence[int]]:
@@ -55,26 +54,28 @@ def echo(vocab: Vocab, request: CompletionRequest, number: int, ids: Sequence[in
     return b"".join(map(vocab.token_bytes, ids)).decode("utf-8", "replace")
 
 
-async def collect(run: Run, echoes: Sequence[str]) -> dict[str, Any]:
+async def collect(served: ServedRequest, echoes: Sequence[str]) -> dict[str, Any]:
     """The whole response object."""
-    texts = await asyncio.gather(*map(text_of, run.generations))
+    texts = await asyncio.gather(*map(text_of, served.generations))
     choices = [
-        choice(index, start + text, run.check(generation))
-        for index, (start, text, generation) in enumerate(zip(echoes, texts, run.generations, strict=True))
+        choice(index, start + text, served.check(generation))
+        for index, (start, text, generation) in enumerate(zip(echoes, texts, served.generations, strict=True))
     ]
-    return {**run.envelope(KIND, choices), "usage": run.usage(), **run.extras()}
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
 
 
 async def text_of(generation: TextGeneration) -> str:
     return "".join([text async for text in generation])
 
 
-async def stream(run: Run, echoes: Sequence[str], include_usage: bool) -> AsyncGenerator[bytes, None]:
+async def stream(
+    served: ServedRequest, echoes: Sequence[str], include_usage: bool
+) -> AsyncGenerator[bytes, None]:
     """The response as events: texts, a finish reason for each choice, usage where asked for."""
     usage = {"usage": None} if include_usage else {}
 
     def chunk(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        return {**run.envelope(KIND, [choice(index, text, finish_reason)]), **usage}
+        return {**served.envelope(KIND, [choice(index, text, finish_reason)]), **usage}
 
     @cache
     def frame(index: int) -> Frame:
@@ -84,16 +85,16 @@ async def stream(run: Run, echoes: Sequence[str], include_usage: bool) -> AsyncG
         if start:
             yield frame(index).filled(start)
     left = len(echoes)
-    async for index, text in merge([aiter(generation) for generation in run.generations]):
+    async for index, text in merge([aiter(generation) for generation in served.generations]):
         if text is not None:
             yield frame(index).filled(text)
             continue
         left -= 1
-        last = chunk(index, "", run.check(run.generations[index]))
+        last = chunk(index, "", served.check(served.generations[index]))
         if left:
             yield event(last)
-    total = [{**run.envelope(KIND, []), "usage": run.usage()}] if include_usage else []
-    yield ending({**last, **run.extras()}, *total)
+    total = [{**served.envelope(KIND, []), "usage": served.usage()}] if include_usage else []
+    yield ending({**last, **served.extras()}, *total)
 
 
 def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from server.chat import TextGeneration, generate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.api.schemas import GenerationRequest
+    from server.api.protocol import GenerationRequest
     from server.api.service import Service
 
 
-class Run:
+class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running.
