@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse
-
-from server.api.request import off_loop, until_gone
-from server.api.serving import ServedRequest
-from server.api.sse import EventStream, Frame, ending, event, merge
-from server.chat import Content, Reasoning, ReplyParser, ToolCall
+from server.api.request import off_loop
+from server.api.serving import ServedRequest, stop_strings
+from server.api.sse import Frame, ending, event, merge
+from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from fastapi import Request, Response
 
     from server.api.protocol import ChatRequest
     from server.api.service import Service
-    from server.chat import Part, TextGeneration
+    from server.chat import Part, StopStrings
+    from server.engine import Prompt
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -30,15 +29,17 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
     """Answers with a message; `size` is the body's, in bytes."""
     backend = service.backend
     thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
-    prompt = await off_loop(
-        lambda: backend.prompter.chat(
+
+    def prepare() -> tuple[Prompt, StopStrings | None]:
+        ids = backend.prompter.chat(
             request.messages,
             tools=request.offered_tools,
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
-        ),
-        size,
-    )
+        )
+        return backend.engine.prompt(ids), stop_strings(request)
+
+    prompt, stops = await off_loop(prepare, size)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -47,86 +48,56 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], "chatcmpl")
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl")
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    if request.stream:
-        return EventStream(stream(served, replies, request.include_usage), served.close)
-    try:
-        return JSONResponse(await until_gone(http, collect(served, replies)))
-    finally:
-        served.close()
-
-
-class Reply:
-    """One choice: a generation, split into reasoning, content and tool calls as it comes.
-
-    With `one_call` the reply ends behind its first tool call.
-    """
-
-    def __init__(self, generation: TextGeneration, parser: ReplyParser, *, one_call: bool) -> None:
-        self.generation = generation
-        self._parser = parser
-        self._one_call = one_call
-
-    async def parts(self) -> AsyncIterator[Part]:
-        async for text in self.generation:
-            for part in self._parser.feed(text):
-                yield part
-                if self._one_call and isinstance(part, ToolCall):
-                    self.generation.cancel()
-                    return
-        for part in self._parser.flush():
-            yield part
-
-    def finish_reason(self, served: ServedRequest) -> str:
-        """A reply that ended by itself and calls tools says so."""
-        if self._one_call and self._parser.tool_calls:
-            return "tool_calls"
-        reason = served.check(self.generation)
-        return "tool_calls" if reason == "stop" and self._parser.tool_calls else reason
-
-    async def message(self) -> dict[str, Any]:
-        """The whole reply as a message."""
-        reasoning, content, calls = "", "", []
-        async for part in self.parts():
-            match part:
-                case Reasoning(text):
-                    reasoning += text
-                case Content(text):
-                    content += text
-                case ToolCall():
-                    calls.append(tool_call(part))
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
     """The whole response object."""
-    messages = await asyncio.gather(*(reply.message() for reply in replies))
+    messages = await asyncio.gather(*map(message_of, replies))
     choices = [
-        {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason(served)}
+        {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": served.check(reply.finish_reason),
+        }
         for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
     return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
 
 
-async def stream(
-    served: ServedRequest, replies: list[Reply], include_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def message_of(reply: Reply) -> dict[str, Any]:
+    """The whole reply as a message."""
+    reasoning, content, calls = "", "", []
+    async for part in reply:
+        match part:
+            case Reasoning(text):
+                reasoning += text
+            case Content(text):
+                content += text
+            case ToolCall():
+                calls.append(tool_call(part))
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    usage = {"usage": None} if include_usage else {}
+    usage = {"usage": None} if served.include_usage else {}
     started: set[int] = set()
 
     def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -141,10 +112,10 @@ async def stream(
         return Frame(lambda text: chunk(index, {field: text}))
 
     left = len(replies)
-    async for index, part in merge([reply.parts() for reply in replies]):
+    async for index, part in merge([aiter(reply) for reply in replies]):
         if part is None:
             left -= 1
-            last = chunk(index, {}, replies[index].finish_reason(served))
+            last = chunk(index, {}, served.check(replies[index].finish_reason))
             if left:
                 yield event(last)
         elif index in started and not isinstance(part, ToolCall):
@@ -152,7 +123,7 @@ async def stream(
             yield frame(index, field).filled(text)
         else:
             yield event(chunk(index, delta_of(part)))
-    total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if include_usage else []
+    total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []
     yield ending({**last, **served.extras()}, *total)
 
 

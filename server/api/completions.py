@@ -6,11 +6,9 @@ import asyncio
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse
-
-from server.api.request import off_loop, until_gone
-from server.api.serving import ServedRequest
-from server.api.sse import EventStream, Frame, ending, event, merge
+from server.api.request import off_loop
+from server.api.serving import ServedRequest, stop_strings
+from server.api.sse import Frame, ending, event, merge
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -19,8 +17,8 @@ if TYPE_CHECKING:
 
     from server.api.protocol import CompletionRequest
     from server.api.service import Service
-    from server.chat import Prompter, TextGeneration
-    from server.engine import Vocab
+    from server.chat import StopStrings, TextGeneration
+    from server.engine import Prompt, Vocab
 
 KIND = "text_completion"
 
@@ -28,29 +26,27 @@ KIND = "text_completion"
 async def complete(http: Request, service: Service, request: CompletionRequest, size: int) -> Response:
     """Answers with a completion; `size` is the body's, in bytes."""
     backend = service.backend
-    prompts = await off_loop(lambda: tokenize(backend.prompter, request), size)
-    echoes = [echo(backend.engine.vocab, request, number, ids) for number, ids in enumerate(prompts)]
-    served = ServedRequest(service, request, prompts, "cmpl")
+
+    def prepare() -> tuple[list[Prompt], list[str], StopStrings | None]:
+        ids = [backend.prompter.raw(given) if isinstance(given, str) else given for given in request.prompt]
+        prompts = list(map(backend.engine.prompt, ids))
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [
+                given if isinstance(given, str) else text_of_ids(backend.engine.vocab, given)
+                for given in request.prompt
+            ]
+        return prompts, echoes, stop_strings(request)
+
+    prompts, echoes, stops = await off_loop(prepare, size)
+    served = ServedRequest(service, request, prompts, stops, "cmpl")
     per_choice = [text for text in echoes for _ in range(request.choices)]
-    if request.stream:
-        return EventStream(stream(served, per_choice, request.include_usage), served.close)
-    try:
-        return JSONResponse(await until_gone(http, collect(served, per_choice)))
-    finally:
-        served.close()
+    return await served.respond(
+        http, partial(stream, served, per_choice), partial(collect, served, per_choice)
+    )
 
 
-def tokenize(prompter: Prompter, request: CompletionRequest) -> list[Sequence[int]]:
-    return [prompter.raw(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-
-
-def echo(vocab: Vocab, request: CompletionRequest, number: int, ids: Sequence[int]) -> str:
-    """What comes back before the answer to prompt `number`: the prompt itself where `echo` asks for it."""
-    if not request.echo:
-        return ""
-    prompt = request.prompt[number]
-    if isinstance(prompt, str):
-        return prompt
+def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     return b"".join(map(vocab.token_bytes, ids)).decode("utf-8", "replace")
 
 
@@ -58,7 +54,7 @@ async def collect(served: ServedRequest, echoes: Sequence[str]) -> dict[str, Any
     """The whole response object."""
     texts = await asyncio.gather(*map(text_of, served.generations))
     choices = [
-        choice(index, start + text, served.check(generation))
+        choice(index, start + text, served.check(generation.finish_reason))
         for index, (start, text, generation) in enumerate(zip(echoes, texts, served.generations, strict=True))
     ]
     return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
@@ -68,11 +64,9 @@ async def text_of(generation: TextGeneration) -> str:
     return "".join([text async for text in generation])
 
 
-async def stream(
-    served: ServedRequest, echoes: Sequence[str], include_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def stream(served: ServedRequest, echoes: Sequence[str]) -> AsyncGenerator[bytes, None]:
     """The response as events: texts, a finish reason for each choice, usage where asked for."""
-    usage = {"usage": None} if include_usage else {}
+    usage = {"usage": None} if served.include_usage else {}
 
     def chunk(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
         return {**served.envelope(KIND, [choice(index, text, finish_reason)]), **usage}
@@ -90,10 +84,10 @@ async def stream(
             yield frame(index).filled(text)
             continue
         left -= 1
-        last = chunk(index, "", served.check(served.generations[index]))
+        last = chunk(index, "", served.check(served.generations[index].finish_reason))
         if left:
             yield event(last)
-    total = [{**served.envelope(KIND, []), "usage": served.usage()}] if include_usage else []
+    total = [{**served.envelope(KIND, []), "usage": served.usage()}] if served.include_usage else []
     yield ending({**last, **served.extras()}, *total)
 
 

@@ -165,7 +165,7 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     failed = CounterMetricFamily("qwen_drafts_failed", "Drafts lost to an error", labels=labels)
     for drafter, count in stats.drafts_failed.items():
         failed.add_metric((drafter,), count)
-    active = GaugeMetricFamily("qwen_drafter_active", "Whether it drafts: 1, or 0 while it rests", labels=labels)
+    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 while it rests", labels=labels)
     for drafter, drafts in stats.drafters_active.items():
         active.add_metric((drafter,), int(drafts))
     yield from (steps, drafted, accepted, failed, active)
