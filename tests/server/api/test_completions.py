@@ -203,12 +203,18 @@ def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
 ) -> None:
     """And worked on once: it may have thousands of tokens, while others wait for the loop."""
     server = start("abc " * 100, delay=0.0001)
-    pieces: list[object] = []
-    for owner in (Detokenizer, ReplyParser):
-        feed = owner.feed
-        monkeypatch.setattr(
-            owner, "feed", lambda self, new, feed=feed: pieces.append(self) or feed(self, new)
-        )
+    fed = 0
+
+    def counted(feed: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
+            nonlocal fed
+            fed += 1
+            return feed(*arguments)
+
+        return count
+
+    for stage in (Detokenizer, ReplyParser):
+        monkeypatch.setattr(stage, "feed", counted(stage.feed))
     server.post(path, **body, n=3).read()
     assert [entry.stream for entry in server.engine.submissions] == [not at_once] * 3
     deliveries = [entry.deliveries for entry in server.engine.submissions]
