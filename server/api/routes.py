@@ -37,17 +37,17 @@ def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-generating = APIRouter(route_class=PlainRoute)
+plain = APIRouter(route_class=PlainRoute)
 others = APIRouter()
 
-ROUTERS = (generating, others)
+ROUTERS = (plain, others)
 """Looked through in this order: what is asked for most comes first."""
 
 
 # --- generation --------------------------------------------------------------------------------------------
 
 
-@generating.post("/v1/completions", openapi_extra=documented(CompletionRequest))
+@plain.post("/v1/completions", openapi_extra=documented(CompletionRequest))
 async def completions(http: Request) -> Response:
     """Continue a prompt: no template, no thinking."""
     service = service_of(http)
@@ -55,7 +55,7 @@ async def completions(http: Request) -> Response:
     return await complete(http, service, await validate(CompletionRequest, body, size), size)
 
 
-@generating.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
+@plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http)
@@ -63,7 +63,7 @@ async def chat_completions(http: Request) -> Response:
     return await chat(http, service, await validate(ChatRequest, body, size), size)
 
 
-@generating.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
+@plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
 async def invocations(http: Request) -> Response:
     """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
     service = service_of(http)
@@ -82,8 +82,8 @@ async def invocations(http: Request) -> Response:
 # --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
 
 
-@others.post("/tokenize", openapi_extra=documented(TokenizeRequest))
-async def tokenize(http: Request) -> dict[str, Any]:
+@plain.post("/tokenize", openapi_extra=documented(TokenizeRequest))
+async def tokenize(http: Request) -> Response:
     """The ids of `content`."""
     service = service_of(http)
     body, size = await body_of(http, service)
@@ -92,20 +92,24 @@ async def tokenize(http: Request) -> dict[str, Any]:
     ids = await off_loop(lambda: vocab.tokenize(request.content, special=request.parse_special), size)
     if request.add_special and vocab.bos_id is not None:
         ids = [vocab.bos_id, *ids]
-    return {"tokens": ids}
+    return JSONResponse({"tokens": ids})
 
 
-@others.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
-async def detokenize(http: Request) -> dict[str, Any]:
+@plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
+async def detokenize(http: Request) -> Response:
     """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
     service = service_of(http)
     body, size = await body_of(http, service)
     request = await validate(DetokenizeRequest, body, size)
     vocab = service.backend.engine.vocab
-    if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
-        raise bad_request(f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}", "tokens")
-    text = await off_loop(lambda: b"".join(map(vocab.token_bytes, request.tokens)), size)
-    return {"content": text.decode("utf-8", "replace")}
+
+    def text() -> str:
+        if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
+            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
+            raise bad_request(message, "tokens")
+        return b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
+
+    return JSONResponse({"content": await off_loop(text, size)})
 
 
 # --- the server --------------------------------------------------------------------------------------------
