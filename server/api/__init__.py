@@ -1,4 +1,9 @@
-"""HTTP: schemas, routes, server-sent events and errors. Knows nothing of llama.cpp."""
+"""HTTP: OpenAI's endpoints over one engine. Knows nothing of llama.cpp.
+
+A request's way: `routes` reads its body (`request`) as one of `protocol`'s models; `chat` or `completions`
+makes a prompt of it and submits its choices (`serving`, `sampling`), and answers with an object or a stream
+(`sse`). Around it: `service`, the model's life from loading to drained; `metrics`, `middleware`, `errors`.
+"""
 
 from server.api.app import create_app
 from server.api.service import Backend, Service

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse
-
-from server.api.body import off_loop
-from server.api.run import Run
-from server.api.sse import EventStream, Frame, ending, event
-from server.api.streams import merge, until_gone
-from server.chat import Content, Reasoning, ReplyParser, ToolCall
+from server.api.request import off_loop
+from server.api.serving import ServedRequest, stop_strings
+from server.api.sse import Frame, ending, event, merge
+from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from fastapi import Request, Response
 
-    from server.api.schemas import ChatRequest
+    from server.api.protocol import ChatRequest
     from server.api.service import Service
-    from server.chat import Part, TextGeneration
+    from server.chat import Part, StopStrings
+    from server.engine import Prompt
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -31,15 +29,17 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
     """Answers with a message; `size` is the body's, in bytes."""
     backend = service.backend
     thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
-    prompt = await off_loop(
-        lambda: backend.prompter.chat(
+
+    def prepare() -> tuple[Prompt, StopStrings | None]:
+        ids = backend.prompter.chat(
             request.messages,
             tools=request.offered_tools,
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
-        ),
-        size,
-    )
+        )
+        return backend.engine.prompt(ids), stop_strings(request)
+
+    prompt, stops = await off_loop(prepare, size)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -48,84 +48,56 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    run = Run(service, request, [prompt], "chatcmpl")
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl")
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)
-        for generation, parser in zip(run.generations, parsers, strict=True)
+        for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    if request.stream:
-        return EventStream(stream(run, replies, request.include_usage), run.close)
-    try:
-        return JSONResponse(await until_gone(http, collect(run, replies)))
-    finally:
-        run.close()
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
 
-class Reply:
-    """One choice: a generation, split into reasoning, content and tool calls as it comes.
-
-    With `one_call` the reply ends behind its first tool call.
-    """
-
-    def __init__(self, generation: TextGeneration, parser: ReplyParser, *, one_call: bool) -> None:
-        self.generation = generation
-        self._parser = parser
-        self._one_call = one_call
-
-    async def parts(self) -> AsyncIterator[Part]:
-        async for text in self.generation:
-            for part in self._parser.feed(text):
-                yield part
-                if self._one_call and isinstance(part, ToolCall):
-                    self.generation.cancel()
-                    return
-        for part in self._parser.flush():
-            yield part
-
-    def finish_reason(self, run: Run) -> str:
-        """A reply that ended by itself and calls tools says so."""
-        if self._one_call and self._parser.tool_calls:
-            return "tool_calls"
-        reason = run.check(self.generation)
-        return "tool_calls" if reason == "stop" and self._parser.tool_calls else reason
-
-    async def message(self) -> dict[str, Any]:
-        """The whole reply as a message."""
-        reasoning, content, calls = "", "", []
-        async for part in self.parts():
-            match part:
-                case Reasoning(text):
-                    reasoning += text
-                case Content(text):
-                    content += text
-                case ToolCall():
-                    calls.append(tool_call(part))
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
-
-
-async def collect(run: Run, replies: list[Reply]) -> dict[str, Any]:
+async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
     """The whole response object."""
-    messages = await asyncio.gather(*(reply.message() for reply in replies))
+    messages = await asyncio.gather(*map(message_of, replies))
     choices = [
-        {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason(run)}
+        {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": served.check(reply.finish_reason),
+        }
         for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
-    return {**run.envelope(KIND, choices), "usage": run.usage(), **run.extras()}
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
 
 
-async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGenerator[bytes, None]:
+async def message_of(reply: Reply) -> dict[str, Any]:
+    """The whole reply as a message."""
+    reasoning, content, calls = "", "", []
+    async for part in reply:
+        match part:
+            case Reasoning(text):
+                reasoning += text
+            case Content(text):
+                content += text
+            case ToolCall():
+                calls.append(tool_call(part))
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    usage = {"usage": None} if include_usage else {}
+    usage = {"usage": None} if served.include_usage else {}
     started: set[int] = set()
 
     def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -133,17 +105,17 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGe
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**run.envelope(CHUNK, [choice]), **usage}
+        return {**served.envelope(CHUNK, [choice]), **usage}
 
     @cache
     def frame(index: int, field: str) -> Frame:
         return Frame(lambda text: chunk(index, {field: text}))
 
     left = len(replies)
-    async for index, part in merge([reply.parts() for reply in replies]):
+    async for index, part in merge([aiter(reply) for reply in replies]):
         if part is None:
             left -= 1
-            last = chunk(index, {}, replies[index].finish_reason(run))
+            last = chunk(index, {}, served.check(replies[index].finish_reason))
             if left:
                 yield event(last)
         elif index in started and not isinstance(part, ToolCall):
@@ -151,8 +123,8 @@ async def stream(run: Run, replies: list[Reply], include_usage: bool) -> AsyncGe
             yield frame(index, field).filled(text)
         else:
             yield event(chunk(index, delta_of(part)))
-    total = [{**run.envelope(CHUNK, []), "usage": run.usage()}] if include_usage else []
-    yield ending({**last, **run.extras()}, *total)
+    total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []
+    yield ending({**last, **served.extras()}, *total)
 
 
 def delta_of(part: Part) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, in Prometheus' text format."""
+"""What `/metrics` shows, in Prometheus' text format: requests as they end, and the engine's own counters."""
 
 from __future__ import annotations
 
@@ -7,21 +7,55 @@ from typing import TYPE_CHECKING
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from server.api.engine_metrics import EngineCollector
+from server.engine.profile import PHASES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
     from server.chat import TextGeneration
     from server.engine import EngineStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 
+COUNTERS = {
+    "preemptions": "Sequences that gave their cells to others, and read their tokens again",
+    "sampler_changes": "Slots that had to be sampled in another way, which holds a step up",
+    "prefix.hits": "Requests that began from a checkpoint of the prefix cache",
+    "prefix.misses": "Requests that began with nothing",
+    "prefix.tokens_saved": "Prompt tokens that were not computed again",
+    "prefix.checkpoints": "Checkpoints taken",
+    "prefix.evictions": "Checkpoints that had to leave the device",
+    "prefix.restores": "Checkpoints that came back from host memory",
+    "prefix.failed_copies": "Copies of checkpoints to or from host memory that failed",
+}
+"""Fields of EngineStats that only grow; the metric is called like the field."""
+
+GAUGES = {
+    "prefix.resident": "Checkpoints on the device",
+    "prefix.resident_cells": "KV cells that only checkpoints occupy",
+    "prefix.resident_bytes": "Bytes that checkpoints occupy on the device",
+    "prefix.host_checkpoints": "Checkpoints in host memory",
+    "prefix.host_bytes": "Bytes that they occupy",
+}
+"""Fields of EngineStats that come and go."""
+
+LOAD = {
+    "qwen_running_sequences": ("running", "Sequences being decoded"),
+    "qwen_waiting_sequences": ("waiting", "Sequences in the queue"),
+    "qwen_kv_cells_used": ("kv_cells_used", "KV cache cells in use, in tokens"),
+    "qwen_kv_cells": ("kv_cells", "KV cache cells there are, in tokens"),
+}
+"""Metric -> field of EngineStats: gauges that are there, at zero, before there is an engine to ask."""
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -53,16 +87,9 @@ class Metrics:
         self._tpot = self._histogram(
             "qwen_time_per_output_token_seconds", "Mean over the tokens after the first", PER_TOKEN_SECONDS
         )
-        self._running = self._gauge("qwen_running_sequences", "Sequences being decoded")
-        self._waiting = self._gauge("qwen_waiting_sequences", "Sequences in the queue")
-        self._cells_used = self._gauge("qwen_kv_cells_used", "KV cache cells in use, in tokens")
-        self._cells = self._gauge("qwen_kv_cells", "KV cache cells there are, in tokens")
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self._registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
@@ -83,11 +110,79 @@ class Metrics:
             self._tpot.observe(timings.decode_ms / 1000 / (generation.completion_tokens - 1))
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text format; the gauges stay at zero until there is an engine to ask."""
-        if stats is not None:
-            self._running.set(stats.running)
-            self._waiting.set(stats.waiting)
-            self._cells_used.set(stats.kv_cells_used)
-            self._cells.set(stats.kv_cells)
-            self._engine.stats = stats
+        """The text format, with the engine as `stats` has it; without them before there is one."""
+        self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)
+
+
+class EngineCollector(Collector):
+    """Shows the latest `stats`; LOAD alone before there are any."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        """None are promised: what there is depends on the engine."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        stats = self.stats
+        for name, (field, text) in LOAD.items():
+            yield GaugeMetricFamily(name, text, value=_value(stats, field) if stats else 0)
+        if stats is None:
+            return
+        for field, text in COUNTERS.items():
+            yield CounterMetricFamily(_name(field), text, value=_value(stats, field))
+        for field, text in GAUGES.items():
+            yield GaugeMetricFamily(_name(field), text, value=_value(stats, field))
+        yield from _drafts(stats)
+        yield from _steps(stats)
+
+
+def _name(field: str) -> str:
+    return "qwen_" + field.replace(".", "_")
+
+
+def _value(stats: EngineStats, field: str) -> float:
+    value: object = stats
+    for part in field.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, int | float)
+    return value
+
+
+def _drafts(stats: EngineStats) -> Iterator[Metric]:
+    """Mean accepted length: accepted tokens by verifications."""
+    labels = ("drafter",)
+    steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
+    drafted = CounterMetricFamily("qwen_drafted_tokens", "Tokens guessed ahead", labels=labels)
+    accepted = CounterMetricFamily("qwen_accepted_draft_tokens", "Those that were right", labels=labels)
+    for drafter, counts in stats.drafts.items():
+        steps.add_metric((drafter,), counts.steps)
+        drafted.add_metric((drafter,), counts.drafted)
+        accepted.add_metric((drafter,), counts.accepted)
+    failed = CounterMetricFamily("qwen_drafts_failed", "Drafts lost to an error", labels=labels)
+    for drafter, count in stats.drafts_failed.items():
+        failed.add_metric((drafter,), count)
+    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 while it rests", labels=labels)
+    for drafter, drafts in stats.drafters_active.items():
+        active.add_metric((drafter,), int(drafts))
+    yield from (steps, drafted, accepted, failed, active)
+
+
+def _steps(stats: EngineStats) -> Iterator[Metric]:
+    """Where the time of steps goes. `rows` is the number of rows sampled, rounded up to a power of two."""
+    labels = ("kind", "rows")
+    steps = CounterMetricFamily("qwen_steps", "Steps of the engine", labels=labels)
+    tokens = CounterMetricFamily("qwen_step_tokens", "Tokens in their batches", labels=labels)
+    seconds = CounterMetricFamily(
+        "qwen_step_seconds", "Time spent on them, by what it was spent on", labels=(*labels, "phase")
+    )
+    for totals in stats.step_totals:
+        values = totals.kind, str(totals.rows)
+        steps.add_metric(values, totals.steps)
+        tokens.add_metric(values, totals.tokens)
+        for phase, spent in zip(PHASES, totals.seconds, strict=True):
+            seconds.add_metric((*values, phase), spent)
+    yield from (steps, tokens, seconds)

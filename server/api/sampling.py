@@ -10,7 +10,7 @@ from server.engine import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from server.api.schemas import GenerationRequest
+    from server.api.protocol import GenerationRequest
 
 
 def sampling_defaults(metadata: Mapping[str, str], *, greedy: bool) -> SamplingParams:

@@ -52,6 +52,8 @@ class Service:
         self._backend: Backend | None = None
         self._drain_deadline: float | None = None
         self._closed = False
+        self._close_lock = threading.Lock()
+        """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
 
     def start(self) -> None:
         """Begins to load."""
@@ -59,14 +61,18 @@ class Service:
 
     def _run_load(self) -> None:
         try:
-            self._backend = self._load()
+            backend = self._load()
         except Exception as error:
             logger.error(
                 "the model could not be loaded: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG)
             )
             self.failure = error
-        if self._closed:
-            self.close()
+            return
+        with self._close_lock:
+            if not self._closed:
+                self._backend = backend
+                return
+        backend.engine.close()  # nobody else knows of it
 
     @property
     def status(self) -> Status:
@@ -107,10 +113,11 @@ class Service:
         return deadline is not None and (self.in_flight == 0 or time.monotonic() >= deadline)
 
     def close(self) -> None:
-        """Stops the engine, also one that is still being loaded; blocks until its thread has ended."""
-        self._closed = True
-        if self._backend is not None:
-            self._backend.engine.close()
+        """Stops the engine and blocks until its thread has ended; one still being loaded ends once it is."""
+        with self._close_lock:
+            self._closed = True
+            if self._backend is not None:
+                self._backend.engine.close()
 
 
 def service_of(http: Request) -> Service:

@@ -1,11 +1,12 @@
-"""Server-sent events as OpenAI streams them: `data: {json}`, then `data: [DONE]`."""
+"""Server-sent events as OpenAI streams them: `data: {json}`, then `data: [DONE]`; several choices as one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from sse_starlette import EventSourceResponse
@@ -13,11 +14,13 @@ from sse_starlette import EventSourceResponse
 from server.api.errors import from_exception
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -83,3 +86,37 @@ async def _to_the_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
             if answer.status == 500:
                 logger.exception("a stream failed")
             yield event(answer.body())
+
+
+async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:
+    """Items of all streams as they come, each with its stream's index; None once a stream is exhausted.
+
+    An exception in any stream ends them all.
+    """
+    if len(streams) == 1:  # nothing to merge, no tasks to pay for
+        async for item in streams[0]:
+            yield 0, item
+        yield 0, None
+        return
+    queue: asyncio.Queue[tuple[int, Item | None] | Exception] = asyncio.Queue(len(streams))
+
+    async def pump(index: int, stream: AsyncIterator[Item]) -> None:
+        try:
+            async for item in stream:
+                await queue.put((index, item))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            got = await queue.get()
+            if isinstance(got, Exception):
+                raise got
+            running -= got[1] is None
+            yield got
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,25 +1,27 @@
 """Messages to tokens, and tokens to the parts of a message. Knows the engine, not HTTP.
 
 The way in: `Prompter` checks a conversation (`messages`), marks what the caller wrote (`provenance`), renders
-it (`template`) and tokenises it. The way out: `generate` submits the prompt and yields text (`stream`,
-`stop`), which a `ReplyParser` splits into reasoning, answer and tool calls.
+it (`template`) and tokenises it. The way out: `generate` submits the prompt and yields text (`detokenizer`),
+which a `Reply` splits into reasoning, answer and tool calls (`tool_calls`).
 """
 
+from .detokenizer import Detokenizer, StopStrings
 from .errors import PromptError
 from .generation import TextGeneration, generate
 from .prompt import Prompter
-from .reply import Content, Part, Reasoning, ReplyParser, ToolCall
-from .stream import TextStream
+from .reply import Content, Part, Reasoning, Reply, ReplyParser, ToolCall
 
 __all__ = [
     "Content",
+    "Detokenizer",
     "Part",
     "PromptError",
     "Prompter",
     "Reasoning",
+    "Reply",
     "ReplyParser",
+    "StopStrings",
     "TextGeneration",
-    "TextStream",
     "ToolCall",
     "generate",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .stream import TextStream
+from .detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
-    from server.engine import Engine, FinishReason, Generation, SamplingParams
+    from server.engine import Engine, FinishReason, Generation, Prompt, SamplingParams
+
+    from .detokenizer import StopStrings
 
 
 class TextGeneration:
@@ -20,20 +22,20 @@ class TextGeneration:
     iterator raises.
     """
 
-    def __init__(self, generation: Generation, stream: TextStream) -> None:
+    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
         self.generation = generation
-        self._stream = stream
+        self._detokenizer = detokenizer
         self._exhausted = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
             async for tokens in self.generation:
-                if delta := self._stream.feed(tokens):
+                if delta := self._detokenizer.feed(tokens):
                     yield delta
-                if self._stream.stopped:
+                if self._detokenizer.stopped:
                     break
             self._exhausted = True
-            if delta := self._stream.flush():
+            if delta := self._detokenizer.flush():
                 yield delta
         finally:
             self.generation.cancel()
@@ -45,7 +47,7 @@ class TextGeneration:
     @property
     def finish_reason(self) -> FinishReason | None:
         """None until all text was read; `cancelled` also when it never will be."""
-        if self._stream.stopped:
+        if self._detokenizer.stopped:
             return "stop"
         if self._exhausted or self.generation.finish_reason == "cancelled":
             return self.generation.finish_reason
@@ -54,7 +56,7 @@ class TextGeneration:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._stream.stop_string
+        return self._detokenizer.stop_string
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,21 +69,24 @@ class TextGeneration:
     @property
     def completion_tokens(self) -> int:
         """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
-        return self._stream.completion_tokens
+        return self._detokenizer.completion_tokens
 
 
 def generate(
     engine: Engine,
-    prompt: Sequence[int],
+    prompt: Prompt,
     params: SamplingParams,
-    max_tokens: int | None,
-    stop: Sequence[str] = (),
+    max_tokens: int | None = None,
+    *,
+    stops: StopStrings | None = None,
+    stream: bool = True,
 ) -> TextGeneration:
-    """Submit a prompt (token ids) at once and return its text to be.
+    """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
-    `max_tokens` None means as many as the context has room for. Must be called on the event loop. Raises what
-    `Engine.submit` raises (QueueFull, PromptTooLong, EngineDraining, ...), and ValueError for an empty stop
-    string.
+    `max_tokens` None means as many as the context has room for. Without `stream` the text comes in one piece,
+    at the end: a stop string cuts it then, but does not end it early. Raises what `Engine.submit` raises
+    (QueueFull, EngineDraining, ...).
     """
-    stream = TextStream(engine.vocab, stop)
-    return TextGeneration(engine.submit(prompt, params, max_tokens), stream)
+    return TextGeneration(
+        engine.submit(prompt, params, max_tokens, stream=stream), Detokenizer(engine.vocab, stops)
+    )

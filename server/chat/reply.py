@@ -1,16 +1,20 @@
-"""A reply's text, as it streams, to its parts: reasoning, answer, tool calls."""
+"""A reply, as it streams, in its parts: reasoning, answer, tool calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from . import tool_calls
 from .tool_calls import Broken, Call, ToolSchemas, parse_call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+    from server.engine import FinishReason
+
+    from .generation import TextGeneration
 
 _THINK = "<think>"
 _END_THINK = "</think>"
@@ -37,6 +41,36 @@ class ToolCall:
 
 
 Part = Reasoning | Content | ToolCall
+
+
+class Reply:
+    """A generation in parts: `async for part in reply`, once. Raises what the generation raises.
+
+    With `one_call` it ends behind its first tool call.
+    """
+
+    def __init__(self, generation: TextGeneration, parser: ReplyParser, *, one_call: bool = False) -> None:
+        self.generation = generation
+        self._parser = parser
+        self._one_call = one_call
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        async for text in self.generation:
+            for part in self._parser.feed(text):
+                yield part
+                if self._one_call and isinstance(part, ToolCall):
+                    self.generation.cancel()
+                    return
+        for part in self._parser.flush():
+            yield part
+
+    @property
+    def finish_reason(self) -> FinishReason | Literal["tool_calls"] | None:
+        """As the generation's, but a reply that ended by itself and calls tools says so."""
+        reason = self.generation.finish_reason
+        if self._parser.tool_calls and (self._one_call or reason == "stop"):
+            return "tool_calls"
+        return reason
 
 
 class ReplyParser:

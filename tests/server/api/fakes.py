@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from server.engine import (
+    DraftCounts,
     EngineSettings,
     EngineStats,
     FinishReason,
-    Generation,
+    GenerationError,
     InvalidPrompt,
     PromptTooLong,
     QueueFull,
     SamplingParams,
-    Timings,
 )
+from server.engine.sequence import Timings
 
 ADDED = (
     "<|endoftext|>",
@@ -70,17 +72,69 @@ Script = Callable[[str], "str | Exception | list[int | Exception]"]
 """From the prompt's text to the reply: a text, an error to raise, or tokens (an error among them ends it)."""
 
 
+@dataclass(frozen=True)
+class FakePrompt:
+    """Token ids that were checked, and the thread that did it."""
+
+    ids: tuple[int, ...]
+    thread: int
+
+
 @dataclass
 class Submission:
     """What the engine was asked, and what became of it."""
 
-    prompt: list[int]
+    checked: FakePrompt
     text: str
     params: SamplingParams
     limit: int
+    stream: bool
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
+    deliveries: int = 0
+    """How often the listener was given tokens."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return list(self.checked.ids)
+
+
+class FakeGeneration:
+    """What a caller sees of `server.engine.Generation`."""
+
+    def __init__(self, entry: Submission) -> None:
+        self.prompt_tokens = len(entry.checked.ids)
+        self.cached_tokens = 0
+        self.timings = Timings(submitted=perf_counter(), started=perf_counter())
+        self.drafts = DraftCounts()
+        self.finish_reason: FinishReason | None = None
+        self._entry = entry
+        self._arrived: list[int] = []
+        self._done: FinishReason | Exception | None = None
+        self._news = asyncio.Event()
+
+    def cancel(self) -> None:
+        self._entry.cancelled = True
+
+    def receive(self, tokens: list[int], done: FinishReason | Exception | None) -> None:
+        self._arrived += tokens
+        self._done = done
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[int]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._arrived:
+                tokens, self._arrived = self._arrived, []
+                self._entry.deliveries += 1
+                yield tokens
+            if isinstance(self._done, Exception):
+                raise GenerationError(str(self._done)) from self._done
+            if self._done is not None:
+                self.finish_reason = self._done
+                return
 
 
 @dataclass
@@ -100,6 +154,9 @@ class FakeEngine:
     )
     ready: bool = True
     closed: bool = False
+    checks: list[FakePrompt] = field(default_factory=list)
+    loop_threads: set[int] = field(default_factory=set)
+    """Those that submitted."""
     submissions: list[Submission] = field(default_factory=list)
     vocab: FakeVocab = field(default_factory=FakeVocab)
     settings: EngineSettings = field(default_factory=lambda: EngineSettings(Path("fake.gguf")))
@@ -118,30 +175,43 @@ class FakeEngine:
     def running(self) -> list[Submission]:
         return [entry for entry in self.submissions if not entry.finished]
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, max_tokens: int | None) -> Generation:
-        if not prompt or not all(0 <= token < self.vocab.size for token in prompt):
+    def prompt(self, ids: Sequence[int]) -> FakePrompt:
+        checked = FakePrompt(tuple(ids), threading.get_ident())
+        self.checks.append(checked)
+        if not ids or not all(0 <= token < self.vocab.size for token in ids):
             raise InvalidPrompt("ids run from 0")
-        if len(prompt) >= self.context_size:
-            raise PromptTooLong(len(prompt), self.context_size)
+        if len(ids) >= self.context_size:
+            raise PromptTooLong(len(ids), self.context_size)
+        return checked
+
+    def submit(
+        self,
+        prompt: FakePrompt,
+        params: SamplingParams,
+        max_tokens: int | None = None,
+        *,
+        stream: bool = True,
+    ) -> FakeGeneration:
+        self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
-        room = self.context_size - len(prompt)
+        room = self.context_size - len(prompt.ids)
         limit = room if max_tokens is None else min(max_tokens, room)
-        entry = Submission(list(prompt), self.text(prompt), params, limit)
+        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
-        timings = Timings(submitted=perf_counter(), started=perf_counter())
-        generation = Generation(len(prompt), timings, lambda: setattr(entry, "cancelled", True))
+        generation = FakeGeneration(entry)
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return generation
 
-    async def _run(self, entry: Submission, generation: Generation, tokens: list[Any]) -> None:
+    async def _run(self, entry: Submission, generation: FakeGeneration, tokens: list[Any]) -> None:
         done: FinishReason | Exception = "stop"
+        undelivered: list[int] = []
         for token in tokens:
             await asyncio.sleep(self.delay)
             if entry.cancelled:
@@ -152,13 +222,16 @@ class FakeEngine:
                 break
             generation.timings.first_token = generation.timings.first_token or perf_counter()
             entry.sent += 1
-            generation.receive([token], None)
+            if entry.stream:
+                generation.receive([token], None)
+            else:
+                undelivered.append(token)
             if entry.sent == entry.limit:
                 done = "length"
                 break
         generation.timings.finished = perf_counter()
         entry.finished = True
-        generation.receive([], done)
+        generation.receive(undelivered, done)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -134,10 +134,9 @@ def test_prompts(server: Server, path: str, prompt: Any) -> None:
     assert error_of(server.post(path, prompt=prompt), 400)["param"] == "prompt"
 
 
-def test_the_prompts_before_a_bad_one_are_given_up(start: Start) -> None:
-    server = start("x" * 100, delay=0.01)
-    assert error_of(server.post(COMPLETIONS, prompt=[[1], [99999]]), 400)["param"] == "prompt"
-    assert [entry.cancelled for entry in server.engine.submissions] == [True]
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_prompts_before_a_bad_one_are_not_begun(server: Server, echo: bool) -> None:
+    assert error_of(server.post(COMPLETIONS, prompt=[[1], [99999]], echo=echo), 400)["param"] == "prompt"
 
 
 MESSAGES: list[tuple[Any, str]] = [

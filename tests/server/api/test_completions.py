@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from server.chat import Detokenizer, ReplyParser
 from tests.server.api.conftest import Server, Start, wait_until
+
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def events(server: Server, path: str, **body: Any) -> list[Any]:
@@ -181,3 +185,39 @@ def test_timings(start: Start) -> None:
     assert timings["predicted_n"] == 3
     assert timings["prompt_ms"] > 0
     assert timings["predicted_per_second"] == pytest.approx(2 / timings["predicted_ms"] * 1000)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "at_once"),
+    [
+        ("/v1/completions", {"prompt": "x"}, True),
+        ("/v1/completions", {"prompt": "x", "stream": True}, False),
+        ("/v1/completions", {"prompt": "x", "stop": "y"}, False),
+        ("/v1/chat/completions", {"messages": HI}, True),
+        ("/v1/chat/completions", {"messages": HI, "stream": True}, False),
+        ("/v1/chat/completions", {"messages": HI, "parallel_tool_calls": False}, False),
+    ],
+)
+def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], at_once: bool
+) -> None:
+    """And worked on once: it may have thousands of tokens, while others wait for the loop."""
+    server = start("abc " * 100, delay=0.0001)
+    fed = 0
+
+    def counted(feed: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
+            nonlocal fed
+            fed += 1
+            return feed(*arguments)
+
+        return count
+
+    for stage in (Detokenizer, ReplyParser):
+        monkeypatch.setattr(stage, "feed", counted(stage.feed))
+    server.post(path, **body, n=3).read()
+    assert [entry.stream for entry in server.engine.submissions] == [not at_once] * 3
+    deliveries = [entry.deliveries for entry in server.engine.submissions]
+    assert (deliveries == [1] * 3) == at_once
+    stages = 2 if "messages" in body else 1
+    assert (fed == 3 * stages) == at_once

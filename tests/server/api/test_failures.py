@@ -142,3 +142,23 @@ def test_the_loop_stays_free_while_a_large_prompt_is_tokenised(start: Start) -> 
             assert other.get(f"{server.url}/ping").status_code == 200
         release.set()
         assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG * 3}),
+        ("/v1/completions", {"prompt": [120] * 6000, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG * 3}]}),
+    ],
+)
+def test_a_long_prompt_is_checked_once_and_not_on_the_loop(
+    start: Start, path: str, body: dict[str, Any]
+) -> None:
+    server = start("x", context_size=10**5, capacity=128)
+    assert server.post(path, **body, n=128).status_code == 200
+    engine = server.engine
+    [checked] = engine.checks
+    assert checked.thread not in engine.loop_threads
+    assert len(engine.submissions) == 128
+    assert all(entry.checked is checked for entry in engine.submissions), "the choices share the prompt"

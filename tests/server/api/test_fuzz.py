@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.schemas import ChatRequest, CompletionRequest
-from server.api.schemas.unsupported import NEUTRAL
+from server.api.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
 
@@ -22,7 +21,7 @@ anything = st.recursive(
     scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3)
 )
 
-FIELDS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL]
+FIELDS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *UNSUPPORTED]
 fields = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
 
 part = st.fixed_dictionaries({"type": st.just("text"), "text": text}) | anything

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from server.api import Backend
+from server.api import Backend, Service
+from server.api.metrics import Metrics
+from server.chat import Prompter
+from server.engine import Engine, SamplingParams
+from server.settings import Settings
 from tests.server.api.conftest import Start, starter, wait_until
 from tests.server.api.test_bad_input import error_of
 
@@ -86,6 +92,72 @@ def test_the_engine_is_closed_at_the_end(tmp_path: Path) -> None:
         server = start("x")
         assert not server.engine.closed
     assert server.engine.closed
+
+
+class ClosesOnLoad(Service):
+    """Told to close by another thread in the moment in which loading ends."""
+
+    closer: threading.Thread
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_backend" and value is not None:
+            self.closer = threading.Thread(target=self.close)
+            self.closer.start()
+            self.closer.join(0.2)  # as far as it gets while this thread is here
+
+
+class CountingEngine:
+    """Closes slowly; knows how many threads were closing it at the same time."""
+
+    def __init__(self) -> None:
+        self.calls = self.inside = self.most_inside = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            self.calls += 1
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+        time.sleep(0.5)
+        with self._lock:
+            self.inside -= 1
+
+
+def test_a_model_is_freed_by_one_thread_when_told_to_stop_as_loading_ends(tmp_path: Path) -> None:
+    engine = CountingEngine()
+    model = tmp_path / "fake.gguf"
+    model.touch()
+    backend = Backend(cast(Engine, engine), cast(Prompter, None), SamplingParams())
+    service = ClosesOnLoad(Settings(model=model), Metrics(), lambda: backend)
+    service.start()
+    wait_until(lambda: hasattr(service, "closer"))
+    wait_until(lambda: engine.calls > 0)
+    service.closer.join()
+    wait_until(lambda: engine.inside == 0)
+    assert (engine.calls, engine.most_inside) == (1, 1)
+
+
+def test_a_model_that_loads_after_the_end_is_freed_at_once(tmp_path: Path) -> None:
+    engine = CountingEngine()
+    model = tmp_path / "fake.gguf"
+    model.touch()
+    backend = Backend(cast(Engine, engine), cast(Prompter, None), SamplingParams())
+    go = threading.Event()
+
+    def load() -> Backend:
+        assert go.wait(20)
+        return backend
+
+    service = Service(Settings(model=model), Metrics(), load)
+    service.start()
+    service.close()
+    assert engine.calls == 0
+    go.set()
+    wait_until(lambda: engine.calls == 1 and engine.inside == 0)
+    service.close()
+    assert engine.calls == 1, "it is freed already"
+    assert service.loaded is None
 
 
 def test_models(start: Start) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from server.chat import TextGeneration, TextStream, generate
-from server.engine import Engine, EngineSettings, GenerationError, PromptTooLong, SamplingParams
-from tests.server.chat.test_stream import stream
-
-GREEDY = SamplingParams(temperature=0.0)
+from server.chat import StopStrings, TextGeneration, generate
+from server.engine import Engine, EngineSettings, GenerationError, SamplingParams
+from tests.server.chat.test_detokenizer import detokenizer
 
 
 class Scripted:
@@ -51,8 +49,7 @@ def texts(
     batches: list[list[int]], end: str | Exception | None, *stop: str
 ) -> tuple[TextGeneration, Scripted]:
     scripted = Scripted(batches, end)
-    text: TextStream = stream(PIECES, stop)
-    return TextGeneration(scripted, text), scripted  # type: ignore[arg-type]
+    return TextGeneration(scripted, detokenizer(PIECES, stop)), scripted  # type: ignore[arg-type]
 
 
 async def test_deltas_are_whole_characters_and_never_empty() -> None:
@@ -125,34 +122,33 @@ def engine(nano_f16: Path) -> Iterator[Engine]:
 
 
 async def test_the_real_engine(engine: Engine) -> None:
-    prompt = engine.vocab.tokenize("The quick brown fox jumps over the lazy dog. ", special=True)
+    ids = engine.vocab.tokenize("The quick brown fox jumps over the lazy dog. ", special=True)
+    prompt = engine.prompt(ids)
     generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), 24)
     text = "".join([delta async for delta in generation])
-    assert (generation.finish_reason, generation.prompt_tokens) == ("length", len(prompt))
+    assert (generation.finish_reason, generation.prompt_tokens) == ("length", len(ids))
     assert generation.completion_tokens == 24
     assert text
 
     stop = text[len(text) // 2 :][:3]
-    stopped = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), 24, [stop])
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    stopped = generate(engine, prompt, params, 24, stops=StopStrings([stop]))
     assert "".join([delta async for delta in stopped]) == text.partition(stop)[0]
     assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
     assert stopped.completion_tokens < 24
     await idle(engine)
 
+    at_once = generate(engine, prompt, params, 24, stream=False)
+    assert [delta async for delta in at_once] == [text]
+    assert at_once.completion_tokens == 24
+
 
 async def test_leaving_the_loop_frees_the_real_engine(engine: Engine) -> None:
-    prompt = engine.vocab.tokenize("One, two, ", special=True)
+    prompt = engine.prompt(engine.vocab.tokenize("One, two, ", special=True))
     generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), None)
     async for _ in generation:
         break
     await idle(engine)
-
-
-async def test_refusals_come_before_the_first_text(engine: Engine) -> None:
-    with pytest.raises(PromptTooLong):
-        generate(engine, [1] * (engine.context_size + 1), GREEDY, 1)
-    with pytest.raises(ValueError, match="empty"):
-        generate(engine, [1], GREEDY, 1, [""])
 
 
 async def idle(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""A request's body: a JSON object of bounded size, validated against a schema."""
+"""A client's request: its body, a JSON object of bounded size, and whether the client still waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from fastapi import Request
 
@@ -30,13 +30,6 @@ every stream would wait for. Below, the way to a thread and back costs as much a
 async def off_loop(work: Callable[[], Result], size: int, limit: int = LONG_TEXT) -> Result:
     """`work()`, on a worker thread where there are `limit` bytes of work or more."""
     return await asyncio.to_thread(work) if size >= limit else work()
-
-
-def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI for a body that is read by hand."""
-    shapes = [schema.model_json_schema() for schema in schemas]
-    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
@@ -99,3 +92,29 @@ async def read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect as error:
         raise ClientLeft from error
     return bytes(body)
+
+
+async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientLeft then.
+
+    The request must have been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while not gone:
+            gone = (await request.receive())["type"] == "http.disconnect"
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientLeft from None
+        raise
+    finally:
+        watcher.cancel()

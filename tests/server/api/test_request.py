@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from server.api.errors import ClientLeft
-from server.api.streams import until_gone
+from server.api.request import until_gone
 
 
 def request(*messages: str) -> Request:

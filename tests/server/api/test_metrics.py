@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.api.metrics import Metrics
-from server.engine import EngineStats
+from server.engine import DraftCounts, EngineStats
 from server.engine.prefix_cache import PrefixStats
 from server.engine.profile import PHASES, StepProfile
 
@@ -24,18 +24,35 @@ def test_counters_come_from_the_snapshot() -> None:
         preemptions=7,
         kv_cells_used=8,
         kv_cells=9,
-        prefix=PrefixStats(hits=10, resident_cells=11),
-        readout_changes=12,
+        prefix=PrefixStats(hits=10, resident_cells=11, failed_copies=13),
+        sampler_changes=12,
         step_totals=profile.times(),
+        drafts={"ngram": DraftCounts(steps=14, drafted=15, accepted=16)},
+        drafts_failed={"mtp": 17},
+        drafters_active={"ngram": True, "mtp": False},
     )
     metrics = Metrics()
-    assert "qwen_steps" not in metrics.render(None).decode()
+    before = metrics.render(None).decode()
+    assert "qwen_steps" not in before
+    assert "qwen_running_sequences 0.0" in before
+    assert "qwen_kv_cells 0.0" in before
     text = metrics.render(stats).decode()
     for line in [
+        "qwen_running_sequences 1.0",
+        "qwen_waiting_sequences 2.0",
+        "qwen_kv_cells_used 8.0",
+        "qwen_kv_cells 9.0",
         "qwen_preemptions_total 7.0",
-        "qwen_readout_changes_total 12.0",
+        "qwen_sampler_changes_total 12.0",
         "qwen_prefix_hits_total 10.0",
+        "qwen_prefix_failed_copies_total 13.0",
         "qwen_prefix_resident_cells 11.0",
+        'qwen_draft_verifications_total{drafter="ngram"} 14.0',
+        'qwen_drafted_tokens_total{drafter="ngram"} 15.0',
+        'qwen_accepted_draft_tokens_total{drafter="ngram"} 16.0',
+        'qwen_drafts_failed_total{drafter="mtp"} 17.0',
+        'qwen_drafter_active{drafter="ngram"} 1.0',
+        'qwen_drafter_active{drafter="mtp"} 0.0',
         'qwen_steps_total{kind="decode",rows="1"} 1.0',
         'qwen_steps_total{kind="decode",rows="4"} 2.0',
         'qwen_steps_total{kind="decode",rows="8"} 1.0',

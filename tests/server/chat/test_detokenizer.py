@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from server.chat import TextStream
+from server.chat import Detokenizer, StopStrings
 from server.engine import Vocab
 
 fuzz = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
@@ -26,8 +26,8 @@ class Bytes:
         return self.pieces[token]
 
 
-def stream(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> TextStream:
-    return TextStream(Bytes(pieces), stop)  # type: ignore[arg-type]
+def detokenizer(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> Detokenizer:
+    return Detokenizer(Bytes(pieces), StopStrings(stop) if stop else None)  # type: ignore[arg-type]
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -36,8 +36,8 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise([0, *places, len(data)])]
 
 
-def run(pieces: list[bytes], stop: Sequence[str], batch: int) -> tuple[list[str], TextStream]:
-    text = stream(pieces, stop)
+def run(pieces: list[bytes], stop: Sequence[str], batch: int) -> tuple[list[str], Detokenizer]:
+    text = detokenizer(pieces, stop)
     deltas = [
         text.feed(range(start, min(start + batch, len(pieces)))) for start in range(0, len(pieces), batch)
     ]
@@ -93,7 +93,7 @@ def test_stop_strings(text: str, cuts: list[int], batch: int, stops: list[str]) 
 def test_nothing_is_held_without_need(text: str, cuts: list[int], stops: list[str]) -> None:
     """What was released so far is all but the longest end that may still become a stop string."""
     pieces = split(text.encode(), cuts)
-    result = stream(pieces, stops)
+    result = detokenizer(pieces, stops)
     released, arrived = "", b""
     for token, piece in enumerate(pieces):
         released += result.feed([token])
@@ -129,7 +129,7 @@ def test_an_unfinished_character_at_the_end_is_left_out() -> None:
 
 def test_what_follows_a_stop_is_ignored() -> None:
     pieces = [b"one ", b"END", b" two"]
-    result = stream(pieces, ["END"])
+    result = detokenizer(pieces, ["END"])
     assert result.feed([0, 1, 2]) == "one "
     assert (result.stopped, result.stop_string, result.completion_tokens) == (True, "END", 1)
     assert result.feed([2]) + result.flush() == ""
@@ -144,12 +144,12 @@ def test_a_token_that_also_carries_text_before_the_stop_counts() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        stream([], ["a", ""])
+        detokenizer([], ["a", ""])
 
 
 @pytest.mark.parametrize("text", ["Zürich, 東京 und 🦙!", "<think>\nHm.\n</think>\n\nYes.<tool_call>"])
 def test_a_real_vocabulary(vocab: Vocab, text: str) -> None:
-    result = TextStream(vocab)
+    result = Detokenizer(vocab)
     tokens = vocab.tokenize(text, special=True)
     assert "".join(result.feed([token]) for token in tokens) + result.flush() == text
     assert result.completion_tokens == len(tokens)
@@ -157,4 +157,13 @@ def test_a_real_vocabulary(vocab: Vocab, text: str) -> None:
 
 def test_control_tokens_are_not_shown(vocab: Vocab) -> None:
     tokens: list[Any] = vocab.tokenize("a<|vision_start|>b", special=True)
-    assert TextStream(vocab).feed(tokens) == "ab"
+    assert Detokenizer(vocab).feed(tokens) == "ab"
+
+
+def test_texts_share_stop_strings() -> None:
+    stops = StopStrings(["END"])
+    one, other = (Detokenizer(Bytes([b"E", b"ND", b"x"]), stops) for _ in range(2))  # type: ignore[arg-type]
+    assert one.feed([0]) == ""
+    assert other.feed([2]) == "x"
+    assert one.feed([1]) == ""
+    assert (one.stop_string, other.stop_string) == ("END", None)

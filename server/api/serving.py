@@ -6,30 +6,45 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from fastapi.responses import JSONResponse
+
 from server.api.errors import ApiError
+from server.api.request import until_gone
 from server.api.sampling import sampling_params
-from server.chat import TextGeneration, generate
+from server.api.sse import EventStream
+from server.chat import StopStrings, TextGeneration, generate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-    from server.api.schemas import GenerationRequest
+    from fastapi import Request, Response
+
+    from server.api.protocol import GenerationRequest
     from server.api.service import Service
+    from server.engine import Prompt
 
 
-class Run:
+class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
-    Submits at once; raises what `Engine.submit` raises, with nothing left running.
+    Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
+    share it, and all of them share `stops`.
     """
 
     def __init__(
-        self, service: Service, request: GenerationRequest, prompts: Sequence[Sequence[int]], kind: str
+        self,
+        service: Service,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        stops: StopStrings | None,
+        kind: str,
     ) -> None:
         backend = service.backend
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
+        self.include_usage = request.include_usage
+        self._stream = bool(request.stream)
         self._metrics = service.metrics
         self._per_prompt = request.choices
         self.generations: list[TextGeneration] = []
@@ -37,12 +52,36 @@ class Run:
             for prompt in prompts:
                 for choice in range(request.choices):
                     params = sampling_params(request, backend.defaults, choice=choice)
-                    made = generate(backend.engine, prompt, params, request.token_limit, request.stop)
-                    made.generation.patient = request.whole
-                    self.generations.append(made)
+                    self.generations.append(
+                        generate(
+                            backend.engine,
+                            prompt,
+                            params,
+                            request.token_limit,
+                            stops=stops,
+                            stream=not request.whole,
+                        )
+                    )
         except BaseException:
             self.close()
             raise
+
+    async def respond(
+        self,
+        http: Request,
+        stream: Callable[[], AsyncGenerator[bytes, None]],
+        collect: Callable[[], Awaitable[Mapping[str, Any]]],
+    ) -> Response:
+        """The response: events where the request asks for a stream, else one object.
+
+        Nothing is generated any longer than the client waits for it, however the response ends.
+        """
+        if self._stream:
+            return EventStream(stream(), self.close)
+        try:
+            return JSONResponse(await until_gone(http, collect()))
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Cancels what still runs and reports to the metrics. To be called once, however the request ends."""
@@ -50,10 +89,10 @@ class Run:
             generation.cancel()
             self._metrics.observe(generation)
 
-    def check(self, generation: TextGeneration) -> str:
-        """Why a generation ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
-        if generation.finish_reason in ("stop", "length"):
-            return generation.finish_reason
+    def check(self, finish_reason: str | None) -> str:
+        """Why an answer ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
+        if finish_reason in ("stop", "length", "tool_calls"):
+            return finish_reason
         raise ApiError(503, "the server stopped before the answer was complete", code="draining")
 
     def usage(self) -> dict[str, Any]:
@@ -113,6 +152,11 @@ class Run:
             "model": self.model,
             "choices": choices,
         }
+
+
+def stop_strings(request: GenerationRequest) -> StopStrings | None:
+    """What ends the answers early, for all of them; work for as long as the strings are."""
+    return StopStrings(request.stop) if request.stop else None
 
 
 def _rate(count: int, milliseconds: float) -> float:

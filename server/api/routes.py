@@ -1,0 +1,174 @@
+"""Every endpoint: what it takes and who answers it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from server.api.chat import chat
+from server.api.completions import complete
+from server.api.errors import ApiError, bad_request
+from server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.api.request import body_of, off_loop, validate
+from server.api.service import Service, service_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from pydantic import BaseModel
+
+
+class PlainRoute(APIRoute):
+    """For endpoints that take the request and return a response: FastAPI has nothing to find out for them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        return self.endpoint
+
+
+def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI for a body that is read by hand."""
+    shapes = [schema.model_json_schema() for schema in schemas]
+    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+plain = APIRouter(route_class=PlainRoute)
+others = APIRouter()
+
+ROUTERS = (plain, others)
+"""Looked through in this order: what is asked for most comes first."""
+
+
+# --- generation --------------------------------------------------------------------------------------------
+
+
+@plain.post("/v1/completions", openapi_extra=documented(CompletionRequest))
+async def completions(http: Request) -> Response:
+    """Continue a prompt: no template, no thinking."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await complete(http, service, await validate(CompletionRequest, body, size), size)
+
+
+@plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
+async def chat_completions(http: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await chat(http, service, await validate(ChatRequest, body, size), size)
+
+
+@plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
+async def invocations(http: Request) -> Response:
+    """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
+    if prompted == conversed:
+        param = "messages" if prompted else "prompt"
+        raise bad_request("give either prompt or messages" + ", not both" * prompted, param, "invalid_value")
+    if body.get("temperature") is None:
+        body["temperature"] = 0.0
+    if prompted:
+        return await complete(http, service, await validate(CompletionRequest, body, size), size)
+    return await chat(http, service, await validate(ChatRequest, body, size), size)
+
+
+# --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
+
+
+@plain.post("/tokenize", openapi_extra=documented(TokenizeRequest))
+async def tokenize(http: Request) -> Response:
+    """The ids of `content`."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    request = await validate(TokenizeRequest, body, size)
+    vocab = service.backend.engine.vocab
+    ids = await off_loop(lambda: vocab.tokenize(request.content, special=request.parse_special), size)
+    if request.add_special and vocab.bos_id is not None:
+        ids = [vocab.bos_id, *ids]
+    return JSONResponse({"tokens": ids})
+
+
+@plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
+async def detokenize(http: Request) -> Response:
+    """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    request = await validate(DetokenizeRequest, body, size)
+    vocab = service.backend.engine.vocab
+
+    def text() -> str:
+        if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
+            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
+            raise bad_request(message, "tokens")
+        return b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
+
+    return JSONResponse({"content": await off_loop(text, size)})
+
+
+# --- the server --------------------------------------------------------------------------------------------
+
+
+@others.head("/ping", include_in_schema=False)
+@others.head("/health", include_in_schema=False)
+@others.get("/ping")
+@others.get("/health")
+async def ping(http: Request) -> JSONResponse:
+    """200 once the model is loaded and warmed up; 503 before that, while draining and after a failure."""
+    status = service_of(http).status
+    return JSONResponse({"status": status}, status_code=200 if status == "ready" else 503)
+
+
+@others.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Prometheus' text format: counters since the start; gauges as of now."""
+    service = service_of(http)
+    stats = service.loaded.engine.stats() if service.loaded else None
+    return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+@others.get("/v1/models")
+async def models(http: Request) -> dict[str, Any]:
+    """A list of one: the one model there is."""
+    return {"object": "list", "data": [model_card(service_of(http))]}
+
+
+@others.get("/v1/models/{model:path}")
+async def model(http: Request, model: str) -> dict[str, Any]:
+    """The card of the model called `model`; 404 for any other name."""
+    service = service_of(http)
+    if model != service.settings.model_id:
+        message = f"there is no model {model!r}; this server has {service.settings.model_id!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return model_card(service)
+
+
+def model_card(service: Service) -> dict[str, Any]:
+    """The model as OpenAI lists it, with its context as vLLM calls it and `meta` as llama-server does."""
+    engine = service.backend.engine
+    metadata = engine.metadata
+    return {
+        "id": service.settings.model_id,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "qwen-serve",
+        "max_model_len": engine.context_size,
+        "meta": {
+            "name": metadata.get("general.name"),
+            "architecture": metadata.get("general.architecture"),
+            "description": engine.description,
+            "n_params": engine.n_params,
+            "size": engine.size_bytes,
+            "n_vocab": engine.vocab.size,
+            "n_ctx": engine.context_size,
+            "n_ctx_train": int(metadata[f"{metadata['general.architecture']}.context_length"]),
+            "n_parallel": engine.settings.parallel,
+            "license": metadata.get("general.license"),
+        },
+    }

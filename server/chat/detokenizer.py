@@ -1,0 +1,145 @@
+"""Generated tokens to text, as far as it is certain, and the stop strings that end it."""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from server.engine import Vocab
+
+
+class Detokenizer:
+    """Detokenises one sequence, cut before the first stop string.
+
+    A character whose bytes span tokens appears with its last byte; bytes that are no UTF-8 become U+FFFD,
+    except for an unfinished character at the very end, which is left out. Text that may be the start of a
+    stop string is held back until that is decided.
+    """
+
+    def __init__(self, vocab: Vocab, stops: StopStrings | None = None) -> None:
+        self._vocab = vocab
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = stops
+        self._node = 0  # where the text so far has led in the stops' automaton
+        self._held = ""
+        self._length = 0  # characters decoded so far
+        self._starts: list[int] = []  # that length when each token arrived, kept when there are stop strings
+        self._tokens = 0
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed. What is fed afterwards is ignored."""
+        return self.stop_string is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        """How many tokens the returned text is made of.
+
+        A token counts when its first byte lies before the cut: those of the stop string do not, unless they
+        also carry text before it. Without a stop every token fed counts. So a count of the returned text's
+        tokens agrees, up to text that the model spelled in other tokens than the tokenizer would.
+        """
+        return self._tokens
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; return the text that is now certain, which may be empty."""
+        if self.stopped:
+            return ""
+        if self._stops is None:
+            self._tokens += len(tokens)
+            return self._decoder.decode(b"".join(map(self._vocab.token_bytes, tokens)))
+        ready = []
+        for token in tokens:
+            self._starts.append(self._length)
+            self._tokens += 1
+            text = self._decoder.decode(self._vocab.token_bytes(token))
+            self._length += len(text)
+            ready.append(self._release(text, self._stops))
+            if self.stopped:
+                break
+        return "".join(ready)
+
+    def flush(self) -> str:
+        """The sequence has ended: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _release(self, text: str, stops: StopStrings) -> str:
+        pending = self._held + text
+        for index, character in enumerate(text):
+            self._node = stops.step(self._node, character)
+            self.stop_string = stops.match(self._node)
+            if self.stop_string is not None:
+                cut = len(self._held) + index + 1 - len(self.stop_string)
+                self._tokens = bisect_left(self._starts, self._length - len(pending) + cut)
+                self._held = ""
+                return pending[:cut]
+        certain = len(pending) - stops.held(self._node)
+        self._held = pending[certain:]
+        return pending[:certain]
+
+
+class StopStrings:
+    """Aho-Corasick automaton over stop strings: one step a character, however many strings there are.
+
+    Built once; any number of texts can be followed with it, each by the node that it has led to, 0 at first.
+    The stop that is *completed first* wins, and of those that are completed by the same character the
+    longest, so the result does not depend on how the text was cut into pieces. Raises ValueError for an empty
+    stop string.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._match: list[str | None] = [None]
+        self._fallback = [0]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def step(self, node: int, character: str) -> int:
+        """The node that one more character leads to."""
+        while node and character not in self._next[node]:
+            node = self._fallback[node]
+        return self._next[node].get(character, 0)
+
+    def match(self, node: int) -> str | None:
+        """The stop string that is complete at a node, if any."""
+        return self._match[node]
+
+    def held(self, node: int) -> int:
+        """Length of the longest end of the text that could still grow into a stop string."""
+        return self._depth[node]
+
+    def _insert(self, stop: str) -> None:
+        if not stop:
+            raise ValueError("a stop string must not be empty")
+        node = 0
+        for character in stop:
+            if character not in self._next[node]:
+                self._next[node][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[node] + 1)
+                self._match.append(None)
+                self._fallback.append(0)
+            node = self._next[node][character]
+        self._match[node] = stop
+
+    def _link(self) -> None:
+        """Breadth first: a node falls back to the longest proper end of its text that is a node too."""
+        queue = deque(self._next[0].values())
+        while queue:
+            node = queue.popleft()
+            self._match[node] = self._match[node] or self._match[self._fallback[node]]
+            for character, child in self._next[node].items():
+                back = self._fallback[node]
+                while back and character not in self._next[back]:
+                    back = self._fallback[back]
+                self._fallback[child] = self._next[back].get(character, 0)
+                queue.append(child)
