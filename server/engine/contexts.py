@@ -60,7 +60,7 @@ def with_passes(
     """Decide the tokens of a pass (`usual`) and of a step, where `wanted` leaves them open."""
     ubatch = wanted.ubatch_size or usual
     batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
-    return replace(settings, ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
+    return settings.replace(ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
 
 
 def verified_rows(settings: EngineSettings) -> int:

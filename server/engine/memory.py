@@ -83,13 +83,13 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     if chosen:
         each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
         cells = min(settings.parallel * each, MOST_CELLS)
-        settings = replace(settings, ctx_size=cells + settings.prefix_cells)
-    settings = replace(settings, ctx_size=_padded(settings.ctx_size))
+        settings = settings.replace(ctx_size=cells + settings.prefix_cells)
+    settings = settings.replace(ctx_size=_padded(settings.ctx_size))
     while True:
         plan = _arrange(settings, shape, places, {})
         affordable = all(usage.states < usage.device.free for usage in plan.usages)
         # A rehearsal does allocate the states; the compute buffers hardly depend on their number.
-        few = settings if affordable else replace(settings, parallel=1, prefix_checkpoints=0)
+        few = settings if affordable else settings.replace(parallel=1, prefix_checkpoints=0)
         compute = _rehearse(few, shape)
         plan = _arrange(settings, shape, places, compute)
         if not any(usage.short for usage in plan.usages):
@@ -97,9 +97,9 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         if wanted.mtp_snapshots < 0 and settings.mtp_snapshots:
             settings = _with_fewer_snapshots(plan, places, compute, checkpoints=not wanted.prefix_checkpoints)
             continue
-        smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
+        smaller = settings.replace(ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
         if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
-            smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+            smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
         smaller = with_passes(smaller, wanted, UBATCH_CPU, on_gpu=on_gpu)
         if smaller == settings or smaller.ctx_size < SMALLEST_CONTEXT:
             break
@@ -119,7 +119,7 @@ def _with_what_can_draft(settings: EngineSettings, shape: Shape) -> EngineSettin
         settings.model,
         "only text that repeats is drafted from" if left == "ngram" else "nothing is drafted",
     )
-    return replace(settings, speculation=left)
+    return settings.replace(speculation=left)
 
 
 def _with_snapshots(settings: EngineSettings, shape: Shape) -> EngineSettings:
@@ -132,7 +132,7 @@ def _with_snapshots(settings: EngineSettings, shape: Shape) -> EngineSettings:
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
-    return replace(settings, mtp_snapshots=min(wanted, most))
+    return settings.replace(mtp_snapshots=min(wanted, most))
 
 
 def _with_fewer_snapshots(
@@ -146,23 +146,23 @@ def _with_fewer_snapshots(
     while settings.mtp_snapshots and any(usage.short for usage in plan.usages):
         fewer = max(FEW_CHECKPOINTS, settings.prefix_checkpoints * 3 // 4)
         if checkpoints and fewer < settings.prefix_checkpoints:
-            settings = replace(settings, prefix_checkpoints=fewer)
+            settings = settings.replace(prefix_checkpoints=fewer)
         else:
-            settings = replace(settings, mtp_snapshots=settings.mtp_snapshots - 1)
+            settings = settings.replace(mtp_snapshots=settings.mtp_snapshots - 1)
         plan = _arrange(settings, plan.shape, places, compute)
-    return settings if settings.mtp_snapshots else replace(before, mtp_snapshots=0)
+    return settings if settings.mtp_snapshots else before.replace(mtp_snapshots=0)
 
 
 def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:
     """Decide what the prefix cache may hold, where that is left open."""
     if not settings.prefix_cache:
-        return replace(settings, prefix_checkpoints=0, prefix_cells=0)
+        return settings.replace(prefix_checkpoints=0, prefix_cells=0)
     checkpoints = min(
         settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel - n_holders(settings)
     )
     weights = sum(shape.layer_weights) + shape.output_weights
     cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / shape.cell(settings))))
-    return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
+    return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
 def _places(settings: EngineSettings) -> list[Device]:

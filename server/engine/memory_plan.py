@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .contexts import drafts_by_head, head_cells, n_holders, n_sequences
@@ -111,7 +111,7 @@ def _complaint(plan: MemoryPlan, usage: Usage) -> str:
         cells = (settings.ctx_size - -(-short * settings.ctx_size // usage.kv)) // CELL_PADDING * CELL_PADDING
         if cells >= CELL_PADDING:
             helps.append(f"ctx_size={cells}")
-        packed = replace(settings, cache_type_k="q8_0", cache_type_v="q8_0")
+        packed = settings.replace(cache_type_k="q8_0", cache_type_v="q8_0")
         saved = usage.kv * (1 - shape.cell(packed) / shape.cell(settings))
         if settings.flash_attn != "off" and saved >= short:
             helps.append("cache_type_k=q8_0 with cache_type_v=q8_0")

@@ -77,13 +77,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "prefix_host_mib": 3,
         "prefix_interval": 16,
     },
-    "device, pool, mixed steps": {
+    "device, narrow steps": {
         "parallel": 3,
         "sampling": "device",
         "speculation": "both",
-        "draft_pool": 500,
         "draft_max": 20,
-        "mixed_steps": True,
         "prefill_budget": 7,
         "batch_size": 64,
         "ubatch_size": 16,

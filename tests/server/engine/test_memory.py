@@ -120,7 +120,7 @@ def four_b_plan(**changes: Any) -> MemoryPlan:
 def test_the_shape_of_the_4b() -> None:
     shape = shape_of(four_b())
     assert sum(shape.layer_state) == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
-    cell = sum(shape.kv_cell(i, EngineSettings(Path("4b.gguf"))) for i in range(32))
+    cell = sum(shape.kv_cell(i, EngineSettings(model=Path("4b.gguf"))) for i in range(32))
     assert cell == 32 * 1024
     assert shape.mtp_weights == 70 * MIB
     assert [keys > 0 for keys, _ in shape.kv_elements] == [False, False, False, True] * 8
@@ -214,7 +214,7 @@ def test_a_file_without_a_head_is_named_once(
     tensors = {name: size for name, size in four_b().tensors.items() if "blk.32" not in name}
     header = Header({**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
     plan = plan_memory(
-        EngineSettings(Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
+        EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
     )
     assert plan.settings.speculation == left
     assert [record.message.count("no multi-token-prediction head") for record in caplog.records] == [1]
