@@ -93,7 +93,7 @@ class Engine:
             cache=prefix_cache_for(self.plan, self._context, self.vocab, self._speculator),
             release=self._runner.forget,
             place=self._runner.place,
-            mixed_steps=self.settings.mixed_steps,
+            mixed_steps=False,
             propose=no_drafts if self._speculator is None else self._speculator.propose,
         )
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,8 +56,7 @@ def decide(settings: EngineSettings) -> EngineSettings:
         )
     # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
     threads = settings.threads or max(1, physical_cores() - 1)
-    return replace(
-        settings,
+    return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         prefill_budget=settings.prefill_budget or (0 if on_gpu else PREFILL_CPU),
