@@ -18,7 +18,7 @@ from .errors import (
     QueueFull,
 )
 from .generation import Generation
-from .memory_plan import MemoryPlan
+from .memory import MemoryPlan
 from .sampling import SamplingParams
 from .sequence import FinishReason, Timings
 from .settings import EngineSettings

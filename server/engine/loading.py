@@ -8,25 +8,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import warmup
-from .contexts import (
-    ALONE,
-    context_options,
-    drafts_by_head,
-    head_options,
-    n_holders,
-    n_sequences,
-    verified_rows,
-)
 from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, supports_gpu
 from .llama.mtp import MtpContext
+from .memory import context_options, head_options, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache, Spans
 from .sampling import Sampler, SamplingParams
+from .sequence_ids import LONE_SLOTS, SequenceIds
 from .speculation import DraftingMemory, Speculator, build_speculator
 
 if TYPE_CHECKING:
-    from .memory_plan import MemoryPlan
+    from .memory import MemoryPlan
     from .runner import Runner
     from .settings import EngineSettings
     from .vocab import Vocab
@@ -86,7 +79,7 @@ class Loaded(NamedTuple):
 def load(plan: MemoryPlan) -> Loaded:
     """Load what was planned. Raises ModelLoadError when the file is no good, DoesNotFit without memory."""
     settings = plan.settings
-    by_head = drafts_by_head(settings, plan.shape)
+    by_head = uses_mtp(settings, plan.spec)
     model = Model(
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
@@ -117,13 +110,12 @@ def load(plan: MemoryPlan) -> Loaded:
 
 def speculator_for(settings: EngineSettings, loaded: Loaded) -> Speculator | None:
     """What drafts under these settings."""
-    n = n_holders(settings)
-    if not n:
+    holders = SequenceIds.of(settings).rollback
+    if not holders:
         return None
-    holders = range(settings.parallel, settings.parallel + n)
     rows = verified_rows(settings)
     return build_speculator(
-        settings, loaded.context, loaded.head, holders=holders, alone=ALONE, most_rows=rows
+        settings, loaded.context, loaded.head, holders=holders, alone=LONE_SLOTS, most_rows=rows
     )
 
 
@@ -131,22 +123,22 @@ def prefix_cache_for(
     plan: MemoryPlan, context: Context, vocab: Vocab, speculator: Speculator | None
 ) -> PrefixCache:
     """The cache that was planned; it holds nothing if the settings want none."""
-    settings, shape = plan.settings, plan.shape
+    settings, spec = plan.settings, plan.spec
     spans = Spans(settings.parallel, context.n_ctx)
     if speculator is not None:
         speculator.spans = spans
     return PrefixCache(
         DraftingMemory(context, speculator) if speculator else context,
         spans,
-        ids=range(n_sequences(settings) - settings.prefix_checkpoints, n_sequences(settings)),
+        ids=SequenceIds.of(settings).checkpoints,
         total_cells=context.n_ctx,
         cells=settings.prefix_cells,
         shrinks=settings.prefix_shrinks,
         interval=settings.prefix_interval,
         host_bytes=settings.prefix_host_mib * 1024**2,
         turn_ids=vocab.turn_ids,
-        cell_bytes=shape.cell(settings),
-        state_bytes=sum(shape.layer_state),
+        cell_bytes=spec.cell(settings),
+        state_bytes=spec.state,
     )
 
 
