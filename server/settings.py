@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from server.engine.settings import CacheType, EngineSettings, FlashAttention, Sampling, Speculation
+from server.engine.settings import EngineSettings, ModelSettings, Section
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -30,140 +30,42 @@ class SettingsError(Exception):
     """A setting that cannot be used: the message names it, where it came from and what is allowed."""
 
 
-def _setting(default: Any, group: str, description: str, **constraints: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"group": group}, **constraints)
+class HttpSettings(Section, title="http"):
+    """The HTTP API."""
+
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = Field(8080, ge=0, le=65535)
+    """port to listen on; 0 takes a free one"""
+    alias: str | None = None
+    """model id in /v1/models (default: the file's name)"""
+    api_key: SecretStr | None = None
+    """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
+    max_body_mib: int = Field(32, ge=1, le=1024)
+    """largest request body, in MiB"""
+    drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
+    """seconds that running requests get to finish after SIGTERM"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least level logged"""
 
 
-class Settings(BaseSettings):
-    """Everything that `python -m server` can be told. Field order is the order of `--help`."""
+class ChatSettings(Section, title="chat"):
+    """From messages to a prompt, and from tokens to a message."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    chat_template: Path | None = None
+    """Jinja chat template to use in place of the one inside the GGUF"""
+    thinking: bool = False
+    """think where a request does not say"""
+    inline_reasoning: bool = False
+    """leave reasoning in `content` as <think>...</think> instead of `reasoning_content`"""
+    greedy: bool = False
+    """temperature 0 where a request gives none; the GGUF's advice is passed over"""
 
-    model: Path = _setting(..., "model", "GGUF file, or a folder that holds exactly one")
-    alias: str | None = _setting(None, "model", "model id in /v1/models (default: the file's name)")
-    chat_template: Path | None = _setting(
-        None, "model", "Jinja chat template to use in place of the one inside the GGUF"
-    )
 
-    host: str = _setting("127.0.0.1", "http", "address to listen on")
-    port: int = _setting(8080, "http", "port to listen on; 0 takes a free one", ge=0, le=65535)
-    api_key: SecretStr | None = _setting(
-        None, "http", f"clients must send it as a bearer token ({ENV_PREFIX}API_KEY keeps it out of `ps`)"
-    )
-    max_body_mib: int = _setting(32, "http", "largest request body, in MiB", ge=1, le=1024)
-    drain_timeout: float = _setting(
-        30.0, "http", "seconds that running requests get to finish after SIGTERM", ge=0, allow_inf_nan=False
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "http", "least level logged")
+class Settings(HttpSettings, ChatSettings, EngineSettings, BaseSettings):
+    """Everything that `python -m server` can be told."""
 
-    thinking: bool = _setting(False, "chat", "think where a request does not say")
-    inline_reasoning: bool = _setting(
-        False, "chat", "leave reasoning in `content` as <think>...</think> instead of `reasoning_content`"
-    )
-    greedy: bool = _setting(
-        False, "chat", "temperature 0 where a request gives none; the GGUF's advice is passed over"
-    )
-
-    ctx_size: int = _setting(
-        EngineSettings.ctx_size,
-        "engine",
-        "KV cache in tokens for all sequences together; 0 is 16384 each, 262144 at most, or what fits",
-    )
-    parallel: int = _setting(EngineSettings.parallel, "engine", "sequences decoded at the same time")
-    max_queue: int = _setting(
-        EngineSettings.max_queue, "engine", "sequences that may wait; one more gets 429"
-    )
-    n_gpu_layers: int = _setting(EngineSettings.n_gpu_layers, "engine", "layers on the GPU; -1 is all")
-    main_gpu: int = _setting(EngineSettings.main_gpu, "engine", "index of the GPU to use")
-    flash_attn: FlashAttention = _setting(EngineSettings.flash_attn, "engine", "flash attention")
-    cache_type_k: CacheType = _setting(EngineSettings.cache_type_k, "engine", "type of the cached keys")
-    cache_type_v: CacheType = _setting(EngineSettings.cache_type_v, "engine", "type of the cached values")
-    batch_size: int = _setting(
-        EngineSettings.batch_size,
-        "engine",
-        "most tokens in one step; 0 is 4 passes (ubatch_size) on a GPU, 2048 without",
-    )
-    ubatch_size: int = _setting(
-        EngineSettings.ubatch_size,
-        "engine",
-        "most tokens in one pass over the weights; 0 is 2048 on a GPU if that fits, else 512",
-    )
-    prefill_budget: int = _setting(
-        EngineSettings.prefill_budget,
-        "engine",
-        "most prompt tokens in a step that also decodes; 0 is what a GPU reads in 0.75 s, 128 without",
-    )
-    mixed_steps: bool = _setting(
-        EngineSettings.mixed_steps, "engine", "decodes and prompt tokens share a call, rather than take turns"
-    )
-    sampling: Sampling = _setting(
-        EngineSettings.sampling,
-        "engine",
-        "find the best tokens in the graph or on the host; auto measures both at start",
-    )
-    speculation: Speculation = _setting(
-        EngineSettings.speculation,
-        "engine",
-        "guess ahead: from the text, by the MTP head, or both by what pays; auto: both on a GPU, else ngram",
-    )
-    draft_max: int = _setting(EngineSettings.draft_max, "engine", "most tokens guessed from the text")
-    mtp_depth: int = _setting(EngineSettings.mtp_depth, "engine", "most tokens guessed by the MTP head")
-    mtp_snapshots: int = _setting(
-        EngineSettings.mtp_snapshots,
-        "engine",
-        "tokens of wrong drafts that a lone sequence takes back at once; multiplies the memory of states "
-        "(-1: up to 2, if the MTP head drafts for at most 8)",
-    )
-    mtp_window: int = _setting(
-        EngineSettings.mtp_window, "engine", "most tokens that the MTP head reads before its first guess"
-    )
-    draft_pool: int = _setting(
-        EngineSettings.draft_pool,
-        "engine",
-        "tokens of finished requests to guess from, too; how fast an answer is may then tell of others'",
-    )
-    draft_always: bool = _setting(
-        EngineSettings.draft_always, "engine", "guess as far as possible, rather than by what pays"
-    )
-    tokenizer_cache: int = _setting(
-        EngineSettings.tokenizer_cache, "engine", "tokens of long texts whose ids are remembered (0: none)"
-    )
-    prefix_cache: bool = _setting(
-        EngineSettings.prefix_cache, "engine", "go on from what earlier prompts and answers left computed"
-    )
-    prefix_checkpoints: int = _setting(
-        EngineSettings.prefix_checkpoints,
-        "engine",
-        "states that the prefix cache holds, a sequence id and a recurrent state each; 0 is 32, or what fits",
-    )
-    prefix_cells: int = _setting(
-        EngineSettings.prefix_cells,
-        "engine",
-        "KV cells that it holds beyond those in use; 0 is a tenth of the weights' bytes, but 9216 at least",
-    )
-    prefix_shrinks: bool = _setting(
-        EngineSettings.prefix_shrinks,
-        "engine",
-        "hold fewer beside more than 8 running sequences, and where prompts do not come again",
-    )
-    prefix_interval: int = _setting(
-        EngineSettings.prefix_interval,
-        "engine",
-        "tokens between the states kept along a long prompt; 0 keeps none on the way",
-    )
-    prefix_host_mib: int = _setting(
-        EngineSettings.prefix_host_mib, "engine", "host memory for states that left the device, in MiB"
-    )
-    threads: int = _setting(
-        EngineSettings.threads, "engine", "CPU threads for one token; 0: one less than the physical cores"
-    )
-    threads_batch: int = _setting(
-        EngineSettings.threads_batch, "engine", "CPU threads for more; 0 is as `threads`"
-    )
-    use_mmap: bool = _setting(EngineSettings.use_mmap, "engine", "map the file instead of reading it")
-    mlock: bool = _setting(
-        EngineSettings.mlock, "engine", "keep the weights on the host from being paged out"
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     @classmethod
     def settings_customise_sources(
@@ -195,8 +97,21 @@ class Settings(BaseSettings):
         return self.alias or self.model.stem
 
     def engine(self) -> EngineSettings:
-        """The part that the engine reads. Raises ValueError where two settings do not go together."""
-        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.__dataclass_fields__})
+        """The part that the engine reads."""
+        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.model_fields})
+
+
+_ENGINE = [section for section in EngineSettings.__bases__ if section is not ModelSettings]
+SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
+"""The groups of `--help` and of `--print-settings`, in their order."""
+
+
+def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
+    """The settings that each section declares."""
+    return [
+        (section, {name: Settings.model_fields[name] for name in inspect.get_annotations(section)})
+        for section in SECTIONS
+    ]
 
 
 def find_model(path: Path) -> Path:
@@ -221,11 +136,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _group(field: FieldInfo) -> str:
-    assert isinstance(field.json_schema_extra, dict)
-    return str(field.json_schema_extra["group"])
-
-
 def _metavar(field: FieldInfo) -> str:
     choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
     if choices:
@@ -238,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(
         prog="python -m server",
+        usage="%(prog)s --model PATH [--config PATH] [--print-settings] [--SETTING VALUE ...]",
         description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/completions, /invocations.",
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
         "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file.",
@@ -249,16 +160,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--print-settings", action="store_true", help="print the settings in effect, as TOML, and leave"
     )
-    for group, fields in groupby(Settings.model_fields.items(), key=lambda item: _group(item[1])):
-        section = result.add_argument_group(group)
-        for name, field in fields:
-            text = field.description or ""
+    for section, fields in _by_section():
+        group = result.add_argument_group(section.model_config["title"], inspect.getdoc(section))
+        for name, field in fields.items():
+            text = " ".join((field.description or "").split())
             if not field.is_required() and field.default is not None:
                 text += f" [{_toml(field.default)}]"
+            text = text.replace("%", "%%")
             if field.annotation is bool:
-                section.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
+                group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
             else:
-                section.add_argument(_flag(name), dest=name, metavar=_metavar(field), help=text)
+                group.add_argument(_flag(name), dest=name, metavar=_metavar(field), help=text)
     return result
 
 
@@ -289,11 +201,8 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
             sources[name] = source
     try:
         settings = Settings(**values)
-        settings.engine()
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(dict(item), sources) for item in error.errors())) from error
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
     return settings, sources, flags
 
 
@@ -307,13 +216,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _explain(error: dict[str, Any], sources: Sources) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:  # of several settings, which it names
+        return message
     name = str(error["loc"][0])
     if error["type"] == "missing":
         return f"{_flag(name)} is required (or {ENV_PREFIX}{name.upper()}): a GGUF file, or a folder with one"
     if error["type"] == "extra_forbidden":
         known = ", ".join(Settings.model_fields)
         return f"{sources.get(name, 'settings')}: unknown key {name!r}; known are {known}"
-    message = str(error["msg"]).removeprefix("Value error, ")
     return f"{_flag(name)} (from {sources[name]}): {message}, not {error['input']!r}"
 
 
@@ -329,9 +240,9 @@ def _toml(value: Any) -> str:
 def describe(settings: Settings, sources: Sources) -> str:
     """The settings in effect as TOML that --config takes back, with the source of each that was set."""
     lines: list[str] = []
-    for group, fields in groupby(Settings.model_fields.items(), key=lambda item: _group(item[1])):
-        lines.append(f"# {group}")
-        for name, _ in fields:
+    for section, fields in _by_section():
+        lines.append(f"# {section.model_config['title']}")
+        for name in fields:
             value = getattr(settings, name)
             if value is None or isinstance(value, SecretStr):
                 line = f"# {name} is {'not ' if value is None else ''}set"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from .errors import ModelLoadError
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...] | None
-"""None stands for an array of strings: nothing here reads a vocabulary."""
+"""None stands for an array of strings, or of more than LONGEST_ARRAY numbers: a vocabulary is not for us."""
 
-_SCALARS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<?"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
-}
-_STRING, _ARRAY = 8, 9
+LONGEST_ARRAY = 2**16
+
+_SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
+"""Value types, as the `struct` module calls them."""
+_U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
+
+MOST_DIMENSIONS = 4
+"""`GGML_MAX_DIMS`."""
+
+_KEY = 8 + 1 + 4 + 1
+"""Least bytes of a key and its value: a name's length, a name, a type, a value."""
+_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
+"""Least bytes of a tensor's entry: a name's length, a name, a rank, a dimension, a type, an offset."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """`tensors` maps a name to its size in bytes."""
+    """What a file says of itself. `tensors` maps a name to its size in bytes."""
 
+    path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, int]
 
@@ -50,83 +51,135 @@ def read_header(path: Path) -> Header:
     """Read the header of a GGUF file. Raises ModelLoadError when it is missing, damaged or cut short."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header(path)
+            return _Reader(data, path).header()
     except FileNotFoundError:
         raise ModelLoadError(f"model: {path} does not exist") from None
     except IsADirectoryError:
         raise ModelLoadError(f"model: {path} is a folder; give the .gguf file itself") from None
     except OSError as error:
         raise ModelLoadError(f"model: {path} cannot be read: {error.strerror or error}") from error
-    except (struct.error, UnicodeDecodeError, ValueError) as error:
+    except ValueError as error:
         raise ModelLoadError(f"model: {path} is not a whole GGUF file ({error})") from error
 
 
 class _Reader:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._at = 0
+    """Reads on from `_at`; every count is held against the bytes that are left.
 
-    def header(self, path: Path) -> Header:
+    ValueError tells what is wrong, and where.
+    """
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path, self._at = data, path, 0
+
+    def header(self) -> Header:
         if self._data[:4] != b"GGUF":
-            raise ModelLoadError(f"model: {path} is not a GGUF file (it starts with {self._data[:4]!r})")
+            raise ModelLoadError(
+                f"model: {self._path} is not a GGUF file (it starts with {self._data[:4]!r})"
+            )
         self._at = 4
-        version = self._scalar(4)
+        version = self._integer(_U32)
         if version not in (2, 3):
-            raise ModelLoadError(f"model: {path} has GGUF version {version}; versions 2 and 3 can be read")
-        n_tensors, n_keys = int(self._scalar(10)), int(self._scalar(10))
+            raise ModelLoadError(
+                f"model: {self._path} has GGUF version {version}; versions 2 and 3 can be read"
+            )
+        n_tensors, n_keys = self._count(_TENSOR, "tensors"), self._count(_KEY, "metadata keys")
         metadata: dict[str, Value] = {}
         for _ in range(n_keys):
-            key = self._string()
-            metadata[key] = self._value(int(self._scalar(4)))
+            key = self._name(metadata, "key")
+            metadata[key] = self._value()
         tensors: dict[str, int] = {}
         end = 0
         for _ in range(n_tensors):
-            name = self._string()
-            shape = [int(self._scalar(10)) for _ in range(int(self._scalar(4)))]
-            ggml_type, offset = int(self._scalar(4)), int(self._scalar(10))
-            size = row_bytes(ggml_type, shape[0])
-            if not size:
-                raise ModelLoadError(
-                    f"model: {path}: tensor {name} has type {ggml_type}, unknown to this llama.cpp"
-                )
-            for rows in shape[1:]:
-                size *= rows
-            tensors[name] = size
-            end = max(end, offset + size)
+            name = self._name(tensors, "tensor")
+            tensors[name], offset = self._tensor(name)
+            end = max(end, offset + tensors[name])
         alignment = metadata.get("general.alignment", 32)
-        assert isinstance(alignment, int)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment!r}; it must be a power of two")
         missing = -(-self._at // alignment) * alignment + end - len(self._data)
         if missing > 0:
-            raise ModelLoadError(f"model: {path} is cut short: {missing:,} bytes of weights are missing")
-        return Header(metadata, tensors)
+            raise ModelLoadError(
+                f"model: {self._path} is cut short: {missing:,} bytes of weights are missing"
+            )
+        return Header(self._path, metadata, tensors)
 
-    def _scalar(self, kind: int) -> int | float | bool:
-        layout = _SCALARS[kind]
-        (value,) = layout.unpack_from(self._data, self._at)
-        self._at += layout.size
-        return value  # type: ignore[no-any-return]
+    def _tensor(self, name: str) -> tuple[int, int]:
+        """Its size in bytes, and where it begins."""
+        at, n_dims = self._at, self._integer(_U32)
+        if not 1 <= n_dims <= MOST_DIMENSIONS:
+            raise ValueError(f"at byte {at:,}: tensor {name} has {n_dims:,} dimensions; 1 to 4 are possible")
+        shape = [self._integer(_U64) for _ in range(n_dims)]
+        ggml_type, offset = self._integer(_U32), self._integer(_U64)
+        size = row_bytes(ggml_type, shape[0])
+        if not size:
+            raise ModelLoadError(
+                f"model: {self._path}: tensor {name} has type {ggml_type}, unknown to this llama.cpp"
+                if shape[0]
+                else f"model: {self._path}: tensor {name} has rows of no values (at byte {at:,})"
+            )
+        return size * prod(shape[1:]), offset
 
-    def _string(self) -> str:
-        length = int(self._scalar(10))
-        start, self._at = self._at, self._at + length
-        if self._at > len(self._data):
-            raise ValueError("a string reaches past its end")
-        return self._data[start : self._at].decode("utf-8")
-
-    def _value(self, kind: int) -> Value:
+    def _value(self) -> Value:
+        at, kind = self._at, self._integer(_U32)
         if kind == _STRING:
             return self._string()
-        if kind != _ARRAY:
-            if kind not in _SCALARS:
-                raise ValueError(f"value type {kind} does not exist")
+        if kind in _SCALARS:
             return self._scalar(kind)
-        item, count = int(self._scalar(4)), int(self._scalar(10))
+        if kind != _ARRAY:
+            raise ValueError(f"at byte {at:,}: value type {kind:,} does not exist")
+        item = self._integer(_U32)
         if item == _STRING:
-            for _ in range(count):
-                self._at += 8 + int.from_bytes(self._data[self._at : self._at + 8], "little")
-            if self._at > len(self._data):
-                raise ValueError("an array reaches past its end")
+            for _ in range(self._count(8, "strings in an array")):
+                self._skip(self._integer(_U64), "a string")
             return None
         if item not in _SCALARS:
-            raise ValueError(f"array type {item} does not exist")
-        return tuple(self._scalar(item) for _ in range(count))
+            raise ValueError(f"at byte {at:,}: an array of type {item:,}, which does not exist")
+        width = struct.calcsize(_SCALARS[item])
+        count, start = self._count(width, "numbers in an array"), self._at
+        self._skip(count * width, "an array")
+        return (
+            struct.unpack_from(f"<{count}{_SCALARS[item]}", self._data, start)
+            if count <= LONGEST_ARRAY
+            else None
+        )
+
+    def _name(self, known: Mapping[str, object], what: str) -> str:
+        """One that is not empty nor known: bytes that are no header hardly pass for names."""
+        at, name = self._at, self._string()
+        if not name or name in known:
+            raise ValueError(
+                f"at byte {at:,}: " + (f"a second {what} {name}" if name else f"a {what} without a name")
+            )
+        return name
+
+    def _string(self) -> str:
+        at, length = self._at, self._integer(_U64)
+        start = self._skip(length, "a string")
+        try:
+            return self._data[start : self._at].decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"at byte {at:,}: a string that is not UTF-8") from None
+
+    def _count(self, width: int, what: str) -> int:
+        """How many things follow, each of which takes at least `width` bytes."""
+        at, count = self._at, self._integer(_U64)
+        if count * width > len(self._data) - self._at:
+            raise ValueError(f"at byte {at:,}: {count:,} {what}, in a file of {len(self._data):,} bytes")
+        return count
+
+    def _integer(self, kind: int) -> int:
+        return int(self._scalar(kind))
+
+    def _scalar(self, kind: int) -> int | float | bool:
+        code = "<" + _SCALARS[kind]
+        start = self._skip(struct.calcsize(code), "a number")
+        (value,) = struct.unpack_from(code, self._data, start)
+        return value  # type: ignore[no-any-return]
+
+    def _skip(self, n_bytes: int, what: str) -> int:
+        """Go on behind what has so many bytes; returns where it begins."""
+        start, size = self._at, len(self._data)
+        if start + n_bytes > size:
+            raise ValueError(f"at byte {start:,}: {what} of {n_bytes:,} bytes, in a file of {size:,}")
+        self._at = start + n_bytes
+        return start

@@ -1,40 +1,41 @@
-"""How large everything becomes: planned before the model is loaded, and refused if it does not fit.
+"""How large everything becomes: planned before loading, and refused with advice where it does not fit.
 
-Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its shape, compute buffers from
-a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
+Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its metadata, compute buffers
+from a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from .contexts import (
-    ALONE,
-    context_options,
-    drafts_by_head,
-    head_options,
-    n_holders,
-    n_sequences,
-    with_passes,
-)
-from .errors import LlamaError, ModelLoadError
+from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import Context, Device, Model, devices
+from .llama import Context, ContextOptions, Device, Model, Readout, devices
 from .llama.mtp import MtpContext
-from .memory_plan import CELL_PADDING, MIB, MemoryPlan, Usage, first_on_gpu, head_kv
+from .model_spec import ModelSpec
+from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
-from .shape import Shape, shape_of
+from .speculation.mtp import KEPT, WIDEST
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from .gguf import Header
     from .settings import EngineSettings, Speculation
 
 log = logging.getLogger(__name__)
+
+MIB = 1024**2
+
+CELL_PADDING = 256
+"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
+
+CELL_ENTRY = 48
+"""Bytes of host memory that llama.cpp takes for what it knows of a cell: its position, what is to be added to
+it, its place in an image, and the sequences that share it (llama-kv-cells.h)."""
 
 TOKENS_PER_SEQUENCE = 16_384
 """What each sequence gets of the cache when nobody says how large it should be."""
@@ -67,50 +68,162 @@ UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
 has: 128 of a prompt took 19 ms on an H200, 512 took 44 (bench/results/2026-11-21-h200/prefix-cost.json)."""
 
+PASSES, BATCH_CPU = 4, 2_048
+"""Passes in a step on a GPU, and tokens in one without, when nobody says how many. With several in a call,
+llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
+two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200 (bench/README.md)."""
+
+TRIALS = 5
+"""Rehearsals to find out how large a context would fit."""
+
+MTP_SPAN, MTP_LEAST = 2048, 16_384
+"""Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
+
+
+# --- the plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one device has to hold, in bytes."""
+
+    device: Device
+    weights: int
+    kv: int
+    states: int
+    compute: int
+    settling: int = 0
+    """Buffers for states of sequences that went back to a snapshot."""
+    cells: int = 0
+    """llama.cpp's table of cells."""
+    hidden: int = 0
+    """Hidden states that wait for the MTP head."""
+    saved: int = 0
+    """What the prefix cache may put aside in host memory."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """All of it, by the names that the table shows."""
+        return {
+            "weights": self.weights,
+            "KV cache": self.kv,
+            "table of KV cells": self.cells,
+            "recurrent states": self.states + self.settling,
+            "compute buffers": self.compute,
+            "hidden states for the MTP head": self.hidden,
+            "saved by the prefix cache": self.saved,
+        }
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def short(self) -> int:
+        """Bytes missing, with a margin for what drivers and libraries take on the side; 0 if it fits."""
+        margin = max(256 * MIB, self.device.total // 64) if self.device.is_gpu else 64 * MIB
+        return max(0, self.total + margin - self.device.free)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where everything goes under `settings`, whose sizes are decided. `str()` is a table."""
+
+    settings: EngineSettings
+    spec: ModelSpec
+    usages: tuple[Usage, ...]
+    """The GPU's, if there is one in use, and the host's."""
+
+    def __str__(self) -> str:
+        columns = [f"{u.device.name} ({u.device.description})" for u in self.usages]
+        rows = {name: [u.parts[name] for u in self.usages] for name in self.usages[0].parts}
+        rows = {name: sizes for name, sizes in rows.items() if any(sizes)}
+        rows["together"] = [u.total for u in self.usages]
+        rows["free"] = [u.device.free for u in self.usages]
+        width = max(map(len, rows))
+        lines = [" " * width + "".join(f"  {column:>10}" for column in columns)]
+        for name, sizes in rows.items():
+            cells = zip(columns, sizes, strict=True)
+            lines.append(
+                f"{name:<{width}}"
+                + "".join(f"  {_size(size) if size else '-':>{max(10, len(c))}}" for c, size in cells)
+            )
+        settings, spec = self.settings, self.spec
+        types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
+        lines.append(
+            f"{settings.ctx_size:,} KV cells for {settings.parallel} sequences "
+            f"({types}, {_size(spec.cell(settings))} a token; "
+            f"recurrent state: {_size(spec.state)} a sequence)"
+        )
+        if settings.prefix_cache:
+            lines.append(
+                f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
+            )
+        if rollback := len(SequenceIds.of(settings).rollback):
+            head = " and the multi-token-prediction head" if uses_mtp(settings, spec) else ""
+            lines.append(f"speculation: {rollback} states to go back to{head}")
+        if settings.mtp_snapshots:
+            lines.append(f"snapshots: every state has {settings.mtp_snapshots} more")
+        if spec.mtp_weights and not uses_mtp(settings, spec):
+            lines.append(f"not loaded: multi-token-prediction head, {_size(spec.mtp_weights)}")
+        return "\n".join(lines)
+
+    @property
+    def leaves_the_host_alone(self) -> bool:
+        """Whether every layer is on a GPU, so that the host only starts what that computes."""
+        return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device is too small."""
+        return not any(usage.short for usage in self.usages)
+
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     """Decide the sizes of context, pass and step where they are left open, and check that everything fits.
 
-    Raises DoesNotFit, or ModelLoadError when llama.cpp does not take the file or the settings.
+    Raises DoesNotFit, with the shortfall and the settings that would help, or ModelLoadError when the model
+    is no Qwen3.5 or llama.cpp does not take the file or the settings.
     """
-    shape = shape_of(header)
+    spec = ModelSpec.from_header(header)
     places = _places(wanted)
     on_gpu = places[0].is_gpu
-    settings = _with_prefix_cache(_with_what_can_draft(wanted, shape), shape)
-    settings = with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
-    settings = _with_snapshots(settings, shape)
-    chosen = settings.ctx_size == 0
-    if chosen:
-        each = min(shape.n_ctx_train, TOKENS_PER_SEQUENCE)
+    settings = _with_prefix_cache(_with_what_can_draft(wanted, spec), spec)
+    settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
+    settings = _with_snapshots(settings, spec)
+    if wanted.ctx_size == 0:
+        each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
         cells = min(settings.parallel * each, MOST_CELLS)
-        settings = replace(settings, ctx_size=cells + settings.prefix_cells)
-    settings = replace(settings, ctx_size=_padded(settings.ctx_size))
+        settings = settings.replace(ctx_size=cells + settings.prefix_cells)
+    settings = settings.replace(ctx_size=_padded(settings.ctx_size))
     while True:
-        plan = _arrange(settings, shape, places, {})
-        affordable = all(usage.states < usage.device.free for usage in plan.usages)
-        # A rehearsal does allocate the states; the compute buffers hardly depend on their number.
-        few = settings if affordable else replace(settings, parallel=1, prefix_checkpoints=0)
-        compute = _rehearse(few, shape)
-        plan = _arrange(settings, shape, places, compute)
-        if not any(usage.short for usage in plan.usages):
-            break
-        if wanted.mtp_snapshots < 0 and settings.mtp_snapshots:
-            settings = _with_fewer_snapshots(plan, places, compute, checkpoints=not wanted.prefix_checkpoints)
-            continue
-        smaller = replace(settings, ctx_size=_padded(settings.ctx_size * 3 // 4)) if chosen else settings
-        if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
-            smaller = replace(smaller, prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
-        smaller = with_passes(smaller, wanted, UBATCH_CPU, on_gpu=on_gpu)
-        if smaller == settings or smaller.ctx_size < SMALLEST_CONTEXT:
-            break
+        plan = _arrange(settings, spec, places, _buffers(settings, spec, places))
+        if plan.fits:
+            return plan
+        smaller = _smaller(plan, wanted)
+        if smaller == settings:
+            raise DoesNotFit("\n".join([*_complaints(plan), "the plan was:", str(plan)]))
         settings = smaller
-    plan.check()
-    return plan
 
 
-def _with_what_can_draft(settings: EngineSettings, shape: Shape) -> EngineSettings:
+def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
+    """Less of what `wanted` leaves open; the same where nothing is left to give up."""
+    settings = plan.settings
+    if wanted.mtp_snapshots < 0 and settings.mtp_snapshots:
+        return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
+    smaller = settings
+    if not wanted.ctx_size:
+        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4))
+    if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
+        smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.usages[0].device.is_gpu)
+    return settings if smaller.ctx_size < SMALLEST_CONTEXT else smaller
+
+
+def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Without the multi-token-prediction head, if the file has none."""
-    if shape.mtp_weights or settings.speculation not in ("both", "mtp"):
+    if spec.mtp_weights or settings.speculation not in ("both", "mtp"):
         return settings
     left: Speculation = "ngram" if settings.speculation == "both" else "off"
     log.warning(
@@ -119,50 +232,56 @@ def _with_what_can_draft(settings: EngineSettings, shape: Shape) -> EngineSettin
         settings.model,
         "only text that repeats is drafted from" if left == "ngram" else "nothing is drafted",
     )
-    return replace(settings, speculation=left)
+    return settings.replace(speculation=left)
 
 
-def _with_snapshots(settings: EngineSettings, shape: Shape) -> EngineSettings:
+def _with_passes(
+    settings: EngineSettings, wanted: EngineSettings, usual: int, *, on_gpu: bool
+) -> EngineSettings:
+    """Decide the tokens of a pass (`usual`) and of a step, where `wanted` leaves them open."""
+    ubatch = wanted.ubatch_size or usual
+    batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
+    return settings.replace(ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
+
+
+def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
     wanted = settings.mtp_snapshots
     if wanted < 0:
-        pays = drafts_by_head(settings, shape) and settings.parallel <= SNAPSHOT_SLOTS
+        pays = uses_mtp(settings, spec) and settings.parallel <= SNAPSHOT_SLOTS
         wanted = min(settings.mtp_depth, SNAPSHOTS) if pays else 0
-    if not n_holders(settings) or not sum(shape.layer_state):
+    if not SequenceIds.of(settings).rollback or not spec.state:
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
-    return replace(settings, mtp_snapshots=min(wanted, most))
+    return settings.replace(mtp_snapshots=min(wanted, most))
 
 
-def _with_fewer_snapshots(
-    plan: MemoryPlan, places: Sequence[Device], compute: Mapping[str, int], *, checkpoints: bool
-) -> EngineSettings:
+def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSettings:
     """What fits, if buffers stay as they are; without any where even none are too many.
 
     With `checkpoints`, some of these may go, too.
     """
     settings = before = plan.settings
-    while settings.mtp_snapshots and any(usage.short for usage in plan.usages):
+    while settings.mtp_snapshots and not plan.fits:
         fewer = max(FEW_CHECKPOINTS, settings.prefix_checkpoints * 3 // 4)
         if checkpoints and fewer < settings.prefix_checkpoints:
-            settings = replace(settings, prefix_checkpoints=fewer)
+            settings = settings.replace(prefix_checkpoints=fewer)
         else:
-            settings = replace(settings, mtp_snapshots=settings.mtp_snapshots - 1)
-        plan = _arrange(settings, plan.shape, places, compute)
-    return settings if settings.mtp_snapshots else replace(before, mtp_snapshots=0)
+            settings = settings.replace(mtp_snapshots=settings.mtp_snapshots - 1)
+        plan = _rearranged(plan, settings)
+    return settings if settings.mtp_snapshots else before.replace(mtp_snapshots=0)
 
 
-def _with_prefix_cache(settings: EngineSettings, shape: Shape) -> EngineSettings:
+def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Decide what the prefix cache may hold, where that is left open."""
     if not settings.prefix_cache:
-        return replace(settings, prefix_checkpoints=0, prefix_cells=0)
-    checkpoints = min(
-        settings.prefix_checkpoints or CHECKPOINTS, MAX_SEQUENCES - settings.parallel - n_holders(settings)
-    )
-    weights = sum(shape.layer_weights) + shape.output_weights
-    cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / shape.cell(settings))))
-    return replace(settings, prefix_checkpoints=checkpoints, prefix_cells=cells)
+        return settings.replace(prefix_checkpoints=0, prefix_cells=0)
+    room = MAX_SEQUENCES - SequenceIds.of(settings).rollback.stop
+    checkpoints = min(settings.prefix_checkpoints or CHECKPOINTS, room)
+    weights = sum(spec.layer_weights) + spec.output_weights
+    cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
 def _places(settings: EngineSettings) -> list[Device]:
@@ -181,46 +300,68 @@ def _places(settings: EngineSettings) -> list[Device]:
 
 
 def _arrange(
-    settings: EngineSettings, shape: Shape, places: Sequence[Device], compute: Mapping[str, int]
+    settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], buffers: Sequence[int]
 ) -> MemoryPlan:
-    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU."""
-    n_gpu = 0 if len(places) == 1 else settings.n_gpu_layers
-    first = first_on_gpu(settings, shape)
-    weights, kv, states, settling = [0, 0], [0, 0], [0, 0], [0, 0]
-    n_states = n_sequences(settings) * (1 + settings.mtp_snapshots)
-    copies = settings.mtp_snapshots or drafts_by_head(settings, shape)
-    n_settling = min(settings.parallel, ALONE) if copies else 0
-    for layer, size in enumerate(shape.layer_weights):
-        on_host = int(n_gpu == 0 or layer < first)
-        weights[on_host] += size
-        kv[on_host] += shape.kv_cell(layer, settings) * settings.ctx_size
-        states[on_host] += shape.layer_state[layer] * n_states
-        settling[on_host] += shape.layer_state[layer] * n_settling
-    if drafts_by_head(settings, shape):
-        weights[int(n_gpu == 0)] += shape.mtp_weights
-        kv[int(n_gpu == 0)] += head_kv(settings, shape)
-    weights[1] += shape.input_weights
-    weights[int(n_gpu == 0)] += shape.output_weights
-    if n_gpu == 0 and shape.output_is_tied:
-        weights[1] -= shape.input_weights
-    usages = []
-    for device in places:
-        i = int(not device.is_gpu)
-        if device.is_gpu:
-            buffers = compute.get(device.name, 0)
-        else:  # plain, or pinned for the GPU's sake (CUDA_Host)
-            buffers = sum(size for name, size in compute.items() if name.startswith("CPU") or "Host" in name)
-        saved = 0 if device.is_gpu or not settings.prefix_cache else settings.prefix_host_mib * MIB
-        usages.append(Usage(device, weights[i], kv[i], states[i], buffers, saved, settling[i]))
-    return MemoryPlan(settings, shape, tuple(usages))
+    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU.
+
+    `buffers` are the bytes of compute buffers in each of `places`.
+    """
+    on_gpu, by_head, ids = len(places) > 1, uses_mtp(settings, spec), SequenceIds.of(settings)
+    # the output head counts as one more layer
+    first = 0 if settings.n_gpu_layers < 0 else max(spec.n_blocks + 1 - settings.n_gpu_layers, 0)
+    host, last = len(places) - 1, 0  # indices of where the input and the output are
+    weights, kv, states, settling = ([0] * len(places) for _ in range(4))
+    n_states = len(ids) * (1 + settings.mtp_snapshots)
+    n_settling = len(ids.lone) if settings.mtp_snapshots or by_head else 0
+    for layer, size in enumerate(spec.layer_weights):
+        place = last if on_gpu and layer >= first else host
+        weights[place] += size
+        kv[place] += spec.kv_cell(layer, settings) * settings.ctx_size
+        states[place] += spec.layer_state[layer] * n_states
+        settling[place] += spec.layer_state[layer] * n_settling
+    weights[host] += spec.input_weights if on_gpu or not spec.output_is_tied else 0
+    weights[last] += spec.output_weights
+    n_cells, hidden = settings.ctx_size, 0
+    if by_head:
+        weights[last] += spec.mtp_weights
+        kv[last] += spec.mtp_cell(settings) * mtp_cells(settings)
+        n_cells += mtp_cells(settings)
+        hidden = host_bytes(settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd)
+    usages = [Usage(*figures) for figures in zip(places, weights, kv, states, buffers, settling, strict=True)]
+    usages[host] = replace(
+        usages[host], cells=CELL_ENTRY * n_cells, hidden=hidden, saved=settings.prefix_host_mib * MIB
+    )
+    if not settings.prefix_cache:
+        usages[host] = replace(usages[host], saved=0)
+    return MemoryPlan(settings, spec, tuple(usages))
+
+
+def _rearranged(plan: MemoryPlan, settings: EngineSettings) -> MemoryPlan:
+    """The same with other settings, which leave the compute buffers as they are."""
+    places = [usage.device for usage in plan.usages]
+    return _arrange(settings, plan.spec, places, [usage.compute for usage in plan.usages])
+
+
+def _buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
+    """Bytes of compute buffers in each of `places`.
+
+    A rehearsal does allocate states and the table of cells: it has fewer where these alone are too many.
+    """
+    if not _arrange(settings, spec, places, [0] * len(places)).fits:
+        cells = min(settings.ctx_size, MOST_CELLS)
+        settings = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=cells)
+    sizes = _rehearse(settings, spec)
+    # on the host plain ones, or pinned for the GPU's sake (CUDA_Host)
+    host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
+    return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]
 
 
 _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
 
 
-def _rehearse(settings: EngineSettings, shape: Shape) -> dict[str, int]:
+def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
-    by_head = drafts_by_head(settings, shape)
+    by_head = uses_mtp(settings, spec)
     model = Model(
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
@@ -228,21 +369,21 @@ def _rehearse(settings: EngineSettings, shape: Shape) -> dict[str, int]:
         rehearse=True,
         load_mtp=by_head,
     )
-    log: list[str] = []
+    lines: list[str] = []
     try:
         context = Context(model, context_options(settings))
-        log += context.log
+        lines += context.log
         context.close()
         if by_head:
             head = MtpContext(model, head_options(settings))
-            log += head.log
+            lines += head.log
             head.close()
     except LlamaError as error:
         raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
     finally:
         model.close()
     sizes: dict[str, int] = {}
-    for line in log:
+    for line in lines:
         if match := _BUFFER.search(line):
             sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * MIB)
     return sizes
@@ -250,3 +391,175 @@ def _rehearse(settings: EngineSettings, shape: Shape) -> dict[str, int]:
 
 def _padded(cells: int) -> int:
     return -(-cells // CELL_PADDING) * CELL_PADDING
+
+
+def _size(size: int) -> str:
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if value >= 100 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
+
+
+# --- what would help ---------------------------------------------------------------------------------------
+
+
+def _complaints(plan: MemoryPlan) -> list[str]:
+    """For each device that is too small, the shortfall and each setting that would do on its own."""
+    return [
+        f"{usage.device.name}: {_size(usage.total)} are needed and {_size(usage.device.free)} are free; "
+        f"{_size(usage.short)} are missing (with a margin for the driver). "
+        f"What would help: {', or '.join(_helpful(plan, index))}"
+        for index, usage in enumerate(plan.usages)
+        if usage.short
+    ]
+
+
+def _helpful(plan: MemoryPlan, index: int) -> list[str]:
+    """Settings that make things fit on one device, and no worse on the other: each was planned with."""
+    settings = plan.settings
+
+    def does(other: MemoryPlan) -> bool:
+        return not other.usages[index].short and all(
+            after.short <= before.short for after, before in zip(other.usages, plan.usages, strict=True)
+        )
+
+    def does_with(**changes: Any) -> bool:
+        return does(_rearranged(plan, settings.replace(**changes)))
+
+    def most(name: str, least: int, below: int) -> int:
+        """The largest value that does; one less than `least` if none does."""
+        return _largest(least - 1, below - 1, lambda value: does_with(**{name: value}))
+
+    found = []
+    if cells := _most_cells(plan, does):
+        found.append(f"ctx_size={cells}")
+    if settings.flash_attn != "off" and does_with(cache_type_k="q8_0", cache_type_v="q8_0"):
+        found.append("cache_type_k=q8_0 with cache_type_v=q8_0")
+    if settings.speculation != "off" and does_with(speculation="off", mtp_snapshots=0):
+        found.append("speculation=off")
+    if settings.mtp_snapshots and does_with(mtp_snapshots=0):
+        found.append("mtp_snapshots=0")
+    if window := most("mtp_window", 1, settings.mtp_window):
+        found.append(f"mtp_window={window}")
+    if checkpoints := most("prefix_checkpoints", 1, settings.prefix_checkpoints):
+        found.append(f"prefix_checkpoints={checkpoints}")
+    elif settings.prefix_cache and does_with(prefix_cache=False, prefix_checkpoints=0, prefix_cells=0):
+        found.append("prefix_cache=false")
+    if parallel := most("parallel", 1, settings.parallel):
+        found.append(f"parallel={parallel}")
+    if (host_mib := most("prefix_host_mib", 0, settings.prefix_host_mib)) >= 0:
+        found.append(f"prefix_host_mib={host_mib}")
+    places, ubatch = [usage.device for usage in plan.usages], settings.ubatch_size // 2
+    if ubatch >= UBATCH_CPU // 4:
+        passes = settings.replace(ubatch_size=ubatch)
+        if does(_arrange(passes, plan.spec, places, _buffers(passes, plan.spec, places))):
+            found.append(f"ubatch_size={ubatch}")
+    if places[index].is_gpu:
+        all_layers = plan.spec.n_blocks + 1 if settings.n_gpu_layers < 0 else settings.n_gpu_layers
+        if layers := most("n_gpu_layers", 1, all_layers):
+            found.append(f"n_gpu_layers={layers} (the rest runs on the CPU, much slower)")
+    return found or [
+        "no single setting; use a smaller quantization of the model, or several of "
+        "ctx_size, parallel, cache_type_k, cache_type_v, ubatch_size"
+    ]
+
+
+def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
+    """The largest `ctx_size` that does, with the compute buffers that it brings; 0 if none does.
+
+    Buffers grow with it nearly in proportion: what a rehearsal tells of one size says which to try next.
+    """
+    settings, places = plan.settings, [usage.device for usage in plan.usages]
+
+    def rehearsed(n: int) -> list[int]:
+        return _buffers(settings.replace(ctx_size=n * CELL_PADDING), plan.spec, places)
+
+    def arranged(n: int, buffers: Sequence[int]) -> MemoryPlan:
+        return _arrange(settings.replace(ctx_size=n * CELL_PADDING), plan.spec, places, buffers)
+
+    few = SMALLEST_CONTEXT // CELL_PADDING
+    least, slopes = rehearsed(few), [0.0] * len(places)
+
+    def promises(n: int) -> bool:
+        return does(arranged(n, [int(b + s * (n - few)) for b, s in zip(least, slopes, strict=True)]))
+
+    for _ in range(TRIALS):
+        n = _largest(0, settings.ctx_size // CELL_PADDING - 1, promises)
+        if n <= few or does(arranged(n, buffers := rehearsed(n))):
+            return n * CELL_PADDING
+        slopes[:] = [(b - a) / (n - few) for a, b in zip(least, buffers, strict=True)]
+    return 0
+
+
+def _largest(low: int, high: int, does: Callable[[int], bool]) -> int:
+    """The largest number above `low`, up to `high`, that does, as every smaller one then does; else `low`."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if does(middle) else (low, middle - 1)
+    return low
+
+
+# --- the contexts of llama.cpp -----------------------------------------------------------------------------
+
+
+def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
+    """Whether the multi-token-prediction head is loaded."""
+    return settings.speculation in ("both", "mtp") and spec.mtp_weights > 0
+
+
+def mtp_cells(settings: EngineSettings) -> int:
+    """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
+    and a draft needs no more than what came last."""
+    each = max(MTP_SPAN, 2 * settings.mtp_window)
+    return min(settings.ctx_size, max(settings.parallel * each, MTP_LEAST))
+
+
+def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
+    """Most bytes of hidden states that wait in host memory for the head to read them."""
+    return (slots * 2 * window + checkpoints * KEPT) * n_embd * 4
+
+
+def verified_rows(settings: EngineSettings) -> int:
+    """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
+    if not (drafting := len(SequenceIds.of(settings).rollback)):
+        return 0
+    rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
+    return min(settings.ubatch_size, settings.batch_size, rows)
+
+
+def context_options(settings: EngineSettings) -> ContextOptions:
+    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
+    n_seq, rows = len(SequenceIds.of(settings)), verified_rows(settings)
+    return ContextOptions(
+        n_ctx=settings.ctx_size,
+        n_seq=n_seq,
+        n_batch=settings.batch_size,
+        n_ubatch=settings.ubatch_size,
+        n_outputs=max(n_seq, rows),  # llama.cpp reserves a row for each id, whatever is asked for
+        n_outputs_per_seq=max(1, min(settings.draft_max + 1, rows)),
+        threads=settings.threads,
+        threads_batch=settings.threads_batch,
+        flash_attn=settings.flash_attn,
+        type_k=settings.cache_type_k,
+        type_v=settings.cache_type_v,
+        n_readouts=0 if settings.sampling == "host" else settings.parallel,
+        n_snapshots=settings.mtp_snapshots,
+    )
+
+
+def head_options(settings: EngineSettings) -> ContextOptions:
+    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
+
+    Its batches are short but for the first of a sequence, and its buffers grow with them.
+    """
+    options = context_options(settings)
+    return replace(
+        options,
+        n_ctx=mtp_cells(settings),
+        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
+        n_ubatch=min(settings.ubatch_size, 256),
+        n_outputs=max(options.n_seq, WIDEST),
+        n_outputs_per_seq=WIDEST,
+        n_snapshots=0,
+        readout=Readout.GUESS,
+    )

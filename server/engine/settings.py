@@ -1,12 +1,15 @@
-"""What can be set about the engine, with defaults that suit one GPU or a workstation without one."""
+"""What can be set about the engine, with defaults that suit one GPU or a workstation without one.
 
-from __future__ import annotations
+A setting is written once: its default, what is allowed, and below it what it does. The command line, its
+help, the environment, the settings file and every error message are made from that (`server/settings.py`).
+"""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, Self
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .hardware import physical_cores
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
@@ -16,148 +19,152 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 MAX_SEQUENCES = 256
 """llama.cpp refuses more sequence ids in one context (`LLAMA_MAX_SEQ`)."""
 
+THREADS_PER_CORE = 4
+"""More threads than that a core are refused: ggml's wait for each other in loops."""
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Everything the engine needs to know before it loads a model. Zero means "choose for me" where noted.
 
-    Raises ValueError, naming the field and what would be right, when a value makes no sense.
-    """
+class Section(BaseModel):
+    """Settings that belong together; the title of the class is that of their group in `--help`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSettings(Section, title="model"):
+    """What is loaded, and where it goes."""
 
     model: Path
-    n_gpu_layers: int = -1
-    """Layers on the GPU, counted from the last; the output head is one more. -1: all of them."""
-    main_gpu: int = 0
-    """Which GPU, as llama.cpp numbers them."""
+    """GGUF file, or a folder that holds exactly one"""
+    n_gpu_layers: int = Field(-1, ge=-1)
+    """layers on the GPU, counted from the last, the output head being one more; -1: all of them"""
+    main_gpu: int = Field(0, ge=0)
+    """index of the GPU to use, as llama.cpp numbers them"""
     use_mmap: bool = True
-    """Map the file instead of reading it; weights that stay on the host then share the page cache."""
+    """map the file instead of reading it: weights that stay on the host share the page cache"""
     mlock: bool = False
-    """Keep the weights that stay on the host from being paged out."""
+    """keep the weights that stay on the host from being paged out"""
 
-    ctx_size: int = 0
-    """Tokens that the KV cache holds, all sequences together. 0: 16,384 a sequence but no more than 262,144,
-    and what the prefix cache may hold; or what fits."""
-    parallel: int = 8
-    """Sequences that run at once; the others wait. Each one costs a recurrent state."""
-    max_queue: int = 256
-    """Requests that may wait beyond the ones that run; one more gets `QueueFull`."""
 
+class CacheSettings(Section, title="KV cache"):
+    """Keys and values of all sequences."""
+
+    ctx_size: int = Field(0, ge=0)
+    """tokens that the KV cache holds, all sequences together; 0: 16,384 for each but no more than 262,144,
+    and what the prefix cache may hold; or what fits"""
     flash_attn: FlashAttention = "auto"
+    """flash attention"""
     cache_type_k: CacheType = "f16"
+    """type of the cached keys"""
     cache_type_v: CacheType = "f16"
+    """type of the cached values; a quantized one needs flash attention"""
 
-    batch_size: int = 0
-    """Most tokens in one step. 0: four passes (`ubatch_size`) on a GPU, 2,048 without one."""
-    ubatch_size: int = 0
-    """Most tokens in one pass over the weights; sets the size of the compute buffers. 0: 2,048 on a GPU if
-    that fits, else 512."""
-    prefill_budget: int = 0
-    """Most prompt tokens in a step that also has sequences decoding: bounds how long they are held up.
-    0: on a GPU, as many as it reads in 0.75 s, by measurement at start, in whole passes, at least one and at
-    most `batch_size`; that bounds steps without them, too, as whoever comes waits for the step. 128
-    without a GPU."""
-    mixed_steps: bool = False
-    """Put prompt tokens and decodes into one call; otherwise calls of the two kinds take turns, which is
-    as fast, and lets tokens leave before a prompt is read on."""
-
-    sampling: Sampling = "auto"
-    """Where the best tokens are found: in the graph, so that a row's token comes to the host and not its
-    logits, or on the host. "auto" measures both at start; without a GPU it is the host."""
-
-    prefix_cache: bool = True
-    """Keep states of what was computed, for requests that begin alike."""
-    prefix_checkpoints: int = 0
-    """States that the prefix cache may hold at once; each costs a sequence id and a recurrent state.
-    0: 32, or what fits."""
-    prefix_cells: int = 0
-    """KV cells that it may hold beyond those of running sequences. All cells up to the highest occupied one
-    are read in every step, so that holding more makes every step slower. 0: a tenth of the bytes of the
-    weights, which each step reads too; at least 9,216, a long prompt and its answer."""
-    prefix_shrinks: bool = True
-    """Hold fewer beside more than 8 running sequences, in proportion, and where prompts do not come again."""
-    prefix_interval: int = 4096
-    """Tokens between the states kept while a long prompt is read. 0: none on the way."""
-    prefix_host_mib: int = 0
-    """MiB of host memory for states that had to leave the device. 0: they are gone."""
-
-    speculation: Speculation = "auto"
-    """What guesses tokens ahead, to be verified many at a time: the text itself where it repeats ("ngram"),
-    the checkpoint's own MTP head, either by what pays ("both"), or nothing. Answers do not depend on it.
-    "auto": both on a GPU; the text alone without one, where to verify a token takes nearly as long as to
-    decode it."""
-    draft_max: int = 255
-    """Most tokens that are guessed at once from the text."""
-    mtp_depth: int = 16
-    """Most tokens that are guessed at once by the MTP head."""
-    mtp_snapshots: int = -1
-    """Tokens by which a sequence that decodes alone can go back to a snapshot of its state, rather than to a
-    copy that it read on from. Multiplies the memory of every recurrent state by one more than it is.
-    -1: where the head drafts for at most 8 sequences, 2 or as many as fit; else none."""
-    mtp_window: int = 512
-    """Most tokens that the MTP head reads before it guesses for a sequence for the first time."""
-    draft_pool: int = 0
-    """Tokens of finished requests to guess from, too. 0: requests see nothing of each other. Otherwise how
-    fast an answer comes may tell that another was alike, and repeated benchmarks profit from old answers."""
-    draft_always: bool = False
-    """Guess as far as possible whenever possible, rather than by what pays."""
-    tokenizer_cache: int = 2**20
-    """Tokens of long texts whose ids are remembered, for when they come again; a million take some 10 MiB."""
-
-    threads: int = 0
-    """CPU threads for steps of one token. 0: one less than the physical cores this process may use."""
-    threads_batch: int = 0
-    """CPU threads for larger steps. 0: as `threads`."""
-
-    def __post_init__(self) -> None:
-        at_least = {
-            "n_gpu_layers": -1,
-            "main_gpu": 0,
-            "ctx_size": 0,
-            "parallel": 1,
-            "max_queue": 0,
-            "batch_size": 0,
-            "ubatch_size": 0,
-            "prefill_budget": 0,
-            "prefix_checkpoints": 0,
-            "prefix_cells": 0,
-            "prefix_interval": 0,
-            "prefix_host_mib": 0,
-            "draft_max": 1,
-            "mtp_depth": 1,
-            "mtp_snapshots": -1,
-            "mtp_window": 1,
-            "draft_pool": 0,
-            "tokenizer_cache": 0,
-            "threads": 0,
-            "threads_batch": 0,
-        }
-        for name, low in at_least.items():
-            if (value := getattr(self, name)) < low:
-                raise ValueError(f"{name} is {value}; it must be at least {low}")
-        if self.parallel > MAX_SEQUENCES:
-            raise ValueError(
-                f"parallel is {self.parallel}; llama.cpp holds at most {MAX_SEQUENCES} sequences"
-            )
-        if 0 < self.batch_size < self.parallel:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; it must be at least parallel ({self.parallel}), "
-                "one token for each running sequence"
-            )
-        if self.flash_attn not in get_args(FlashAttention):
-            raise ValueError(
-                f"flash_attn is {self.flash_attn!r}; allowed: {', '.join(get_args(FlashAttention))}"
-            )
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f"sampling is {self.sampling!r}; allowed: {', '.join(get_args(Sampling))}")
-        if self.speculation not in get_args(Speculation):
-            raise ValueError(
-                f"speculation is {self.speculation!r}; allowed: {', '.join(get_args(Speculation))}"
-            )
-        for name in ("cache_type_k", "cache_type_v"):
-            if (value := getattr(self, name)) not in get_args(CacheType):
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(get_args(CacheType))}")
+    @model_validator(mode="after")
+    def _packed_values_need_flash_attention(self) -> Self:
         if self.cache_type_v.startswith(("q", "iq")) and self.flash_attn == "off":
             raise ValueError(
                 f"cache_type_v is {self.cache_type_v!r}, which needs flash attention; "
                 "set flash_attn to 'auto' or 'on', or cache_type_v to 'f16'"
             )
+        return self
+
+
+class SchedulerSettings(Section, title="scheduler"):
+    """Who runs, and what a step is."""
+
+    parallel: int = Field(8, ge=1, le=MAX_SEQUENCES)
+    """sequences that run at once, a recurrent state each; the others wait"""
+    max_queue: int = Field(256, ge=0)
+    """requests that may wait beyond those that run; one more gets 429"""
+    batch_size: int = Field(0, ge=0)
+    """most tokens in one step; 0: four passes (ubatch_size) on a GPU, 2,048 without one"""
+    ubatch_size: int = Field(0, ge=0)
+    """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
+    if that fits, else 512"""
+    prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
+    """a prefill step holds running answers up no longer than this; 0.75 gives 7% more throughput at 64
+    requests at once (bench/README.md)"""
+    prefill_budget: int = Field(0, ge=0)
+    """most prompt tokens in a step; 0: on a GPU as many as it reads in prefill_seconds, measured at start, in
+    whole passes, at least one; 128 without a GPU"""
+    sampling: Sampling = "auto"
+    """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
+    logits, or on the host; auto: measured at start, without a GPU the host"""
+    tokenizer_cache: int = Field(2**20, ge=0)
+    """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
+
+    @model_validator(mode="after")
+    def _a_token_for_each_sequence(self) -> Self:
+        if 0 < self.batch_size < self.parallel:
+            raise ValueError(
+                f"batch_size is {self.batch_size}; it must be at least parallel ({self.parallel}), "
+                "one token for each running sequence"
+            )
+        return self
+
+
+class PrefixCacheSettings(Section, title="prefix cache"):
+    """States of what was computed, for requests that begin alike."""
+
+    prefix_cache: bool = True
+    """go on from what earlier prompts and answers left computed"""
+    prefix_checkpoints: int = Field(0, ge=0)
+    """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits"""
+    prefix_cells: int = Field(0, ge=0)
+    """KV cells that it may hold beyond those of running sequences; each step reads all up to the highest
+    occupied one. 0: a tenth of the bytes of the weights, at least 9,216"""
+    prefix_shrinks: bool = True
+    """hold fewer beside more than 8 running sequences, in proportion, and where prompts do not come again"""
+    prefix_interval: int = Field(4096, ge=0)
+    """tokens between the states kept while a long prompt is read; 0: none on the way"""
+    prefix_host_mib: int = Field(0, ge=0)
+    """host memory for states that had to leave the device, in MiB; 0: they are dropped"""
+
+
+class SpeculationSettings(Section, title="speculation"):
+    """What drafts tokens, to be verified many at a time. Answers do not depend on it."""
+
+    speculation: Speculation = "auto"
+    """draft from the text itself where it repeats ("ngram"), with the checkpoint's own MTP head ("mtp"),
+    either by what pays ("both"), or not at all; auto: both on a GPU, ngram without one"""
+    draft_max: int = Field(255, ge=1)
+    """most tokens of a draft from the text"""
+    draft_always: bool = False
+    """draft as far as possible whenever possible, rather than by what pays"""
+    mtp_depth: int = Field(16, ge=1)
+    """most tokens of a draft from the MTP head"""
+    mtp_snapshots: int = Field(-1, ge=-1)
+    """rejected tokens that a lone sequence can take back without a copy of its state; the memory of every
+    recurrent state is multiplied by one more than it. -1: 2 with the MTP head and at most 8 sequences, or
+    what fits; else 0"""
+    mtp_window: int = Field(512, ge=1)
+    """most tokens that the MTP head reads before its first draft for a sequence; their hidden states wait in
+    host memory"""
+
+
+class CpuSettings(Section, title="CPU"):
+    """Threads that compute what is not on a GPU."""
+
+    threads: int = Field(0, ge=0)
+    """CPU threads for steps of one token; 0: one less than the physical cores that this process may use"""
+    threads_batch: int = Field(0, ge=0)
+    """CPU threads for larger steps; 0: as `threads`"""
+
+    @field_validator("threads", "threads_batch")
+    @classmethod
+    def _no_crowd(cls, threads: int) -> int:
+        most = THREADS_PER_CORE * physical_cores()
+        if threads > most:
+            raise ValueError(f"Input should be at most {most}, {THREADS_PER_CORE} for each physical core")
+        return threads
+
+
+class EngineSettings(
+    ModelSettings, CacheSettings, SchedulerSettings, PrefixCacheSettings, SpeculationSettings, CpuSettings
+):
+    """Everything the engine needs to know before it loads a model. Zero means "choose for me" where noted.
+
+    Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
+    """
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values, checked again."""
+        return type(self)(**{**dict(self), **changes})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import tomllib
@@ -51,7 +50,11 @@ def test_precedence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         (["--port", "99999"], r"--port \(from flag\).*65535.*'99999'"),
         (["--parallel", "many"], r"--parallel \(from flag\).*integer.*'many'"),
-        (["--parallel", "0"], "parallel is 0; it must be at least 1"),
+        (["--parallel", "0"], r"--parallel \(from flag\).*greater than or equal to 1, not '0'"),
+        (["--parallel", "257"], r"--parallel \(from flag\).*less than or equal to 256, not '257'"),
+        (["--prefill-seconds", "0"], r"--prefill-seconds \(from flag\).*greater than 0, not '0'"),
+        (["--threads", "100000"], r"--threads \(from flag\).*at most \d+, 4 for each.*, not '100000'"),
+        (["--batch-size", "7"], r"batch_size is 7.*at least parallel \(8\)"),
         (["--flash-attn", "maybe"], r"--flash-attn.*'auto', 'on' or 'off'.*'maybe'"),
         (["--drain-timeout", "nan"], r"--drain-timeout.*'nan'"),
         (["--model", "/no/such/file.gguf"], r"--model \(from flag\).*/no/such/file.gguf does not exist"),
@@ -122,12 +125,11 @@ def test_a_description_is_a_file_of_settings(model: str, tmp_path: Path) -> None
 
 
 def test_every_engine_setting_can_be_set(model: str) -> None:
-    for field in dataclasses.fields(EngineSettings):
-        assert field.name in Settings.model_fields
-        if field.default is not dataclasses.MISSING:
-            assert Settings.model_fields[field.name].default == field.default
+    for name, field in EngineSettings.model_fields.items():
+        assert Settings.model_fields[name].default == field.default
+        assert field.description, f"{name} says nothing of itself"
     settings, _, _ = load_settings(["--model", model, "--ubatch-size", "64", "--no-use-mmap"])
-    assert settings.engine() == EngineSettings(Path(model), ubatch_size=64, use_mmap=False)
+    assert settings.engine() == EngineSettings(model=Path(model), ubatch_size=64, use_mmap=False)
 
 
 @pytest.mark.usefixtures("model")
@@ -135,8 +137,10 @@ def test_help_names_every_setting() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "server", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    for name in Settings.model_fields:
-        assert f"--{name.replace('_', '-')}" in shown
+    lines = " ".join(shown.split())
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in shown.replace(",", " ")
+        assert " ".join(str(field.description).split()) in lines
 
 
 @pytest.mark.usefixtures("model")

@@ -48,7 +48,7 @@ _dev_description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes
 _dev_type = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
 _dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
 _row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
-_type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+_block_size = _ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
 
 
 def devices() -> list[Device]:
@@ -73,7 +73,7 @@ def supports_gpu() -> bool:
 
 
 def row_bytes(ggml_type: int, elements: int) -> int:
-    """Bytes of one row of `elements` values; 0 for a type that this ggml does not know."""
-    if not 0 <= ggml_type < C.GGML_TYPE_COUNT or _type_name(ggml_type) is None:
+    """Bytes of one row of `elements` values; 0 for a type that this ggml does not know, or no longer."""
+    if not 0 <= ggml_type < C.GGML_TYPE_COUNT or not _block_size(ggml_type):  # it divides by that
         return 0
     return int(_row_size(ggml_type, elements))

@@ -8,7 +8,6 @@ from .eager import Eager
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .plan import Planner
-from .pool import Pool
 from .rollback import Rollback
 from .speculator import Speculator
 from .times import DraftTimes, StepTimes
@@ -34,7 +33,6 @@ def build_speculator(
     snapshots; `most_rows` bounds a verification.
     """
     times, draft_times = StepTimes(), DraftTimes()
-    pool = Pool(settings.draft_pool) if settings.draft_pool else None
     mtp = None
     if head is not None:
         context.keep_hidden()
@@ -47,7 +45,7 @@ def build_speculator(
         Rollback(context, times, holders.start, alone, copied=settings.mtp_depth if mtp else 0),
         Eager() if settings.draft_always else Planner(times, draft_times),
         times,
-        ngram=NgramDrafter(pool) if settings.speculation in ("both", "ngram") else None,
+        ngram=NgramDrafter() if settings.speculation in ("both", "ngram") else None,
         mtp=mtp,
         slots=len(holders),
         longest=settings.draft_max,

@@ -58,7 +58,7 @@ def test_a_recipe_lies_beside_the_file_and_names_the_weights(tmp_path: Path) -> 
         ('quant = "Q8_0"\n[server]\ncache = 1', "server.cache: unknown; known are"),
         ('quant = "Q8_0"\n[server]\nport = 1', "server.port: set by the sweep"),
         ('quant = "Q8_0"\n[server]\nparallel = "many"', "server.parallel: Input should be a valid integer"),
-        ('quant = "Q8_0"\n[server]\nparallel = 0', "parallel is 0; it must be at least 1"),
+        ('quant = "Q8_0"\n[server]\nparallel = 0', "parallel: Input should be greater than or equal to 1"),
         ('recipe = "gone.toml"', "gone.toml: no such recipe"),
     ],
 )

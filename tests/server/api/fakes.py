@@ -159,7 +159,7 @@ class FakeEngine:
     """Those that submitted."""
     submissions: list[Submission] = field(default_factory=list)
     vocab: FakeVocab = field(default_factory=FakeVocab)
-    settings: EngineSettings = field(default_factory=lambda: EngineSettings(Path("fake.gguf")))
+    settings: EngineSettings = field(default_factory=lambda: EngineSettings(model=Path("fake.gguf")))
     description: str = "qwen35 fake"
     n_params: int = 7
     size_bytes: int = 14

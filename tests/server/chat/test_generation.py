@@ -114,7 +114,7 @@ async def test_cancel_frees_the_sequence() -> None:
 
 @pytest.fixture(scope="module")
 def engine(nano_f16: Path) -> Iterator[Engine]:
-    engine = Engine(EngineSettings(nano_f16, ctx_size=2048, parallel=2, threads=1))
+    engine = Engine(EngineSettings(model=nano_f16, ctx_size=2048, parallel=2, threads=1))
     engine.start()
     assert engine.wait_ready(60)
     yield engine

@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
 from server.engine import Engine, SamplingParams
-from server.engine.contexts import n_sequences
+from server.engine.sequence_ids import SequenceIds
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
@@ -77,13 +77,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "prefix_host_mib": 3,
         "prefix_interval": 16,
     },
-    "device, pool, mixed steps": {
+    "device, narrow steps": {
         "parallel": 3,
         "sampling": "device",
         "speculation": "both",
-        "draft_pool": 500,
         "draft_max": 20,
-        "mixed_steps": True,
         "prefill_budget": 7,
         "batch_size": 64,
         "ubatch_size": 16,
@@ -137,7 +135,7 @@ def nothing_is_left(engine: Engine) -> None:
     held = {node.holder: node.depth for node in cache._held}
     head = speculator._mtp
     assert head is not None
-    for sequence in range(n_sequences(engine.settings)):
+    for sequence in range(len(SequenceIds.of(engine.settings))):
         assert tokens_of(engine._context, sequence) == held.get(sequence, 0)
         reading = head._readings.get(sequence)
         assert tokens_of(head._context, sequence) == (reading.fed if reading else 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -9,7 +12,8 @@ import numpy as np
 import pytest
 
 from server.engine import Engine, ModelLoadError
-from server.engine.gguf import read_header
+from server.engine.gguf import Value, read_header
+from server.engine.model_spec import ModelSpec
 from tests.server.engine.helpers import settings
 
 if TYPE_CHECKING:
@@ -70,6 +74,114 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
     with pytest.raises(ModelLoadError, match=message) as caught:
         read_header(path)
     assert "damaged.gguf" in str(caught.value)
+
+
+def header_of(*parts: bytes, n_tensors: int = 0, n_keys: int = 1) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, n_tensors, n_keys) + b"".join(parts)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+STRINGS, INTEGERS = struct.pack("<II", 9, 8), struct.pack("<II", 9, 4)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            header_of(text("a"), STRINGS, struct.pack("<Q", 2**62)),
+            r"at byte 41: 4,611,\S+ strings in an array",
+        ),
+        (
+            header_of(text("a"), INTEGERS, struct.pack("<Q", 2**62)),
+            r"at byte 41: 4,611,\S+ numbers in an array",
+        ),
+        (header_of(n_keys=2**62), r"at byte 16: 4,611,\S+ metadata keys, in a file of 24 bytes"),
+        (header_of(n_tensors=2**62), r"at byte 8: 4,611,\S+ tensors, in a file of 24 bytes"),
+        (header_of(struct.pack("<Q", 2**62), bytes(8)), r"at byte 32: a string of 4,611,\S+ bytes"),
+        (header_of(text("a"), struct.pack("<I", 77), bytes(8)), "at byte 33: value type 77 does not exist"),
+        (header_of(text("a"), struct.pack("<IIQ", 9, 9, 0)), "at byte 33: an array of type 9"),
+        (header_of(text(""), struct.pack("<IB", 0, 1), bytes(8)), "at byte 24: a key without a name"),
+        (header_of(*(2 * [text("a"), struct.pack("<IB", 0, 1)]), n_keys=2), "a second key a"),
+        (header_of(struct.pack("<Q", 2), b"\xff\xff", bytes(9)), "at byte 24: a string that is not UTF-8"),
+        (
+            header_of(text("general.alignment"), struct.pack("<II", 4, 0)),
+            "general.alignment is 0; it must be a power of two",
+        ),
+        (
+            header_of(text("t"), struct.pack("<I", 2**31), bytes(40), n_tensors=1, n_keys=0),
+            "at byte 33: tensor t has 2,147,483,648 dimensions; 1 to 4 are possible",
+        ),
+        (
+            header_of(text("t"), struct.pack("<IQIQ", 1, 256, 4, 0), bytes(40), n_tensors=1, n_keys=0),
+            "tensor t has type 4, unknown",  # one that ggml had once; it would divide by zero
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.timeout(300)
+def test_whatever_byte_is_flipped_there_is_a_spec_or_an_error(nano_q4_k_m: Path, tmp_path: Path) -> None:
+    """Nothing loads for ever, takes all memory, or ends in another exception."""
+    path, whole = tmp_path / "flipped.gguf", bytearray(nano_q4_k_m.read_bytes())
+    size = whole.index(b"tokenizer.ggml.tokens")  # then words, in which a flip is nobody's concern
+    tensors = whole.index(b"blk.0.attn_gate") - 200
+    places = [*range(size + 80), *range(tensors, tensors + 2000)]
+    refused, rng = 0, random.Random(3)
+    for place in rng.sample(places, 600):
+        damaged = whole.copy()
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            ModelSpec.from_header(read_header(path))
+        except ModelLoadError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", None])
+def test_other_architectures_are_refused_before_anything_is_loaded(
+    tmp_path: Path, architecture: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.memory.Model", None)
+    path = tmp_path / "other.gguf"
+    key = [text("general.architecture"), struct.pack("<I", 8), text(architecture)] if architecture else []
+    path.write_bytes(header_of(*key, bytes(64), n_keys=len(key) and 1))
+    with pytest.raises(ModelLoadError, match=rf"other\.gguf is of architecture {architecture!r}; .*Qwen3\.5"):
+        Engine(settings(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 2**31, r"it has 2,147,483,648 layers, 1 of them .*; there are tensors of 9"),
+        ("block_count", 8, r"it has 8 layers"),
+        ("block_count", -1, r"no usable qwen35\.block_count \(it is -1\)"),
+        ("nextn_predict_layers", 9, r"it has 9 layers, 9 of them"),
+        ("full_attention_interval", 0, r"full_attention_interval \(it is 0\)"),
+        ("attention.head_count_kv", (1, 2), r"attention\.head_count_kv \(it is \(1, 2\)\)"),
+        ("attention.head_count_kv", "4", r"attention\.head_count_kv \(it is '4'\)"),
+        ("embedding_length", None, r"embedding_length \(it is missing\)"),
+    ],
+)
+def test_metadata_that_make_no_sense_are_named(
+    nano_q4_k_m: Path, key: str, value: Value, message: str
+) -> None:
+    header = read_header(nano_q4_k_m)
+    metadata = {k: v for k, v in header.metadata.items() if "recurrent_layers" not in k}
+    damaged = replace(header, metadata={**metadata, f"qwen35.{key}": value})
+    with pytest.raises(ModelLoadError, match=message):
+        ModelSpec.from_header(damaged)
 
 
 def test_a_file_cut_short_says_how_much_is_missing(nano_f16: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch:
     monkeypatch.setattr("server.engine.loading.supports_gpu", lambda: True)
     assert decide(on_a_gpu).speculation == "both"
     assert decide(settings(nano_q4_k_m)).speculation == "ngram", "no layers are there"
-    assert decide(replace(on_a_gpu, speculation="mtp")).speculation == "mtp"
+    assert decide(on_a_gpu.replace(speculation="mtp")).speculation == "mtp"
 
 
 def test_the_warm_up_counts_in_whole_passes(nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +90,7 @@ def test_the_warm_up_counts_in_whole_passes(nano_q4_k_m: Path, caplog: pytest.Lo
     loaded = load(plan)
     vocab, no_runner = Vocab(loaded.model), cast("Runner", None)
     assert warm_up(plan, loaded.context, vocab, no_runner, None) == 0, "it was 128 already"
-    left_open = replace(plan.settings, prefill_budget=0)
+    left_open = plan.settings.replace(prefill_budget=0)
     as_on_a_gpu = replace(plan, settings=left_open, usages=plan.usages * 2)
     with caplog.at_level(logging.INFO):
         tokens = warm_up(as_on_a_gpu, loaded.context, vocab, no_runner, None)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
-from server.engine.contexts import context_options, drafts_by_head, head_options, n_sequences
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import plan_memory
-from server.engine.memory_plan import MemoryPlan
-from server.engine.shape import shape_of
+from server.engine.memory import MemoryPlan, context_options, head_options, plan_memory, uses_mtp
+from server.engine.model_spec import ModelSpec
+from server.engine.sequence_ids import SequenceIds
 from tests.server.engine.helpers import settings
 
 ON_GPU = [
@@ -46,7 +45,7 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
 def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[str, Any]) -> None:
     wanted = decided(nano_q4_k_m, **changes)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    by_head = drafts_by_head(plan.settings, plan.shape)
+    by_head = uses_mtp(plan.settings, plan.spec)
     assert by_head == (wanted.speculation == "both")
     model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False, load_mtp=by_head)
     contexts = [Context(model, context_options(plan.settings))]
@@ -64,7 +63,10 @@ def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[s
         def allocated(kind: str, place: str = place) -> float:
             return sum(float(x) for x in re.findall(rf" {place} +{kind} buffer size = *([0-9.]+) MiB", text))
 
-        assert usage.weights / MIB == pytest.approx(allocated("model"), abs=0.05)
+        if "AMX model buffer" in text:  # a layout of its own, which takes more
+            assert allocated("model", "CPU") < usage.weights / MIB < allocated("model", "(?:CPU|AMX)")
+        else:
+            assert usage.weights / MIB == pytest.approx(allocated("model"), abs=0.05)
         assert usage.kv / MIB == pytest.approx(allocated("KV"), abs=0.01)
         assert usage.states / MIB == pytest.approx(allocated("RS"), abs=0.01)
         assert usage.compute / MIB == pytest.approx(allocated("compute") + allocated("output"), abs=0.02)
@@ -88,12 +90,14 @@ FOUR_B: dict[str, Value] = {
     "qwen35.ssm.group_count": 16,
     "qwen35.ssm.inner_size": 4096,
 }
-"""Qwen3.5-4B's shape."""
+"""Qwen3.5-4B's sizes."""
+
+FILE = Path("4b.gguf")
 
 
 def four_b() -> Header:
     layers = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
-    return Header(FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
+    return Header(FILE, FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
 
 
 @pytest.fixture
@@ -117,13 +121,14 @@ def four_b_plan(**changes: Any) -> MemoryPlan:
     return plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, **changes), four_b())
 
 
-def test_the_shape_of_the_4b() -> None:
-    shape = shape_of(four_b())
-    assert sum(shape.layer_state) == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
-    cell = sum(shape.kv_cell(i, EngineSettings(Path("4b.gguf"))) for i in range(32))
+def test_the_spec_of_the_4b() -> None:
+    spec = ModelSpec.from_header(four_b())
+    assert spec.n_embd == 2560
+    assert spec.state == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
+    cell = sum(spec.kv_cell(i, EngineSettings(model=Path("4b.gguf"))) for i in range(32))
     assert cell == 32 * 1024
-    assert shape.mtp_weights == 70 * MIB
-    assert [keys > 0 for keys, _ in shape.kv_elements] == [False, False, False, True] * 8
+    assert spec.mtp_weights == 70 * MIB
+    assert [keys > 0 for keys, _ in spec.kv_elements] == [False, False, False, True] * 8
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "both"])
@@ -140,7 +145,7 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert host.weights == 500 * MIB
     head = 16_384 * 4 * 1024 if by_head else 0
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024 + head, 0)
-    state, snapshots = sum(plan.shape.layer_state), 2 if by_head else 0
+    state, snapshots = plan.spec.state, 2 if by_head else 0
     assert plan.settings.mtp_snapshots == snapshots
     assert gpu.states == (8 + 8 + 32) * (1 + snapshots) * state
     assert gpu.settling == (2 * state if by_head else 0)
@@ -212,9 +217,9 @@ def test_a_file_without_a_head_is_named_once(
 ) -> None:
     card(23 * GIB)
     tensors = {name: size for name, size in four_b().tensors.items() if "blk.32" not in name}
-    header = Header({**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
+    header = Header(FILE, {**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
     plan = plan_memory(
-        EngineSettings(Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
+        EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
     )
     assert plan.settings.speculation == left
     assert [record.message.count("no multi-token-prediction head") for record in caplog.records] == [1]
@@ -291,7 +296,7 @@ def test_checkpoints_give_way_to_what_must_fit_unless_they_are_asked_for(card: A
 
 def test_a_large_model_may_hold_more_cells_for_the_same_slowdown(card: Any) -> None:
     card(23 * GIB)
-    header = Header(FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
+    header = Header(FILE, FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
     plan = plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, parallel=2), header)
     weights = 3 * ((32 * 70 + 500) * MIB + 10240)
     assert plan.settings.prefix_cells == pytest.approx(0.1 * weights / (32 * 1024), abs=256)
@@ -311,7 +316,7 @@ def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
 def test_there_are_never_more_than_256_sequences(card: Any, parallel: int) -> None:
     card(100 * GIB)
     plan = four_b_plan(parallel=parallel, ctx_size=4096)
-    assert n_sequences(plan.settings) <= 256
+    assert len(SequenceIds.of(plan.settings)) <= 256
 
 
 def test_weights_that_are_too_large_call_for_a_smaller_quantization(card: Any) -> None:
@@ -347,4 +352,4 @@ def test_a_context_that_llama_cpp_refuses_is_reported(
 def test_missing_metadata_is_named() -> None:
     incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
     with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
-        shape_of(Header(incomplete, {}))
+        ModelSpec.from_header(Header(FILE, incomplete, {}))

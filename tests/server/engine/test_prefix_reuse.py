@@ -155,7 +155,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "speculation": "both",
         "draft_always": True,
     },
-    "mixed": {**ALL, "parallel": 4, "mixed_steps": True, "prefill_budget": 48},
+    "short steps": {**ALL, "parallel": 4, "prefill_budget": 48},
 }
 
 

@@ -22,6 +22,12 @@ from server.engine import EngineSettings
         ("batch_size", 4),
         ("ubatch_size", -1),
         ("threads", -1),
+        ("threads_batch", 10_000),
+        ("prefill_seconds", 0),
+        ("prefill_seconds", float("inf")),
+        ("draft_max", 0),
+        ("mtp_window", 0),
+        ("mixed_steps", True),
         ("flash_attn", "maybe"),
         ("sampling", "gpu"),
         ("cache_type_k", "q3_k"),
@@ -45,3 +51,20 @@ def test_a_packed_value_cache_needs_flash_attention() -> None:
     with pytest.raises(ValueError, match="flash"):
         EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="off")
     EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="auto")
+
+
+def test_threads_are_counted_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.engine.settings.physical_cores", lambda: 3)
+    EngineSettings(model=Path("a.gguf"), threads=12, threads_batch=12)
+    with pytest.raises(ValueError, match=r"(?s)threads.*at most 12, 4 for each physical core"):
+        EngineSettings(model=Path("a.gguf"), threads=13)
+
+
+def test_a_changed_copy_is_checked_again() -> None:
+    settings = EngineSettings(model=Path("a.gguf"), parallel=4)
+    assert settings.replace(parallel=5) == EngineSettings(model=Path("a.gguf"), parallel=5)
+    assert settings.parallel == 4
+    with pytest.raises(ValueError, match="parallel"):
+        settings.replace(parallel=0)
+    with pytest.raises(ValueError, match="paralel"):
+        settings.replace(paralel=3)

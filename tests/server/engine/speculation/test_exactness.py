@@ -79,7 +79,7 @@ class Scripted:
 MIXES: dict[str, dict[str, Any]] = {
     "text": {"speculation": "ngram", "draft_always": True},
     "head": {"speculation": "mtp", "draft_always": True, "mtp_depth": 5},
-    "both": {"speculation": "both", "draft_always": True, "draft_pool": 4000},
+    "both": {"speculation": "both", "draft_always": True},
     "what pays": {"speculation": "both"},
     "heard now and then": {"speculation": "both", "draft_always": True},
     "a narrow window": {"speculation": "mtp", "draft_always": True, "mtp_window": 20, "batch_size": 64},

@@ -1,0 +1,166 @@
+"""The sizes of a model, from the metadata and the tensors of its file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from .errors import ModelLoadError
+from .llama import CACHE_TYPES, row_bytes
+
+if TYPE_CHECKING:
+    from .gguf import Header
+    from .settings import EngineSettings
+
+ARCHITECTURES = ("qwen35", "qwen35moe")
+"""llama.cpp's names for Qwen3.5 (`general.architecture`), dense and with experts."""
+
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of a model, in bytes unless said otherwise; tuples are by layer of the trunk."""
+
+    n_blocks: int
+    """Layers in the file, multi-token-prediction blocks included."""
+    n_embd: int
+    """Elements of a hidden state."""
+    n_ctx_train: int
+    """Tokens of the longest sequence that it was made for."""
+    layer_weights: tuple[int, ...]
+    input_weights: int
+    output_weights: int
+    """The final norm and the head, which is a second copy of the embedding when the two are tied."""
+    output_is_tied: bool
+    mtp_weights: int
+    """The multi-token-prediction blocks; loaded only if they are to draft."""
+    mtp_kv_elements: tuple[int, int]
+    """Keys and values of one token in those blocks, in elements."""
+    kv_elements: tuple[tuple[int, int], ...]
+    """Keys and values of one token, in elements; zero in recurrent layers."""
+    layer_state: tuple[int, ...]
+    """One sequence's recurrent state, F32; zero in attention layers."""
+
+    @property
+    def state(self) -> int:
+        """Bytes of one sequence's recurrent state in all layers."""
+        return sum(self.layer_state)
+
+    def kv_cell(self, layer: int, settings: EngineSettings) -> int:
+        """Bytes that one token takes in one layer's cache."""
+        return kv_bytes(self.kv_elements[layer], settings)
+
+    def cell(self, settings: EngineSettings) -> int:
+        """Bytes of one token in all layers."""
+        return sum(self.kv_cell(layer, settings) for layer in range(len(self.kv_elements)))
+
+    def mtp_cell(self, settings: EngineSettings) -> int:
+        """Bytes of one token in the multi-token-prediction blocks."""
+        return kv_bytes(self.mtp_kv_elements, settings)
+
+    @classmethod
+    def from_header(cls, header: Header) -> Self:
+        """Raises ModelLoadError for another architecture, and where metadata are missing or make no sense.
+
+        What the layers keep: llama.cpp's llama-hparams.cpp.
+        """
+        metadata = _Metadata(header)
+        n_ctx_train = metadata.integer("context_length", least=1)
+        n_blocks = metadata.integer("block_count", least=1)
+        n_mtp = metadata.integer("nextn_predict_layers", 0)
+        n_trunk = n_blocks - n_mtp
+        blocks: dict[int, int] = {}
+        input_weights = output_weights = 0
+        for name, size in header.tensors.items():
+            if match := _BLOCK.match(name):
+                blocks[int(match[1])] = blocks.get(int(match[1]), 0) + size
+            elif name.startswith("token_embd"):
+                input_weights += size
+            else:
+                output_weights += size
+        if n_blocks != len(blocks) or n_blocks != max(blocks) + 1 or n_trunk < 1:
+            raise ModelLoadError(
+                f"model: {header.path}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
+                f"predict further tokens; there are tensors of {len(blocks):,}"
+            )
+        n_embd = metadata.integer("embedding_length", least=1)
+        heads = metadata.by_layer("attention.head_count", n_blocks, n_trunk)
+        heads_kv = metadata.by_layer("attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
+        head_size = n_embd // max(heads[0], 1)
+        key_length = metadata.integer("attention.key_length", head_size)
+        value_length = metadata.integer("attention.value_length", head_size)
+        kv_elements = [(n * key_length, n * value_length) for n in heads_kv]
+        inner, state = metadata.integer("ssm.inner_size", 0), metadata.integer("ssm.state_size", 0)
+        recurrent = [
+            bool(layer) for layer in metadata.by_layer("attention.recurrent_layers", n_blocks, n_trunk)
+        ]
+        if state and not metadata.has("attention.recurrent_layers"):
+            interval = metadata.integer("full_attention_interval", 4, least=1)
+            recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
+        channels = inner + 2 * metadata.integer("ssm.group_count", 0) * state
+        layer_state = 4 * ((metadata.integer("ssm.conv_kernel", 1, least=1) - 1) * channels + inner * state)
+        is_tied = "output.weight" not in header.tensors
+        return cls(
+            n_blocks=n_blocks,
+            n_embd=n_embd,
+            n_ctx_train=n_ctx_train,
+            layer_weights=tuple(blocks[layer] for layer in range(n_trunk)),
+            input_weights=input_weights,
+            output_weights=output_weights + (input_weights if is_tied else 0),
+            output_is_tied=is_tied,
+            mtp_weights=sum(blocks[layer] for layer in range(n_trunk, n_blocks)),
+            mtp_kv_elements=(
+                sum(k for k, _ in kv_elements[n_trunk:]),
+                sum(v for _, v in kv_elements[n_trunk:]),
+            ),
+            kv_elements=tuple((0, 0) if recurrent[i] else kv_elements[i] for i in range(n_trunk)),
+            layer_state=tuple(layer_state if recurrent[i] else 0 for i in range(n_trunk)),
+        )
+
+
+class _Metadata:
+    """The keys of the architecture; names as in gguf-py's constants.py."""
+
+    def __init__(self, header: Header) -> None:
+        self._header, self._arch = header, header.metadata.get("general.architecture")
+        if self._arch not in ARCHITECTURES:
+            raise ModelLoadError(
+                f"model: {header.path} is of architecture {self._arch!r}; this server runs Qwen3.5 "
+                f"({' or '.join(ARCHITECTURES)})"
+            )
+
+    def has(self, key: str) -> bool:
+        return f"{self._arch}.{key}" in self._header.metadata
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        value = self._header.metadata.get(f"{self._arch}.{key}", default)
+        if not isinstance(value, int) or value < least:
+            raise self._unusable(key, value)
+        return value
+
+    def by_layer(self, key: str, n_blocks: int, n_trunk: int, *, default: int = 0) -> list[int]:
+        """One value for each block; blocks beyond the trunk may be left out."""
+        value = self._header.metadata.get(f"{self._arch}.{key}", default)
+        values = value if isinstance(value, tuple) else (value,) * n_blocks
+        if len(values) not in (n_blocks, n_trunk):
+            raise self._unusable(key, value)
+        found = [int(v) for v in values if isinstance(v, int) and v >= 0]
+        if len(found) != len(values):
+            raise self._unusable(key, value)
+        return found + [0] * (n_blocks - len(found))
+
+    def _unusable(self, key: str, value: object) -> ModelLoadError:
+        given = "it is missing" if value is None else f"it is {value!r:.60}"
+        return ModelLoadError(
+            f"model: {self._header.path}: its metadata has no usable {self._arch}.{key} ({given})"
+        )
+
+
+def kv_bytes(elements: tuple[int, int], settings: EngineSettings) -> int:
+    """Bytes of keys and values, given in elements, as the cache stores them."""
+    keys, values = elements
+    return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
+        CACHE_TYPES[settings.cache_type_v], values
+    )
