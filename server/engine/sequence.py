@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from .speculation.counts import DraftCounts
+from .speculation.base import DraftCounts
 
 if TYPE_CHECKING:
     from .sampling import Sampler
