@@ -1,22 +1,31 @@
 """Speculative decoding: drafts are verified many at a time, and the answers stay what they would have been.
 
-`Speculator` is what the engine uses: it asks the drafters (`ngram.py`, `mtp.py`), weighs with measured times
-(`times.py`) and learnt chances (`acceptance.py`) what pays (`plan.py`, asked by `choice.py`), and keeps the
-way back open (`rollback.py`). A drafter is anything with `propose` (`base.py`).
+`Speculator` is what the engine uses. Drafters (`ngram.py`, `mtp.py`; the protocol is in `base.py`) guess;
+`Controller` decides from measured step times (`times.py`) and from what became of earlier drafts how many
+rows a verification has, and lets who does not pay rest.
 """
 
-from .base import Drafter, Floors, Order
-from .build import build_speculator
-from .counts import DraftCounts
-from .memory import DraftingMemory
-from .speculator import Speculator
+from .base import (
+    Draft,
+    DraftCounts,
+    Drafter,
+    DrafterStats,
+    DraftRequest,
+    DraftStates,
+    HiddenReader,
+    StateFollower,
+)
+from .speculator import Speculator, build_speculator
 
 __all__ = [
+    "Draft",
     "DraftCounts",
+    "DraftRequest",
+    "DraftStates",
     "Drafter",
-    "DraftingMemory",
-    "Floors",
-    "Order",
+    "DrafterStats",
+    "HiddenReader",
     "Speculator",
+    "StateFollower",
     "build_speculator",
 ]

@@ -3,67 +3,159 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
+    import numpy as np
+    import numpy.typing as npt
+
+    from server.engine.batch import Batch, Chunk
     from server.engine.sequence import Sequence
 
-
-COPIED = 16
-"""Tokens found again in a row from which on a text is being copied."""
+DrafterState = Literal["active", "resting", "failed"]
 
 
 @dataclass(slots=True)
-class Order:
-    """A draft of at most `limit` tokens to be made for a sequence that decodes; the drafter puts it in."""
+class DraftRequest:
+    """A draft of at most `limit` tokens is wanted for a sequence that decodes in `slot`."""
 
     sequence: Sequence
+    slot: int
     limit: int
-    errors: float = 1.0
-    """How many guesses were wrong for each that the head's own doubts promised."""
-    typical: tuple[float, ...] = ()
-    """The chances of tokens that are not drafted yet, by depth; sure where it ends."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens that may come next; none where the drafter has no guess."""
 
     tokens: list[int] = field(default_factory=list)
-    drafter: str = ""
-    match: int = 0
-    """Tokens of context that the n-gram drafter found again."""
-    sure: list[float] = field(default_factory=list)
-    """The MTP head's confidence in each token."""
-    chance: float = 1.0
-    """That all of the head's tokens are right."""
-
-    @property
-    def judged(self) -> str:
-        """As what its results count: text that is being copied apart from matches that may be chance."""
-        return "copy" if self.drafter == "ngram" and self.match >= COPIED else self.drafter
-
-    @property
-    def slot(self) -> int:
-        """llama.cpp's id of the sequence, which must run."""
-        assert self.sequence.slot is not None
-        return self.sequence.slot
-
-
-@dataclass(frozen=True, slots=True)
-class Floors:
-    """By depth, the right tokens that all orders together must expect of one more token each."""
-
-    go_on: list[float]
-    """To draft it: it takes the drafter's time and another row to verify."""
-    keep: list[float]
-    """To verify it: a row."""
+    kind: str = ""
+    """One of the drafter's `kinds`: drafts of one kind are judged together."""
 
 
 class Drafter(Protocol):
-    """Guesses for sequences in which every token but the newest was decoded at least once."""
+    """Guesses for sequences of which every token but the pending ones is in the trunk's cache.
+
+    A drafter that is `instant` is asked first, and then it is decided how much of its drafts is verified; any
+    other is asked only after it was decided that its drafts pay, and for as many tokens as do.
+    """
 
     name: str
+    kinds: Mapping[str, float]
+    """Its kinds of drafts; the chance of a first token that is assumed before anything is known."""
+    instant: bool
+    """To ask it takes no time to speak of."""
+    most: int
+    """Sequences that it drafts for at once."""
+    depth: int
+    """Tokens of its longest draft."""
 
-    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
-        """Fill in `tokens` and `drafter` of each order; an order without a guess stays empty."""
+    def can_draft(self, request: DraftRequest) -> bool:
+        """Whether it has what it needs to draft for a sequence."""
+
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+        """A draft for each request, in order. May raise anything, which costs these drafts alone."""
+
+    def cost(self, n: int, depth: int) -> float:
+        """Expected seconds of drafts of `depth` tokens for `n` sequences."""
+
+    def look(self, sequences: ListLike[Sequence]) -> None:
+        """While the device computes: do what makes the next drafts faster."""
+
+    def measure(self) -> None:
+        """Time drafts of nothing, once, at start."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Nothing happens where it was not known."""
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """A drafter that reads the trunk's hidden rows."""
+
+    def wants(self, sequence: Sequence, end: int) -> bool:
+        """Whether the rows of tokens up to position `end` will ever be read."""
+
+    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
+        """The trunk has read the right tokens at `start`, `start` + 1...: rows [n, n_embd], to be copied."""
+
+    def rolled_back(self, slot: int, length: int) -> None:
+        """The slot holds its first `length` tokens only: those after it will be read again."""
+
+    def pause(self) -> None:
+        """From now on there are no rows: what slots have of them is of no more use."""
+
+
+@runtime_checkable
+class StateFollower(Protocol):
+    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes."""
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` becomes what `source` is."""
+
+    def free(self, sequence_id: int) -> None:
+        """The id holds nothing any more. Idempotent."""
+
+    def save(self, sequence_id: int) -> object | None:
+        """The id's state in host memory, with its size in `nbytes`; None where there is none."""
+
+    def restore(self, sequence_id: int, saved: object | None) -> None:
+        """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
+
+
+class DraftStates(Protocol):
+    """The way back from wrong drafts, as `server.engine.states` keeps it."""
+
+    def guard(self, batch: Batch) -> None:
+        """Before the launch: keep a way back for each chunk with a draft."""
+
+    def rollback(self, chunk: Chunk, accepted: int) -> int:
+        """Take a slot back after a wrong draft; the tokens that it holds then: with those accepted, or only
+        those before the chunk."""
+
+    def free(self, sequence_id: int) -> None:
+        """Empty an id."""
+
+    def rewinds(self, slot: int, n_sequences: int) -> int:
+        """Tokens of the longest draft that can be taken back keeping what was right."""
+
+    def keeps_graph(self, slot: int, n_sequences: int) -> int:
+        """Tokens of the longest draft after which llama.cpp's graph is still the one in use."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts: of one request, or of one drafter and all requests."""
+
+    steps: int = 0
+    """Steps that verified a draft."""
+    drafted: int = 0
+    """Tokens in those drafts."""
+    accepted: int = 0
+    """Those that were right."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A step verified a draft."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted tokens a draft."""
+        return self.accepted / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class DrafterStats(DraftCounts):
+    """One drafter, all requests."""
+
+    failed: int = 0
+    """Drafts that were lost to an error."""
+    unready: int = 0
+    """Drafts that were wanted when the drafter lacked what it reads."""
+    state: DrafterState = "active"
+    """"resting": its drafts did not pay of late; "failed": errors keep it from drafting for a while."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import LlamaError, NoMemorySlot
+from server.engine.errors import LlamaError
 
-from .acceptance import doubt
+from .base import Draft
+from .times import Mean
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from server.engine.llama.mtp import MtpContext
     from server.engine.sequence import Sequence
 
-    from .base import Floors, Order
-    from .times import DraftTimes
+    from .base import DraftRequest
 
-log = logging.getLogger(__name__)
+MOST = 1
+"""Sequences that it drafts for at once. For eight, an H200 gave 743, 731 and 715 tok/s with the head beside
+749, 767 and 720 without."""
 
+KINDS: Mapping[str, float] = {"mtp": 0.7}
 
 FEW = 24
 """Tokens to catch up on for a sequence that drafts all the time, at most."""
@@ -33,10 +36,16 @@ FEW = 24
 WIDEST = 5
 """Rows up to which every call of a draft for a lone sequence is made as wide as the widest, with tokens that
 go again. Calls of one width find llama.cpp's graph as they need it; to build one took an H200 0.2 to 0.3 ms,
-another row 0.02 (`python -m server.engine.speculation.cost`)."""
+another row 0.02."""
 
 KEPT = 128
 """Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""
+
+
+def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
+    """Host memory that hidden rows may take, at most, with a window of `window` tokens."""
+    buffers = 2 * MOST * 2 * window  # of those that draft, and spare ones
+    return 4 * n_embd * ((slots + checkpoints) * KEPT + buffers)
 
 
 @dataclass(slots=True)
@@ -54,7 +63,7 @@ class Reading:
     end: int = 0
     oldest: int = 0
     """The first position of which its cache may still have the entry."""
-    depth: int | None = None
+    length: int | None = None
     """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
 
     @property
@@ -89,70 +98,82 @@ class MtpDrafter:
     """
 
     name = "mtp"
+    instant = False
+    most = MOST
 
     def __init__(
-        self, context: MtpContext, window: int, times: DraftTimes, *, span: int = 2**31, widest: int = 0
+        self,
+        context: MtpContext,
+        window: int,
+        *,
+        depth: int,
+        slots: int,
+        span: int = 2**31,
+        widest: int = 0,
     ) -> None:
-        """The head looks back on `span` tokens of a sequence at most, and on half of them in any case.
+        """Drafts of at most `depth` tokens. Sequence ids below `slots` run; the others hold copies.
 
-        Calls for a lone sequence are all of one width if that is at most `widest`, see WIDEST.
+        The head looks back on `span` tokens of a sequence at most, and on half of them in any case. Calls for
+        a lone sequence are all of one width if that is at most `widest`, see WIDEST.
         """
+        self.depth, self.kinds = depth, KINDS
         self._context, self._window, self._span, self._widest = context, window, span, widest
-        self.times = times
+        self._slots = slots
         self._readings: dict[int, Reading] = {}
-        self._caught_up = 0
-        """Tokens that the head read before its last drafts."""
-        self.read_a_prompt = False
-        """Whether these were what a prompt left, which is read once, whatever is planned."""
         self._width = 0
         """Rows of each call of the draft being made; 0 for as many as there are tokens."""
-        self._free: list[npt.NDArray[np.float32]] = []
-        """Buffers of ids that were removed: fresh memory costs more than what is written to it."""
+        self._spare: list[npt.NDArray[np.float32]] = []
+        """Buffers of slots that were emptied: fresh memory costs more than what is written to it."""
+        self._decodes: dict[int, Mean] = {}
+        """Seconds of a decode, by sequences."""
+        self._besides = Mean()
+        """Seconds of a draft beyond its decodes: catching up, and forgetting what was guessed."""
 
     # --- what the trunk does -------------------------------------------------------------------------------
+
+    def wants(self, sequence: Sequence, end: int) -> bool:
+        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
+        return len(sequence.tokens) - end < self._window
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
         """The trunk has read the tokens at `start`, `start` + 1...: their hidden rows [n, n_embd], copied."""
         reading = self._readings.get(slot)
         if reading is None:
             reading = self._readings[slot] = Reading(self._buffer())
-        reading.depth = None
-        used = reading.end - reading.first
-        if start == reading.end and len(rows) == 1 and used < len(reading.buffer):  # as in most steps
-            reading.buffer[used] = rows[0]
-            reading.end += 1
-            return
+        reading.length = None
         if start > reading.end:
             self._forget_cache(slot, reading)
             reading.first = reading.end = start
-        end = start + len(rows)
-        if end <= reading.end:
+        if start + len(rows) <= reading.end:
             return  # read again after a rejection
         self._append(reading, rows[reading.end - start :])
         if reading.fed and reading.first > reading.fed - 1:
             self._forget_cache(slot, reading)
 
-    def ahead(self, slot: int, depth: int) -> None:
-        """The slot went back to its first `depth` tokens; what was read of those that follow stays right."""
+    def rolled_back(self, slot: int, length: int) -> None:
+        """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
         if (reading := self._readings.get(slot)) is not None:
-            reading.depth = depth
+            reading.length = length
 
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self._window
+    def pause(self) -> None:
+        """There will be a gap: what slots have is of no more use."""
+        for slot in [slot for slot in self._readings if slot < self._slots]:
+            self.free(slot)
+
+    # --- what becomes of sequence ids ----------------------------------------------------------------------
 
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, but for unused rows further back than KEPT."""
-        self.remove(target)
+        self.free(target)
         if (reading := self._readings.get(source)) is None:
             return
-        end = reading.end if reading.depth is None else min(reading.end, reading.depth)
+        end = reading.end if reading.length is None else min(reading.end, reading.length)
         fed = min(reading.fed, end)
         first = max(min(reading.first, end), end - KEPT)
         if fed and first > fed - 1:
             fed = 0
-        copied = self._readings[target] = Reading(self._buffer(), fed, first, end, reading.oldest)
-        copied.rows[:] = reading.buffer[first - reading.first : end - reading.first]
+        rows = reading.buffer[first - reading.first : end - reading.first].copy()
+        self._readings[target] = Reading(rows, fed, first, end, reading.oldest)
         if fed:
             self._context.copy(source, target)
             if fed < reading.fed:
@@ -165,35 +186,44 @@ class MtpDrafter:
         cache = self._context.save(sequence_id) if reading.fed else None
         return SavedReading(reading.rows.copy(), reading.first, reading.fed, reading.oldest, cache)
 
-    def restore(self, sequence_id: int, saved: SavedReading) -> None:
-        """Put what was saved into an empty id; nothing of it where the head's cache has no room."""
+    def restore(self, sequence_id: int, saved: object | None) -> None:
+        """Put what was saved into an id; nothing of it where the head's cache has no room."""
+        self.free(sequence_id)
+        if not isinstance(saved, SavedReading):
+            return
         if saved.cache is not None:
             try:
                 self._context.restore(sequence_id, saved.cache)
-            except LlamaError as error:
-                log.debug("the head begins anew: %s", error)
+            except LlamaError:  # it begins anew
                 self._context.remove(sequence_id)
                 return
         end = saved.first + len(saved.rows)
-        reading = Reading(self._buffer(), saved.fed, saved.first, end, saved.oldest)
-        reading.rows[:] = saved.rows
-        self._readings[sequence_id] = reading
+        self._readings[sequence_id] = Reading(saved.rows.copy(), saved.fed, saved.first, end, saved.oldest)
 
-    def remove(self, sequence_id: int) -> None:
+    def free(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
         if (reading := self._readings.pop(sequence_id, None)) is not None:
-            self._free.append(reading.buffer)
+            if len(reading.buffer) == 2 * self._window and len(self._spare) < MOST:
+                self._spare.append(reading.buffer)
             if reading.fed:
                 self._context.remove(sequence_id)
 
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to do: what is known belongs to sequence ids."""
+
     def _buffer(self) -> npt.NDArray[np.float32]:
-        if self._free:
-            return self._free.pop()
+        if self._spare:
+            return self._spare.pop()
         return np.empty((2 * self._window, self._context.beside.shape[1]), np.float32)
 
     def _append(self, reading: Reading, new: npt.NDArray[np.float32]) -> None:
-        buffer, window, n = reading.buffer, self._window, len(new)
-        used = reading.end - reading.first
+        window, n, used = self._window, len(new), reading.end - reading.first
+        if used + n > len(reading.buffer) < 2 * window:  # as it was copied
+            buffer = self._buffer()
+            buffer[: min(used, 2 * window)] = reading.rows[-2 * window :]
+            reading.first, reading.buffer = max(reading.first, reading.end - 2 * window), buffer
+            used = reading.end - reading.first
+        buffer = reading.buffer
         reading.end += n
         if n >= window:
             buffer[:window] = new[n - window :]
@@ -205,49 +235,45 @@ class MtpDrafter:
             reading.first, used = reading.end - window, kept
         buffer[used : used + n] = new
 
-    def can_draft(self, sequence: Sequence) -> bool:
+    # --- drafting ------------------------------------------------------------------------------------------
+
+    def can_draft(self, request: DraftRequest) -> bool:
         """Whether the trunk's rows of all tokens but the newest are there."""
-        reading = self._readings.get(-1 if sequence.slot is None else sequence.slot)
-        if reading is None or reading.end != len(sequence.tokens) - 1:
+        reading = self._readings.get(request.slot)
+        if reading is None or reading.end != len(request.sequence.tokens) - 1:
             return False
         return (reading.fed or reading.first + 1) <= reading.end
 
-    # --- drafting ------------------------------------------------------------------------------------------
+    def cost(self, n: int, depth: int) -> float:
+        """A decode for each token, and what comes besides."""
+        if not self._decodes:
+            return 0.0
+        decode = self._decodes.get(n) or next(iter(self._decodes.values()))
+        return depth * decode.value + self._besides.value
 
-    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
-        """Draft greedily; the orders stay empty when the head's cache is full or its logits are no use.
+    def look(self, sequences: ListLike[Sequence]) -> None:
+        """Nothing: the head would take the device's time."""
 
-        All sequences draft together, one token a round, each up to its limit; they stop when the right tokens
-        that one more round promises are below the floors. Each sequence must pass `can_draft`.
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+        """Draft greedily, all together, one token a decode. Each request must pass `can_draft`.
+
+        Raises what llama.cpp did: NoMemorySlot where the head's cache is full, LlamaError, FloatingPointError
+        where its logits are no use. Then those who asked begin anew, and the others from their hidden rows.
         """
-        alive = [order for order in orders if order.limit > 0]
-        if not alive:
-            return
         started = perf_counter()
         try:
-            rounds = self._draft(alive, floors)
-            self.read_a_prompt = self._caught_up > FEW * len(alive)
-            if not self.read_a_prompt:
-                seconds = perf_counter() - started - rounds * self.times.of(len(alive))
-                self.times.besides.add(max(0.0, seconds))
-        except (NoMemorySlot, FloatingPointError) as error:
-            log.debug("no drafts: %s", error)
-            busy = {order.slot for order in alive}
-            for idle in self._readings.keys() - busy:  # they go on from the rows that they still have
-                self._forget_cache(idle, self._readings[idle])
-            for order in alive:
-                self.remove(order.slot)
-                self._context.remove(order.slot)  # what was fed before it failed
-                order.tokens.clear()
-                order.sure.clear()
+            drafts, caught_up, decoding = self._draft(requests)
+        except Exception:
+            self._recover(requests)
+            raise
+        if caught_up <= FEW * len(requests):
+            self._besides.add(max(0.0, perf_counter() - started - decoding))
+        return drafts
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing to do: what is known belongs to slots, see `remove`."""
-
-    def measure(self, most: int) -> None:
-        """Time drafts of 1, 2, 4... up to `most` sequences: of nothing, which takes as long as any."""
-        context, n = self._context, 1
-        while n <= most:
+    def measure(self) -> None:
+        """Time decodes of 1 up to MOST sequences: of nothing, which takes as long as any."""
+        context = self._context
+        for n in range(1, min(self.most, self._slots) + 1):
             for position in range(4):
                 started = perf_counter()
                 context.tokens[:n], context.positions[:n] = 0, position
@@ -255,52 +281,54 @@ class MtpDrafter:
                 context.decode(n)
                 context.best(range(n), range(n))
                 context.beside[:n] = context.hidden(n)
-                self.times.add(n, perf_counter() - started)
+                self._decodes.setdefault(n, Mean()).add(perf_counter() - started)
             context.clear()
-            n *= 2
 
-    def _draft(self, alive: list[Order], floors: Floors | None) -> int:
-        """Returns the number of decodes."""
-        deepest = max(order.limit for order in alive)
-        self._width = deepest + 1 if len(alive) == 1 and deepest < self._widest else 0
-        drafting, rows = alive, self._catch_up(alive)
+    def _recover(self, requests: ListLike[DraftRequest]) -> None:
+        """After a failure nothing that was fed is relied on."""
+        busy = {request.slot for request in requests}
+        for idle in self._readings.keys() - busy:  # they go on from the rows that they still have
+            self._forget_cache(idle, self._readings[idle])
+        for request in requests:
+            self.free(request.slot)
+            self._context.remove(request.slot)  # what was fed before it failed
+
+    def _draft(self, requests: ListLike[DraftRequest]) -> tuple[list[Draft], int, float]:
+        """The drafts, the tokens that the head caught up on, and about the seconds of its decodes."""
+        n, slots = len(requests), [request.slot for request in requests]
+        deepest = max(request.limit for request in requests)
+        self._width = deepest + 1 if n == 1 and deepest < self._widest else 0
+        drafts = [Draft(kind=self.name) for _ in requests]
+        rows, caught_up = self._catch_up(requests)
+        mean = self._decodes.setdefault(n, Mean())
         for depth in range(deepest):
             started = perf_counter()
-            tokens, confidence = self._context.best([order.slot for order in alive], rows)
-            for order, token, sure in zip(alive, tokens, confidence, strict=True):
-                order.tokens.append(token)
-                order.sure.append(sure)
-                order.drafter = self.name
-                order.chance *= max(0.0, 1 - order.errors * doubt(sure))
-            # the first is verified whatever the head thinks of it, or nobody would learn what that is worth
-            if depth and floors is not None and sum(order.chance for order in alive) < floors.keep[depth]:
-                for order in alive:
-                    order.tokens.pop()
+            tokens, _ = self._context.best(slots, rows)
+            for draft, token in zip(drafts, tokens, strict=True):
+                draft.tokens.append(token)
+            if depth + 1 == deepest:
                 break
-            going_on = [k for k, order in enumerate(alive) if order.limit > depth + 1]
-            promised = sum(alive[k].chance * _at(alive[k].typical, depth + 1) for k in going_on)
-            if not going_on or (floors is not None and promised < floors.go_on[depth + 1]):
-                break
-            rows = self._next_round(alive, rows, going_on, tokens)
-            alive = [alive[k] for k in going_on]
+            rows = self._next(requests, rows, tokens, depth)
             if depth:
-                self.times.add(len(rows), perf_counter() - started)
-        if depth or self._width:  # guesses' entries go: the trunk's own rows make those that come true
-            for order in drafting:
-                self._context.remove(order.slot, len(order.sequence.tokens))
-        return depth + 1
+                mean.add(perf_counter() - started)
+        if deepest > 1 or self._width:  # guesses' entries go: the trunk's rows make those that come true
+            for request in requests:
+                self._context.remove(request.slot, len(request.sequence.tokens))
+        for request, draft in zip(requests, drafts, strict=True):
+            del draft.tokens[request.limit :]
+        return drafts, caught_up, deepest * mean.value
 
-    def _catch_up(self, orders: ListLike[Order]) -> list[int]:
-        """Feed what the head has not read; returns the batch indices of the newest tokens."""
+    def _catch_up(self, requests: ListLike[DraftRequest]) -> tuple[list[int], int]:
+        """Feed what the head has not read: the batch indices of the newest tokens, and how many it was."""
         context = self._context
         feeds = []
-        for order in orders:
-            reading, tokens = self._readings[order.slot], order.sequence.tokens
+        for request in requests:
+            reading, tokens = self._readings[request.slot], request.sequence.tokens
             if not reading.fed:
                 reading.oldest = reading.first + 1
             first = reading.fed or reading.first + 1
             hidden = reading.rows[first - 1 - reading.first :]
-            feeds.append((order.slot, first, tokens[first:], hidden))
+            feeds.append((request.slot, first, tokens[first:], hidden))
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
         if total > context.n_batch:  # all but the newest tokens first, piece by piece
             for slot, first, tokens, hidden in feeds:
@@ -318,32 +346,30 @@ class MtpDrafter:
             context.outputs[n - 1] = 1
             rows.append(n - 1)
         self._decode(n)
-        self._caught_up = total
-        for order in orders:  # the last row stays, in case the newest token is taken back
-            reading = self._readings[order.slot]
+        for request in requests:  # the last row stays, in case the newest token is taken back
+            reading = self._readings[request.slot]
             reading.buffer[0] = reading.rows[-1]
-            reading.fed, reading.first = len(order.sequence.tokens), reading.end - 1
+            reading.fed, reading.first = len(request.sequence.tokens), reading.end - 1
             if reading.fed - reading.oldest > self._span:
-                context.remove(order.slot, reading.oldest, reading.fed - self._span // 2)
+                context.remove(request.slot, reading.oldest, reading.fed - self._span // 2)
                 reading.oldest = reading.fed - self._span // 2
-        return rows
+        return rows, total
 
-    def _next_round(
-        self, alive: list[Order], rows: list[int], going_on: list[int], tokens: list[int]
+    def _next(
+        self, requests: ListLike[DraftRequest], rows: list[int], tokens: list[int], depth: int
     ) -> list[int]:
         """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
-        context, n = self._context, len(going_on)
+        context, n = self._context, len(requests)
         if self._width:  # every row is an output; what follows the one that counts makes room
             context.beside[:1] = context.hidden(self._width)[rows]
-            [order] = alive
-            context.remove(order.slot, len(order.sequence.tokens) + len(order.tokens) - 1)
+            [request] = requests
+            context.remove(request.slot, len(request.sequence.tokens) + depth)
         else:
-            context.beside[:n] = context.hidden(len(alive))[going_on]
-        for index, k in enumerate(going_on):
-            order = alive[k]
-            context.tokens[index] = tokens[k]
-            context.positions[index] = len(order.sequence.tokens) + len(order.tokens) - 1
-            context.sequences[index] = order.slot
+            context.beside[:n] = context.hidden(n)
+        for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            context.tokens[index] = token
+            context.positions[index] = len(request.sequence.tokens) + depth
+            context.sequences[index] = request.slot
         context.outputs[:n] = 1
         self._decode(n)
         return list(range(n))
@@ -373,7 +399,3 @@ class MtpDrafter:
         if reading.fed:
             self._context.remove(slot)
             reading.fed = 0
-
-
-def _at(chances: tuple[float, ...], depth: int) -> float:
-    return chances[depth] if depth < len(chances) else 1.0

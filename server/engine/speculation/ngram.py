@@ -1,75 +1,132 @@
 """Drafts copied from the text itself: what followed the last time that the newest tokens occurred.
 
-Prompt lookup decoding (Saxena 2023), with the longest match as in suffix-tree drafters (SuffixDecoding,
-Oliaro et al. 2024), found as in `suffixes.py`.
+Prompt lookup decoding (Saxena 2023). A text is kept as a string with one character a token, so that the
+latest occurrence of its last tokens is found by `str.rfind`: 1 us in 2,000 tokens, 0.1 ms in 200,000.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .acceptance import Record
-from .suffixes import LONGEST_COMPARED, SuffixIndex
+import numpy as np
+
+from .base import Draft
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
-
-    import numpy as np
-    import numpy.typing as npt
 
     from server.engine.sequence import Sequence
 
-    from .base import Floors, Order
-    from .pool import Pool
+    from .base import DraftRequest
+
+MATCHES = {3: 0.5, 6: 0.8, 16: 0.97}
+"""Lengths of matches that are judged apart, text that is being copied from matches by chance; and the chance
+of the token after each that is assumed before anything is known."""
+
+_KINDS = {length: f"match-{length}" for length in MATCHES}
+
+
+class Lookup:
+    """Follows a growing list of tokens and knows the latest earlier occurrence of its end.
+
+    `source` is the index of the token that followed that occurrence, -1 where there is none; `match` is a
+    number of tokens that agree before it. While the text repeats, the occurrence moves along.
+    """
+
+    __slots__ = ("_text", "match", "source", "tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.source, self.match = -1, 0
+        self._text = ""
+
+    def update(self) -> None:
+        """Take in what was appended to the list since the last time."""
+        known = len(self._text)
+        if known == len(self.tokens):
+            return
+        new = _characters(self.tokens[known:])
+        self._text += new
+        if self.source >= 0 and self._text.startswith(new, self.source):
+            self.source += len(new)
+            self.match += len(new)
+        else:
+            self._search()
+
+    def continuation(self, n: int) -> list[int]:
+        """The `n` tokens that follow if the occurrence is repeated further, past its own end if need be."""
+        if self.source < 0:
+            return []
+        period = len(self.tokens) - self.source
+        follows = self.tokens[self.source : self.source + n]
+        return follows if n <= period else (follows * -(-n // period))[:n]
+
+    @property
+    def kind(self) -> str:
+        """The drafter's kind of draft after such a match."""
+        return _KINDS[max(length for length in MATCHES if length <= self.match)]
+
+    def _search(self) -> None:
+        text, end = self._text, len(self._text)
+        self.source, self.match = -1, 0
+        for length in MATCHES:  # a text that does not hold the shorter one does not hold the longer one
+            if length >= end or (place := text.rfind(text[end - length :], 0, end - 1)) < 0:
+                break
+            self.source, self.match = place + length, length
 
 
 class NgramDrafter:
-    """Keeps an index for every sequence it was asked about, and asks the pool where that finds less."""
+    """Keeps the text of every sequence that it was asked about."""
 
     name = "ngram"
+    instant = True
 
-    def __init__(self, pool: Pool | None = None) -> None:
-        self.experience = Record()
-        """What the sequences that have ended tell about those to come."""
-        self._pool = pool
-        self._indexes: dict[Sequence, SuffixIndex] = {}
+    def __init__(self, depth: int, most: int) -> None:
+        """Drafts have at most `depth` tokens, for at most `most` sequences at once."""
+        self.depth, self.most = depth, most
+        self.kinds: Mapping[str, float] = {_KINDS[length]: chance for length, chance in MATCHES.items()}
+        self._lookups: dict[Sequence, Lookup] = {}
 
-    def propose(self, orders: ListLike[Order], floors: Floors | None = None) -> None:
-        """Fill in the orders; a text that repeats nothing gets no draft. Free, so there is no floor to it."""
-        for order in orders:
-            if order.limit <= 0:  # not worth an index of the whole prompt
-                continue
-            index = self._read(order.sequence)
-            match, follows = index.match, index.continuation
-            if self._pool is not None and match < LONGEST_COMPARED:
-                pooled = self._pool.find(order.sequence.tokens)
-                if pooled.match > match:
-                    match, follows = pooled.match, pooled.continuation
-            if match:
-                order.tokens, order.match, order.drafter = follows(order.limit), match, self.name
+    def can_draft(self, request: DraftRequest) -> bool:
+        """It needs nothing but room."""
+        return request.limit > 0
 
-    def read(self, sequences: ListLike[Sequence]) -> None:
-        """Take in what they have gained, so that less is left to do when they are asked about."""
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+        """What the text gives; a text that repeats nothing gets no draft."""
+        drafts = []
+        for request in requests:
+            lookup = self._read(request.sequence)
+            if lookup.match:
+                drafts.append(Draft(lookup.continuation(request.limit), lookup.kind))
+            else:
+                drafts.append(Draft())
+        return drafts
+
+    def cost(self, n: int, depth: int) -> float:
+        """Nothing."""
+        return 0.0
+
+    def look(self, sequences: ListLike[Sequence]) -> None:
+        """Search the texts now."""
         for sequence in sequences:
             self._read(sequence)
 
-    def _read(self, sequence: Sequence) -> SuffixIndex:
-        if (index := self._indexes.get(sequence)) is None:
-            index = self._indexes[sequence] = SuffixIndex(sequence.tokens)
-        else:
-            index.update()
-        return index
-
-    def chances(self, order: Order) -> npt.NDArray[np.float64]:
-        """For each token drafted the chance that it is right if those before it are."""
-        record = self._indexes[order.sequence].record
-        return record.chances(order.match, len(order.tokens), self.experience)
+    def measure(self) -> None:
+        """Nothing to time."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended: its experience stays, and its text where there is a pool."""
-        if (index := self._indexes.pop(sequence, None)) is None:
-            return
-        index.update()
-        self.experience.merge(index.record)
-        if self._pool is not None:
-            self._pool.add(sequence.tokens)
+        """Its text is dropped."""
+        self._lookups.pop(sequence, None)
+
+    def _read(self, sequence: Sequence) -> Lookup:
+        if (lookup := self._lookups.get(sequence)) is None:
+            lookup = self._lookups[sequence] = Lookup(sequence.tokens)
+        lookup.update()
+        return lookup
+
+
+def _characters(tokens: list[int]) -> str:
+    if len(tokens) < 64:
+        return "".join(map(chr, tokens))
+    return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")

@@ -1,31 +1,32 @@
-"""Speculative decoding as the engine sees it: drafts for a step, checkpoints around it, lessons after it."""
+"""Speculative decoding as the engine sees it: drafts for a batch, the way back from wrong ones, lessons."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from .base import Order
-from .choice import Choice
-from .counts import DraftCounts
-from .times import FIRST, Mean
+from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
+from .controller import Always, Backoff, Controller, Option, Step
+from .mtp import WIDEST, MtpDrafter
+from .ngram import NgramDrafter
+from .times import FIRST, Mean, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
+    from server.engine.batch import Batch, Chunk, Sampled
     from server.engine.llama import Context
-    from server.engine.prefix_cache import Spans
-    from server.engine.scheduler import Chunk, Sampled, Step
+    from server.engine.llama.mtp import MtpContext
     from server.engine.sequence import Sequence
+    from server.engine.settings import EngineSettings
 
-    from .eager import Eager
-    from .mtp import MtpDrafter, SavedReading
-    from .ngram import NgramDrafter
-    from .plan import Plan, Planner
-    from .rollback import Rollback
-    from .times import StepTimes
+    from .base import Drafter, DrafterState, DraftStates
+    from .controller import Plan
+
+log = logging.getLogger(__name__)
 
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
@@ -41,334 +42,461 @@ are what it takes."""
 LOOK = 8
 """Of steps that only decode, one after the other, the first ones and then every so many are learnt from."""
 
+LISTEN = 64
+"""Steps before its next draft from which on hidden rows are kept for a drafter that reads them, which guesses
+better with some text before its eyes. A rest must be twice as long for it to pay that none are kept, since to
+change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6."""
+
+DISABLED_AFTER, DISABLED_FIRST, DISABLED_LAST = 3, 256, 16_384
+"""Failures in a row after which a drafter is not asked for so many steps, four times as many each time."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """A drafter, what became of its drafts, and whether it works."""
+
+    drafter: Drafter
+    stats: DrafterStats = field(default_factory=DrafterStats)
+    disabled: Backoff = field(default_factory=lambda: Backoff(DISABLED_FIRST, DISABLED_LAST))
+    failures: int = 0
+    """In a row."""
+
+    def succeeded(self) -> None:
+        """It has drafted."""
+        self.failures = 0
+        self.disabled.end()
+
+    def failed(self, error: Exception) -> None:
+        """A draft was lost to an error."""
+        name, self.failures = self.drafter.name, self.failures + 1
+        level = logging.DEBUG if self.stats.failed else logging.WARNING
+        log.log(level, "a draft by %s failed, and costs that draft: %s", name, error, exc_info=error)
+        self.stats.failed += 1
+        if self.failures >= DISABLED_AFTER:
+            self.disabled.begin()
+
 
 class Speculator:
-    """Asks the drafters, chooses by cost, keeps the way back open, and learns from what comes out.
+    """Asks the drafters, keeps the way back open, and has the controller learn from what comes out.
 
-    The engine's thread calls, step by step: `propose` while the step is made, `prepare` before it is decoded,
-    `conclude` when its tokens are known. The cache's copies of sequence ids go through `copy` and `remove`.
+    The engine's thread calls, step by step: `propose` before a batch is launched, then `verify` when its
+    tokens are known, or `abandon` when it could not be computed.
     """
 
     def __init__(
         self,
         context: Context,
-        rollback: Rollback,
-        planner: Planner | Eager,
-        times: StepTimes,
+        states: DraftStates,
+        drafters: ListLike[Drafter],
+        controller: Controller,
         *,
-        ngram: NgramDrafter | None,
-        mtp: MtpDrafter | None,
         slots: int,
-        longest: int,
-        deepest: int,
         most_rows: int,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Sequences in the first `slots` draft, at most `longest` tokens, by the head at most `deepest`."""
-        self._context, self._rollback, self._planner, self.times = context, rollback, planner, times
-        self._ngram, self._mtp = ngram, mtp
-        self._slots, self._longest, self._most_rows = slots, longest, most_rows
-        self._choice = Choice(
-            planner, times, rollback, ngram=ngram, mtp=mtp, deepest=deepest, most_rows=most_rows
-        )
-        self.totals: dict[str, DraftCounts] = {d.name: DraftCounts() for d in (ngram, mtp) if d is not None}
-        """By drafter."""
-        self._orders: dict[Sequence, Order] = {}
-        """What was proposed for the step being made."""
-        self.spans: Spans | None = None
-        """The scheduler's count of cells, from which drafts that were wrong are taken again."""
-        self._in_flight = False
-        self._clock, self._overhead = clock, 0.0
-        self._graphs_reused = self._passes = 0
-        """At the last look; and steps since."""
-        self._built = False
-        """Whether there was a graph built then."""
+        """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
+        self._context, self._states, self._controller = context, states, controller
+        self._watched = [Watched(drafter) for drafter in drafters]
+        self._readers = [drafter for drafter in drafters if isinstance(drafter, HiddenReader)]
+        self.followers = [drafter for drafter in drafters if isinstance(drafter, StateFollower)]
+        """Those whose states must go where the trunk's go."""
+        self._slots, self._most_rows, self._clock = slots, most_rows, clock
+        self._alive: set[Sequence] = set()
+        """Sequences that were in a batch and have not ended."""
+        self._n = 0
+        """Sequences of the last batch."""
+        self._kinds: list[str] = []
+        """Of the drafts of the batch, by chunk; empty where it has none."""
+        self._drafter: Watched | None = None
+        """Whose drafts they are."""
+        self._drafting = ""
+        """The kind that was drafted last, as long as the consequences last."""
+        self._proposing = self._way_back = 0.0
+        """Seconds that the drafts of the batch took, and that it took to keep the way back and go it."""
+        self._beyond = False
+        """Whether they are longer than what is taken back for nothing."""
+        self._shape = (0, 0)
+        """Sequences and rows of the last step, for which there is a graph."""
         self._plain_steps = 0
         """In a row, after another for as many sequences."""
-        self._n = 0
-        """Sequences that decode."""
-        self._listening = mtp is not None
-        """Whether the context keeps the hidden rows that the head reads."""
-        self._starts: list[int] = []
-        self._copies: list[tuple[int, int]] = []
-        self._proposing = 0.0
-        """Seconds that the drafts of the step took."""
-        self._drafting = ""
-        """Who drafted last, as long as the consequences last."""
+        self._graphs_reused, self._passes, self._built = context.graphs_reused, 0, False
+        """At the last look; steps since; and whether there was a graph built then."""
+        self._listening = bool(self._readers)
+        self._rehearsing = False
+        if self._readers:
+            context.keep_hidden(True)
 
-    def reads(self, step: Step) -> bool:
-        """Whether `conclude` will read hidden rows of a step of prompts alone, and so wait for the device."""
-        mtp = self._mtp
-        return (
-            mtp is not None
-            and self._listening
-            and any(
-                mtp.wants(chunk.sequence, start + chunk.count)
-                for chunk, start in zip(step.chunks, self._starts, strict=True)
-            )
+    # --- before a step -------------------------------------------------------------------------------------
+
+    def propose(self, batch: Batch) -> None:
+        """Add drafts to a decode batch, where they pay, and keep a way back."""
+        if not self._watched:
+            return
+        started = self._clock()
+        chunks, self._kinds, self._drafter = batch.chunks, [], None
+        self._n = len(chunks)
+        self._alive.update([chunk.sequence for chunk in chunks])
+        if self._readers:
+            self._listen()
+        self._way_back = 0.0
+        decodes = self._n <= self._slots and all(c.samples and not c.is_prompt for c in chunks)
+        if decodes and (requests := self._requests(chunks)):
+            self._propose(batch, requests)
+        self._proposing = self._clock() - started - self._way_back
+
+    def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
+        """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
+        requests = []
+        for chunk in chunks:
+            sequence, slot = chunk.sequence, chunk.slot
+            limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
+            requests.append(DraftRequest(sequence, slot, max(0, limit)))
+        return requests if any(request.limit for request in requests) else []
+
+    def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:
+        n, slot = len(requests), requests[0].slot
+        found: dict[str, list[Draft]] = {}
+        options = [o for watched in self._watched if (o := self._option(watched, requests, found))]
+        if not options:
+            return
+        alone = n == 1
+        step = Step(
+            [chunk.count for chunk in batch.chunks],
+            batch.draft_room,
+            self._most_rows,
+            rewinds=self._states.rewinds(slot, n) if alone else 0,
+            keeps_graph=self._states.keeps_graph(slot, n) if alone else 0,
+            shape=self._shape,
         )
+        if (plan := self._controller.choose(options, step)) is not None:
+            self._beyond = max(plan.lengths) > step.rewinds
+            self._carry_out(batch, plan, requests, found)
 
-    def stats(self) -> dict[str, DraftCounts]:
-        """The totals so far; they do not change later."""
-        return {drafter: replace(counts) for drafter, counts in self.totals.items()}
+    def _option(
+        self, watched: Watched, requests: list[DraftRequest], found: dict[str, list[Draft]]
+    ) -> Option | None:
+        """What a drafter may bring to this step; `found` gets what it brought already."""
+        drafter, n = watched.drafter, len(requests)
+        if n > drafter.most or not watched.disabled.over():
+            return None
+        if not (allowed := self._controller.allowed(drafter, n)):
+            return None
+        depth = drafter.depth
+        asked = [replace(request, limit=min(request.limit, depth)) for request in requests]
+        if drafter.instant:
+            drafts = found[drafter.name] = self._ask(watched, asked)
+            kinds = [draft.kind if draft.kind in allowed and draft.tokens else "" for draft in drafts]
+            option = Option(drafter, kinds, [len(draft.tokens) for draft in drafts])
+        else:
+            [kind] = allowed
+            ready = [request.limit > 0 and drafter.can_draft(request) for request in asked]
+            watched.stats.unready += not any(ready)
+            option = Option(
+                drafter, [kind if is_ready else "" for is_ready in ready], [r.limit for r in asked]
+            )
+        return option if any(option.kinds) else None
+
+    def _carry_out(
+        self, batch: Batch, plan: Plan, requests: list[DraftRequest], found: dict[str, list[Draft]]
+    ) -> None:
+        drafter, lengths = plan.drafter, plan.lengths
+        watched = next(one for one in self._watched if one.drafter is drafter)
+        if drafter.instant:
+            drafts = found[drafter.name]
+        else:
+            asked = [
+                replace(request, limit=length)
+                for request, length in zip(requests, lengths, strict=True)
+                if length
+            ]
+            answers = iter(self._ask(watched, asked))
+            drafts = [next(answers) if length else Draft() for length in lengths]
+        for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
+            if tokens := draft.tokens[:length]:
+                batch.add_draft(chunk, tokens, drafter.name)
+        if not any(chunk.draft for chunk in batch.chunks):
+            return
+        started = self._clock()
+        try:
+            self._states.guard(batch)
+        except Exception as error:  # no way back: no drafts
+            watched.failed(error)
+            batch.drop_drafts()
+        else:
+            self._drafter = watched
+            self._kinds = [
+                draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)
+            ]
+        self._way_back = self._clock() - started
+
+    def _ask(self, watched: Watched, requests: list[DraftRequest]) -> list[Draft]:
+        """Its drafts; empty ones where it fails."""
+        try:
+            drafts = watched.drafter.propose(requests)
+        except Exception as error:  # whatever it is, it is not worth a request
+            watched.failed(error)
+            return [Draft() for _ in requests]
+        watched.succeeded()
+        return drafts
+
+    def _listen(self) -> None:
+        """Have hidden rows kept, or not where those who read them will not draft for long."""
+        n = max(1, len(self._alive))
+        patience = 2 * LISTEN if self._listening else LISTEN
+        listens = any(
+            n <= watched.drafter.most
+            and max(watched.disabled.left, self._controller.rest_left(watched.drafter, n)) <= patience
+            for watched in self._watched
+            if isinstance(watched.drafter, HiddenReader)
+        )
+        if listens is not self._listening:
+            self._listening = listens
+            self._context.keep_hidden(listens)
+            if not listens:
+                for reader in self._readers:
+                    reader.pause()
+
+    def meanwhile(self, batch: Batch) -> None:
+        """While the device computes: the texts of those who may be asked for drafts soon are read."""
+        if len(batch.chunks) > self._slots:
+            return
+        sequences = [chunk.sequence for chunk in batch.chunks if not chunk.is_prompt]
+        for watched in self._watched:
+            drafter = watched.drafter
+            if sequences and not watched.disabled.left and not self._controller.rest_left(drafter, self._n):
+                try:
+                    drafter.look(sequences)
+                except Exception as error:
+                    watched.failed(error)
+
+    # --- after a step --------------------------------------------------------------------------------------
+
+    def verify(self, batch: Batch, sampled: ListLike[Sampled], seconds: float) -> list[int]:
+        """Take wrong drafts back, and learn: the tokens that each chunk's slot holds now.
+
+        `seconds` is the time from the launch to the last token.
+        """
+        chunks = batch.chunks
+        if not self._watched:
+            return [chunk.start + chunk.count for chunk in chunks]
+        if self._rehearsing:
+            self._learn_times(batch, seconds)
+            return [chunk.start + chunk.n_tokens for chunk in chunks]
+        started = self._clock()
+        if self._readers and self._listening:
+            self._collect(batch, sampled)
+        if self._kinds:
+            held = [self._settle(chunk, new) for chunk, new in zip(chunks, sampled, strict=True)]
+        else:
+            held = [chunk.start + chunk.count for chunk in chunks]
+        self._learn(batch, sampled, seconds, started)
+        self._kinds, self._drafter = [], None
+        return held
+
+    def abandon(self) -> None:
+        """The batch was not computed."""
+        self._kinds, self._drafter = [], None
+        self._shape, self._plain_steps = (0, 0), 0
+
+    def _settle(self, chunk: Chunk, new: Sampled) -> int:
+        """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
+        right, drafted = _accepted(new), len(chunk.draft)
+        if not drafted or right == drafted:
+            return chunk.start + chunk.n_tokens
+        slot = chunk.sequence.slot
+        assert slot is not None
+        started = self._clock()
+        try:
+            held = self._states.rollback(chunk, right)
+        except Exception as error:  # the sequence reads its text again
+            assert self._drafter is not None
+            self._drafter.failed(error)
+            self._states.free(slot)
+            held = 0
+        self._way_back += self._clock() - started
+        if held < chunk.start + chunk.count + right:
+            for reader in self._readers:
+                reader.rolled_back(slot, held)
+        return held
+
+    def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
+        """Give the readers the hidden rows of what was right. Waits for the device if there are any."""
+        wanted = []
+        for chunk, new in zip(batch.chunks, sampled, strict=True):
+            slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
+            if slot is not None and slot < self._slots:
+                readers = [r for r in self._readers if r.wants(chunk.sequence, chunk.start + right)]
+                if readers:
+                    wanted.append((readers, slot, chunk, right))
+        if not wanted:
+            return
+        try:
+            hidden = self._context.hidden(batch.n_tokens)
+            for readers, slot, chunk, right in wanted:
+                places = chunk.places[:right]
+                together = places[-1] - places[0] == right - 1
+                rows = hidden[places[0] : places[0] + right] if together else hidden[places]
+                for reader in readers:
+                    reader.collect(slot, chunk.start, rows)
+        except Exception as error:
+            for watched in self._watched:
+                if isinstance(watched.drafter, HiddenReader):
+                    watched.failed(error)
+                    watched.drafter.pause()
+
+    def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
+        chunks, n = batch.chunks, len(batch.chunks)
+        plain = not self._kinds and batch.is_decode
+        self._plain_steps = self._plain_steps + 1 if plain and self._shape == (n, 1) else 0
+        if self._plain_steps > 2 and self._plain_steps % LOOK:
+            self._passes += 1
+            return  # there is nothing to learn from the hundredth of a kind
+        if self._kinds:
+            self._count(chunks, sampled)
+        decodes = all(chunk.samples and not chunk.is_prompt for chunk in chunks)
+        built, captured = self._learn_times(batch, seconds, decodes=decodes)
+        if not decodes:
+            return
+        controller, spent = self._controller, seconds + self._clock() - started
+        if self._drafter is not None:
+            kinds = {kind for kind in self._kinds if kind}
+            self._drafting = max(kinds, key=self._kinds.count)
+            if self._beyond:
+                controller.add_way_back(self._way_back)
+            drafter = self._drafter.drafter
+            # what a draft takes once, to read a prompt, is no sign of what the next one will take
+            expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
+            spent += min(self._proposing, 2 * expected) if expected else self._proposing
+            if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
+                times = controller.times
+                once = times.building if built else times.capturing if captured else None
+                spent -= min(spent / 2, once.value) if once is not None else 0.0
+        elif plain:
+            self._drafting = ""
+        if self._drafting:
+            tokens = sum(len(new) for new in sampled if isinstance(new, list))
+            controller.add(self._drafting, n, tokens, spent)
+        elif plain and not (built or captured):
+            controller.add_plain(n, spent)
+
+    def _count(self, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
+        assert self._drafter is not None
+        for chunk, new, kind in zip(chunks, sampled, self._kinds, strict=True):
+            if kind:
+                drafted, right = len(chunk.draft), _accepted(new)
+                self._drafter.stats.add(drafted, right)
+                chunk.sequence.drafts.add(drafted, right)
+                self._controller.rates(self._drafter.drafter, kind).add(drafted, right)
+
+    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool = True) -> tuple[bool, bool]:
+        """Book a step's time under its shape; whether it built a graph, or had one captured."""
+        n, lengths = len(batch.chunks), {chunk.n_tokens for chunk in batch.chunks}
+        even = decodes and len(lengths) == 1
+        reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
+        built = self._graphs_reused - reused < self._passes + 1
+        captured, self._built, self._passes = self._built and not built, built, 0
+        self._shape = (n, lengths.pop()) if even else (0, 0)
+        if even:
+            self._controller.times.add(*self._shape, seconds, built=built, captured=captured)
+        return built, captured
 
     # --- warming up ----------------------------------------------------------------------------------------
 
     def measure(self, rehearse: Callable[[int, int], None], seconds: float) -> None:
-        """Time verifications of more and more rows, and drafts of the head, in about so many seconds.
+        """Time verifications of more and more rows, and drafts, in about so many seconds.
 
-        `rehearse(n, length)` verifies `length` rows of each of `n` sequences; `conclude` learns from it.
+        `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
+        `n` sequences, hands it to `verify`, and empties the slots again; it needs no `propose`.
         """
-        shapes = [(1, length) for length in MEASURED]
-        shapes += [(n, length) for n in (2, 4, 8, 16) for length in MEASURED[:3] if n <= self._slots]
+        longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
+        shapes = [(1, rows) for rows in MEASURED]
+        shapes += [(n, rows) for n in (2, 4, 8, 16) for rows in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
-        self._graphs_reused, self._passes = self._context.graphs_reused, 0
-        self._measure_building(rehearse)
-        for turn in range(TURNS):
-            for n, length in shapes:
-                late = self._clock() > deadline and (turn or length > MEASURED[1])
-                if not late and length <= self._longest + 1 and n * length <= self._most_rows:
-                    for _ in range(STEADY):
-                        rehearse(n, length)
-        self._measure_building(rehearse)
-        if self._mtp is not None:
-            self._mtp.measure(self._slots)
+        self._graphs_reused, self._passes, self._rehearsing = self._context.graphs_reused, 0, True
+        try:
+            self._measure_building(rehearse, longest)
+            for turn in range(TURNS):
+                for n, rows in shapes:
+                    late = self._clock() > deadline and (turn or rows > MEASURED[1])
+                    if not late and rows <= longest and n * rows <= self._most_rows:
+                        for _ in range(STEADY):
+                            rehearse(n, rows)
+            self._measure_building(rehearse, longest)
+        finally:
+            self._rehearsing = False
+        for watched in self._watched:
+            try:
+                watched.drafter.measure()
+            except Exception as error:
+                watched.failed(error)
 
-    def _measure_building(self, rehearse: Callable[[int, int], None]) -> None:
+    def _measure_building(self, rehearse: Callable[[int, int], None], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.
 
         At first, so that it can be taken off what is measured then; and again when the machine is warm.
         """
-        self.times.building = Mean(first=1)
+        self._controller.times.building = Mean(first=1)
         for _ in range(STEADY):
             rehearse(1, 1)
-        for length in MEASURED[1::-1] * FIRST:
-            if length <= self._longest + 1:
-                rehearse(1, length)
+        for rows in MEASURED[1::-1] * FIRST:
+            if rows <= longest:
+                rehearse(1, rows)
 
-    # --- making a step -------------------------------------------------------------------------------------
-
-    def propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
-        """A draft, perhaps empty, for each of the sequences that decode; at most `rows` tokens in all."""
-        started = self._clock()
-        drafts = self._propose(sequences, rows)
-        self._proposing = self._clock() - started
-        return drafts
-
-    def _propose(self, sequences: ListLike[Sequence], rows: int) -> list[list[int]]:
-        self._orders.clear()
-        n = self._n = len(sequences)
-        if n <= self._slots and self._choice.is_due(n):
-            orders = [Order(sequence, self._limit(sequence)) for sequence in sequences]
-            if self._ngram is not None:
-                self._ngram.propose(orders)
-            if (plan := self._choice.plan(orders, rows)) is not None:
-                return self._carry_out(plan, orders)
-        return [[] for _ in sequences]
-
-    def _limit(self, sequence: Sequence) -> int:
-        """Tokens that a draft for it may have: the one after the last is sampled too."""
-        if sequence.slot is None or sequence.slot >= self._slots:
-            return 0
-        return max(0, min(self._longest, sequence.limit - len(sequence.tokens) - 1))
-
-    def _carry_out(self, plan: Plan, orders: list[Order]) -> list[list[int]]:
-        """Have the head draft where the plan says so, and cut what the n-gram drafter has to length."""
-        chosen: list[Order] = []
-        for order, source, length in zip(orders, plan.sources, plan.lengths, strict=True):
-            if source == "mtp":
-                order = Order(order.sequence, length, *self._choice.record(order.sequence, length))
-            else:
-                order.tokens = order.tokens[:length]
-            chosen.append(order)
-        if self._mtp is not None and "mtp" in plan.sources:
-            by_head = [order for order, source in zip(chosen, plan.sources, strict=True) if source == "mtp"]
-            pending = [order.sequence.pending for order in orders]
-            self._mtp.propose(by_head, self._choice.floors(plan, chosen))
-            drafted = zip(pending, chosen, plan.sources, strict=True)
-            cut = max(own + len(order.tokens) for own, order, source in drafted if source == "mtp")
-            for own, order, source in zip(pending, chosen, plan.sources, strict=True):
-                if source == "ngram":  # the head may have stopped early: one length, one pass
-                    order.tokens = order.tokens[: max(0, cut - own)]
-        self._orders = {order.sequence: order for order in chosen if order.tokens}
-        return [order.tokens for order in chosen]
-
-    # --- around a step -------------------------------------------------------------------------------------
-
-    def prepare(self, step: Step) -> None:
-        """Before the step is decoded: hold on to the states that drafts may spoil."""
-        started = self._clock()
-        self._in_flight = True
-        if self._mtp is not None:
-            self._listen(max(self._n, len(step.chunks)))
-        self._starts = [chunk.sequence.cached for chunk in step.chunks]
-        if step.n_tokens > len(step.chunks):
-            self._rollback.prepare(step.chunks)
-        self._overhead = self._clock() - started
-
-    def meanwhile(self, step: Step) -> None:
-        """For while the device computes: the texts of those who may be asked for drafts soon are read."""
-        if self._ngram is not None and len(step.chunks) <= self._slots:
-            self._ngram.read([chunk.sequence for chunk in step.chunks if self._limit(chunk.sequence)])
-
-    def _listen(self, n: int) -> None:
-        """Have the rows that the head reads kept, or not where `n` sequences will do without it for long:
-        their copies to the host take a part of every step."""
-        listens = n <= self._slots and self._choice.listens(n, self._listening)
-        if listens is not self._listening:
-            self._listening = listens
-            self._context.keep_hidden(listens)
-
-    def conclude(
-        self, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled], seconds: float
-    ) -> None:
-        """After its tokens are known: go back where a draft was wrong, and learn.
-
-        `places` are the indices in the batch of each chunk's tokens; `seconds` is the time from the call of
-        decode to the last token. If the step failed, `abandon`. A draft of which a part stays is cut to it.
-        """
-        started = self._clock()
-        if self._mtp is not None and self._listening:
-            self._collect(self._mtp, step, places, sampled)
-        self.abandon()
-        n = len(step.chunks)
-        even = step.n_tokens % n == 0 and all(chunk.samples for chunk in step.chunks)
-        plain = even and step.n_tokens == n
-        self._plain_steps = self._plain_steps + 1 if plain and self._planner.shape == (n, 1) else 0
-        self._passes += 1
-        if self._plain_steps > 2 and self._plain_steps % LOOK:
-            return  # there is nothing to learn from the hundredth of a kind
-        if not plain:
-            even = even and len({chunk.n_tokens for chunk in step.chunks}) == 1
-            for chunk, start, new in zip(step.chunks, self._starts, sampled, strict=True):
-                if chunk.draft:
-                    self._judge(chunk, start, len(new) - 1 if isinstance(new, list) else 0)
-        seconds += self._overhead + self._clock() - started
-        reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
-        built = self._graphs_reused - reused < self._passes
-        captured, self._built, self._passes = self._built and not built, built, 0
-        self._learn_worth(step, sampled, seconds, built=built, captured=captured)
-        self._planner.shape = (n, step.n_tokens // n) if even else (0, 0)
-        if even:
-            self.times.add(n, step.n_tokens // n, seconds, built=built, captured=captured)
-
-    def _collect(
-        self, mtp: MtpDrafter, step: Step, places: ListLike[list[int]], sampled: ListLike[Sampled]
-    ) -> None:
-        """Give the head the hidden rows of what was right. Waits for the device if there are any to give."""
-        if step.n_tokens == 1:
-            slot, [start] = step.chunks[0].sequence.slot, self._starts
-            if slot is not None and slot < self._slots and mtp.wants(step.chunks[0].sequence, start + 1):
-                mtp.collect(slot, start, self._context.hidden(1))
-            return
-        wanted = []
-        for chunk, start, mine, new in zip(step.chunks, self._starts, places, sampled, strict=True):
-            slot, right = chunk.sequence.slot, chunk.count + (len(new) - 1 if isinstance(new, list) else 0)
-            if slot is not None and slot < self._slots and mtp.wants(chunk.sequence, start + right):
-                wanted.append((slot, start, mine, right))
-        if not wanted:
-            return
-        hidden = self._context.hidden(step.n_tokens)
-        for slot, start, mine, right in wanted:
-            together = mine[right - 1] - mine[0] == right - 1
-            rows = hidden[mine[0] : mine[0] + right] if together else hidden[mine[:right]]
-            mtp.collect(slot, start, rows)
-
-    def _learn_worth(
-        self, step: Step, sampled: ListLike[Sampled], seconds: float, *, built: bool, captured: bool
-    ) -> None:
-        """Book the whole step, drafting included, under who drafted, or as plain if its graph was there.
-
-        What it takes once is no sign of what it will take: to read a prompt for the head; and to come to a
-        graph that lasts, as those of a lone sequence do.
-        """
-        plain = all(chunk.n_tokens == 1 for chunk in step.chunks)
-        if self._orders:
-            kinds = {order.judged for order in self._orders.values()}
-            self._drafting = next((kind for kind in ("mtp", "copy") if kind in kinds), "ngram")
-        elif plain:
-            self._drafting = ""
-        if not all(chunk.samples for chunk in step.chunks):
-            return
-        if (worth := self._choice.worth) is None:
-            return
-        n = len(step.chunks)
-        tokens = sum(len(new) for new in sampled if isinstance(new, list))
-        if self._drafting:
-            by_head = self._mtp if self._drafting == "mtp" else None
-            if by_head is None or not by_head.read_a_prompt:
-                seconds += self._proposing
-            if by_head is not None and n == 1:
-                once = self.times.building if built else self.times.capturing if captured else None
-                seconds -= min(seconds / 2, once.value) if once is not None else 0.0
-            worth.add(self._drafting, n, tokens, seconds)
-        elif plain and not (built or captured):
-            worth.add_plain(n, seconds)
-
-    def abandon(self) -> None:
-        """The step is over, computed or not: sequence ids that were to become copies do."""
-        self._in_flight = False
-        if self._copies:
-            copies, self._copies = self._copies, []
-            for source, target in copies:
-                self.copy(source, target)
-
-    def _judge(self, chunk: Chunk, start: int, accepted: int) -> None:
-        sequence, drafted = chunk.sequence, len(chunk.draft)
-        if accepted < drafted and sequence.slot is not None:
-            kept = self._rollback.reject(chunk, start, accepted)
-            if kept > start:  # what was right stays: to the scheduler it was the whole draft
-                chunk.draft = chunk.draft[:accepted]
-                if self.spans is not None and self.spans.length(sequence.slot) > kept:
-                    self.spans.truncate(sequence.slot, kept)
-            elif self._mtp is not None:
-                self._mtp.ahead(sequence.slot, kept)
-        order = self._orders.get(sequence)
-        if order is not None:
-            self.totals[order.drafter].add(drafted, accepted)
-            sequence.drafts.add(drafted, accepted)
-            if order.sure:
-                self._choice.learn(sequence, order.sure[:drafted], accepted)
-
-    # --- what becomes of sequences and ids -----------------------------------------------------------------
+    # --- what becomes of sequences -------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
-        for drafter in (self._ngram, self._mtp):
-            if drafter is not None:
-                drafter.forget(sequence)
-        self._choice.forget(sequence)
-        self._orders.pop(sequence, None)
-        self._n = max(0, self._n - 1)
+        """It has ended."""
+        self._alive.discard(sequence)
+        for watched in self._watched:
+            watched.drafter.forget(sequence)
 
-    def empty(self, slot: int) -> None:
-        """A slot was emptied."""
-        self._rollback.forget(slot)
-        self.remove(slot)
+    def stats(self) -> dict[str, DrafterStats]:
+        """By drafter, as of now; they do not change later. From any thread."""
+        return {one.drafter.name: replace(one.stats, state=self._state(one)) for one in self._watched}
 
-    def copy(self, source: int, target: int) -> None:
-        """A sequence id becomes what another is; during a step, not until what that computes is known."""
-        if self._mtp is None:
-            return
-        if self._in_flight:
-            self._copies.append((source, target))
-        else:
-            self._mtp.copy(source, target)
+    def _state(self, watched: Watched) -> DrafterState:
+        if watched.failures >= DISABLED_AFTER:
+            return "failed"
+        n = max(1, self._n)
+        rests = n > min(watched.drafter.most, self._slots) or self._controller.rest_left(watched.drafter, n)
+        return "resting" if rests else "active"
 
-    def save(self, sequence_id: int) -> SavedReading | None:
-        """What the head has of an id that runs nothing; None where that is not known before the step ends."""
-        if self._mtp is None or any(target == sequence_id for _, target in self._copies):
-            return None
-        return self._mtp.save(sequence_id)
 
-    def restore(self, sequence_id: int, saved: SavedReading | None) -> None:
-        """Give an id what was saved; without it the head begins anew there."""
-        self.remove(sequence_id)
-        if self._mtp is not None and saved is not None:
-            self._mtp.restore(sequence_id, saved)
+def _accepted(new: Sampled) -> int:
+    """Tokens of a draft that were right: all that were sampled but the last."""
+    return len(new) - 1 if isinstance(new, list) else 0
 
-    def remove(self, sequence_id: int) -> None:
-        """A sequence id holds nothing any more."""
-        self._copies = [copy for copy in self._copies if copy[1] != sequence_id]
-        if self._mtp is not None:
-            self._mtp.remove(sequence_id)
+
+def build_speculator(
+    settings: EngineSettings,
+    context: Context,
+    head: MtpContext | None,
+    states: DraftStates,
+    *,
+    slots: int,
+    most_rows: int,
+) -> Speculator:
+    """Drafters and controller as the settings want them; without a `head` the text alone is drafted from.
+
+    Slots below `slots` have what a way back takes; `most_rows` bounds a verification. The caller has `states`
+    keep the `followers` up to date.
+    """
+    drafters: list[Drafter] = []
+    if settings.speculation in ("both", "ngram"):
+        drafters.append(NgramDrafter(settings.draft_max, slots))
+    if head is not None:
+        drafters.append(
+            MtpDrafter(
+                head,
+                settings.mtp_window,
+                depth=settings.mtp_depth,
+                slots=settings.parallel,
+                span=max(settings.mtp_window + 1, head.n_ctx // settings.parallel),
+                # where the host reads the rows, it computes them, too, and one that counts for nothing costs
+                widest=WIDEST if head.readouts.active else 0,
+            )
+        )
+    times = StepTimes()
+    controller = Always(times) if settings.draft_always else Controller(times, builds=not context.n_snapshots)
+    rows = min(most_rows, context.n_batch)
+    return Speculator(context, states, drafters, controller, slots=slots, most_rows=rows)

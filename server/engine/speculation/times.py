@@ -1,13 +1,8 @@
-"""How long steps and drafts take on this machine: measured at start, corrected by every step."""
+"""How long steps take on this machine, by their rows: measured at start, corrected by every step."""
 
 from __future__ import annotations
 
-from bisect import insort
-
 import numpy as np
-import numpy.typing as npt
-
-Seconds = npt.NDArray[np.float64]
 
 FIRST = 4
 """Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
@@ -17,6 +12,9 @@ WEIGHT = 0.1
 
 LATE = 1.5
 """A measurement counts for at most so many times the mean: something else held it up."""
+
+REFRESH = 16
+"""Measurements after which answers are worked out anew, if they have not changed by more than 2% before."""
 
 
 class Mean:
@@ -37,7 +35,7 @@ class Mean:
 
 
 class StepTimes:
-    """Seconds of one pass: `n` sequences with the same number of tokens each, every one of them an output.
+    """Seconds of one pass: `n` sequences with the same number of rows each, every one of them an output.
 
     Measured points of one sequence are joined by lines. For several sequences the same number of rows in all
     is taken and corrected by what was measured for about as many sequences (by powers of two).
@@ -50,102 +48,90 @@ class StepTimes:
         """Seconds that the pass after that takes longer if it finds the graph, which ggml has the device
         capture then (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
         self._means: dict[int, dict[int, Mean]] = {}
+        """By group of sequences, and rows of each."""
         self._steady: set[tuple[int, int]] = set()
         """Measured when the graph was there already."""
-        self._lengths: dict[int, list[int]] = {}
-        self._curve: list[float] = []
-        """Of one sequence, by its lengths; empty when it has to be drawn anew."""
-
-    @property
-    def leaving(self) -> float:
-        """Seconds that it costs to leave the graph that there is for a single pass, and come back."""
-        return self.building.value + self.moving
+        self._known: dict[tuple[int, int], float] = {}
+        """Answers of `of`, for a while."""
+        self._age = 0
+        self._curve: tuple[list[int], list[float]] = [], []
+        """Rows and seconds of one sequence."""
 
     @property
     def moving(self) -> float:
         """Seconds that it costs to go to another graph, and stay."""
         return self.building.value + self.capturing.value
 
-    def add(
-        self, n: int, length: int, seconds: float, *, built: bool = False, captured: bool = False
-    ) -> None:
-        """A pass of `n` sequences with `length` tokens each took so long.
+    @property
+    def leaving(self) -> float:
+        """Seconds that it costs to leave the graph that there is for a single pass, and come back."""
+        return self.building.value + self.moving
+
+    def add(self, n: int, rows: int, seconds: float, *, built: bool = False, captured: bool = False) -> None:
+        """A pass of `n` sequences with `rows` rows each took so long.
 
         It `built` its graph, or was the first to find it and had it `captured`, or neither.
         """
-        group = group_of(n)
+        point = group, _ = group_of(n), rows
+        if (built or captured) and point in self._steady:
+            once = self.building if built else self.capturing
+            once.add(max(0.0, seconds - self.of(n, rows)))
+            return
         if captured:
-            if (group, length) in self._steady:
-                self.capturing.add(max(0.0, seconds - float(self.of(n, length))))
             return
-        if built and (group, length) in self._steady:
-            self.building.add(max(0.0, seconds - float(self.of(n, length))))
-            return
-        if built:  # as it always is where a state moves to another cell: the planner counts that apart
+        if built:  # as it always is where a state moves to another cell: that is counted apart
             seconds = max(seconds / 2, seconds - self.building.value)
         if n != group:  # what they took stands for what the group's largest would take
-            seconds *= self._single(group * length) / self._single(n * length)
+            seconds *= self._single(group * rows) / self._single(n * rows)
         means = self._means.setdefault(group, {})
-        if length not in means:
-            means[length] = Mean()
-            insort(self._lengths.setdefault(group, []), length)
-        if not built and (group, length) not in self._steady:
-            self._steady.add((group, length))
-            means[length] = Mean()  # what it took with a graph to build was better than nothing
-        means[length].add(seconds)
-        if group == 1:
-            self._curve = []
+        if rows not in means or (not built and point not in self._steady):
+            means[rows] = Mean()  # what it took with a graph to build was better than nothing
+        if not built:
+            self._steady.add(point)
+        before = means[rows].value
+        means[rows].add(seconds)
+        self._age += 1
+        if self._age % REFRESH == 0 or abs(means[rows].value - before) > 0.02 * before:
+            self._known.clear()
+            if group == 1:
+                known = sorted(means)
+                self._curve = known, _rising([means[rows] for rows in known])
 
-    def of(self, n: int, lengths: npt.ArrayLike) -> Seconds:
-        """Expected seconds for `n` sequences with each of `lengths` tokens."""
-        wanted = np.asarray(lengths, float)
-        base = self._single_all(n * wanted)
-        group = group_of(n)
-        if group == 1 or group not in self._means:
-            return base
-        known, means = self._lengths[group], self._means[group]
-        factors = [means[length].value / self._single(group * length) for length in known]
-        seconds: Seconds = base * np.interp(wanted, known, factors)
+    def of(self, n: int, rows: int) -> float:
+        """Expected seconds for `n` sequences with `rows` rows each."""
+        if (seconds := self._known.get((n, rows))) is None:
+            seconds, group = self._single(n * rows), group_of(n)
+            if group > 1 and (means := self._means.get(group)):
+                known = sorted(means)
+                seconds *= float(
+                    np.interp(rows, known, [means[r].value / self._single(group * r) for r in known])
+                )
+            self._known[n, rows] = seconds
         return seconds
 
-    def _single(self, rows: float) -> float:
-        return float(self._single_all(np.array(rows, float)))
+    def passes(self, lengths: list[int]) -> float:
+        """Seconds of a call whose sequences bring these numbers of rows.
 
-    def _single_all(self, rows: Seconds) -> Seconds:
-        known = self._lengths.get(1)
+        llama.cpp takes as many of each as the shortest has left, again and again (`split_equal` in
+        llama-batch.cpp): a pass over the weights for each distinct number.
+        """
+        seconds, done = 0.0, 0
+        for length in sorted(set(lengths)):
+            seconds += self.of(sum(other >= length for other in lengths), length - done)
+            done = length
+        return seconds
+
+    def _single(self, rows: int) -> float:
+        known, values = self._curve
         if not known:
             return 1.0 + rows / 16  # nothing is known: a shape, no more
-        if not self._curve:
-            self._curve = _rising([self._means[1][length] for length in known])
-        values = self._curve
-        seconds: Seconds = np.interp(rows, known, values)
-        if len(known) > 1:
+        seconds = float(np.interp(rows, known, values))
+        if rows > known[-1] and len(known) > 1:
             # rows get cheaper by the dozen, so the last stretch tells most; a wrong hope is soon corrected
             middle = min(len(known) // 2, len(known) - 2)
-            slope = max(0.0, (values[-1] - values[middle]) / (known[-1] - known[middle]))
-            seconds = seconds + slope * np.maximum(0, rows - known[-1])
+            slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
+            seconds += max(0.0, slope) * (rows - known[-1])
         return seconds
-
-
-class DraftTimes:
-    """Seconds of a decode of the MTP head, by sequences, and of what drafting takes besides."""
-
-    def __init__(self) -> None:
-        self._means: dict[int, Mean] = {}
-        self.besides = Mean()
-        """Seconds of a draft beyond its decodes: catching up, and forgetting what was guessed."""
-
-    def add(self, n: int, seconds: float) -> None:
-        """A draft of one token for each of `n` sequences took so long."""
-        self._means.setdefault(group_of(n), Mean()).add(seconds)
-
-    def of(self, n: int) -> float:
-        """Expected seconds for one token for each of `n` sequences."""
-        if not self._means:
-            return 0.0
-        group = group_of(n)
-        nearest = min(self._means, key=lambda known: abs(known - group))
-        return self._means[nearest].value
 
 
 def _rising(means: list[Mean]) -> list[float]:

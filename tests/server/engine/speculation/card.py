@@ -1,21 +1,24 @@
-"""A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed."""
+"""A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed.
+
+`python -m tests.server.engine.speculation.card` prints what the controller gains there, by acceptance.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
 
-from server.engine.scheduler import Step
+from server.engine.batch import Batch, Chunk
 from server.engine.sequence import Sequence
-from server.engine.speculation.base import Floors, Order
+from server.engine.speculation.base import Draft, DraftRequest
+from server.engine.speculation.controller import Controller
 from server.engine.speculation.ngram import NgramDrafter
-from server.engine.speculation.plan import Planner
-from server.engine.speculation.rollback import Rollback
 from server.engine.speculation.speculator import Speculator
-from server.engine.speculation.times import DraftTimes, StepTimes
+from server.engine.speculation.times import StepTimes
 from tests.server.engine.speculation.helpers import sequence
 
 Table = Callable[[int, int], float]
@@ -23,6 +26,9 @@ Table = Callable[[int, int], float]
 
 COPY = 0.65e-3
 """Seconds to copy a state there, as on the H200."""
+
+BUILD = 2.8e-3
+"""Seconds that a pass takes longer there where its graph is not there."""
 
 SLOTS = 16
 ANYONE = 100_000
@@ -45,17 +51,14 @@ def line(n: int, length: int) -> float:
 class Card:
     """What the speculator sees of a context. It keeps the graph of its last pass."""
 
-    n_ubatch = 512
-
-    def __init__(
-        self, table: Table, *, build: float = 0.0, capture: float = 0.0, n_snapshots: int = 0
-    ) -> None:
-        self.table, self.build, self.n_snapshots = table, build, n_snapshots
+    def __init__(self, table: Table, *, build: float = 0.0, capture: float = 0.0) -> None:
+        self.table, self.build = table, build
         self.capture, self._captured = capture, True
         self.graphs_reused = self.graphs_built = 0
         self.now = 0.0
         self._shape = (0, 0)
-        self._moved = False
+        self.moved = False
+        """A sequence has gone to another cell, for which there is no graph."""
         self.keeps_hidden = True
 
     def clock(self) -> float:
@@ -69,26 +72,14 @@ class Card:
         assert self.keeps_hidden
         return np.zeros((n, 1), np.float32)
 
-    def copy(self, *_: int) -> None:
-        self._moved = True  # who shares a state writes to another cell, for which there is no graph
-
-    def stash(self, _: int) -> None:
-        self.now += COPY
-
-    def unstash(self, _: int) -> None:
-        self.now += COPY
-
-    def remove(self, *_: int) -> bool:
-        return True
-
-    def decode(self, step: Step) -> float:
+    def decode(self, batch: Batch) -> float:
         """Seconds of a step: a pass for as many tokens as all have left, and so on."""
-        lengths, spent, done = sorted({chunk.n_tokens for chunk in step.chunks}), 0.0, 0
+        lengths, spent, done = sorted({chunk.n_tokens for chunk in batch.chunks}), 0.0, 0
         for length in lengths:
-            n = sum(chunk.n_tokens >= length for chunk in step.chunks)
+            n = sum(chunk.n_tokens >= length for chunk in batch.chunks)
             shape = n, length - done
             spent += self.table(*shape)
-            if shape == self._shape and not self._moved:
+            if shape == self._shape and not self.moved:
                 self.graphs_reused += 1
                 spent += 0.0 if self._captured else self.capture
                 self._captured = True
@@ -96,49 +87,109 @@ class Card:
                 spent += self.build
                 self.graphs_built += 1
                 self._captured = False
-            self._shape, self._moved, done = shape, False, length
+            self._shape, self.moved, done = shape, False, length
         self.now += spent
         return spent
 
 
+class States:
+    """The ways back: to snapshots, to a copy, else to another cell."""
+
+    def __init__(self, card: Card, snapshots: int, copied: int) -> None:
+        self.card, self.snapshots, self.copied = card, snapshots, copied
+        self.held: dict[int, int] = {}
+        self.copies = 0
+        self.freed: list[int] = []
+        self._way = ""
+
+    def rewinds(self, slot: int, n: int) -> int:
+        return self.snapshots if n == 1 else 0
+
+    def keeps_graph(self, slot: int, n: int) -> int:
+        if n > 1:
+            return 0
+        return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
+
+    def guard(self, batch: Batch) -> None:
+        n, longest = len(batch.chunks), max(len(chunk.draft) for chunk in batch.chunks)
+        self._way = "snapshot" if longest <= self.rewinds(0, n) else "copy"
+        if self._way == "copy" and longest > self.keeps_graph(0, n):
+            self._way = "cell"
+            for chunk in batch.chunks:
+                if chunk.draft and self.held.get(slot := chunk.sequence.slot or 0) != chunk.start:
+                    self.held[slot] = chunk.start
+                    self.card.moved = True
+        elif self._way == "copy":
+            self._copy()
+
+    def rollback(self, chunk: Chunk, accepted: int) -> int:
+        if self._way == "snapshot":
+            return chunk.start + chunk.count + accepted
+        if self._way == "copy":
+            self._copy()
+        else:
+            self.card.moved = True
+        return chunk.start
+
+    def free(self, slot: int) -> None:
+        self.freed.append(slot)
+
+    def _copy(self) -> None:
+        self.copies += 1
+        self.card.now += COPY
+
+
 class Head:
-    """Drafts that are right with a chance of `right`, each as sure of itself as the others."""
+    """Drafts that are right with a chance of `right`."""
 
-    name = "mtp"
-    read_a_prompt = False
+    name, instant = "mtp", False
+    most = 1
 
-    def __init__(self, card: Card, times: DraftTimes, seconds: float) -> None:
-        self.right, self.sure = 1.0, 1.0
+    def __init__(self, card: Card, seconds: float, depth: int) -> None:
+        self.right, self.seconds, self.depth = 1.0, seconds, depth
+        self.kinds = {"mtp": 0.7}
         self.rounds = 0
-        self._card, self._times, self._seconds = card, times, seconds
+        self.error: Exception | None = None
+        self.reads = 0.0
+        """Seconds that the next draft takes longer, to read a prompt."""
+        self._card = card
 
-    def can_draft(self, one: Sequence) -> bool:
+    def can_draft(self, request: DraftRequest) -> bool:
         return True
 
-    def wants(self, one: Sequence, end: int) -> bool:
-        return False
-
-    def measure(self, most: int) -> None:
-        n = 1
-        while n <= most:
-            self._times.add(n, self._seconds)
-            n *= 2
-
-    def propose(self, orders: list[Order], floors: Floors | None = None) -> None:
-        rounds = max(order.limit for order in orders)
-        for order in orders:
-            order.tokens, order.sure = [1] * order.limit, [self.sure] * order.limit
-            order.drafter = self.name
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        if self.error is not None:
+            raise self.error
+        rounds = max(request.limit for request in requests)
         self.rounds += rounds
-        self._card.now += rounds * self._seconds
+        self._card.now += rounds * self.seconds + self.reads
+        self.reads = 0.0
+        return [Draft([1] * request.limit, "mtp") for request in requests]
 
-    def ahead(self, slot: int, depth: int) -> None:
+    def cost(self, n: int, depth: int) -> float:
+        return depth * self.seconds
+
+    def look(self, sequences: list[Sequence]) -> None:
+        pass
+
+    def measure(self) -> None:
         pass
 
     def forget(self, one: Sequence) -> None:
         pass
 
-    def remove(self, sequence_id: int) -> None:
+    # --- of those who read hidden rows ---------------------------------------------------------------------
+
+    def wants(self, one: Sequence, end: int) -> bool:
+        return False
+
+    def collect(self, slot: int, start: int, rows: np.ndarray) -> None:
+        pass
+
+    def rolled_back(self, slot: int, length: int) -> None:
+        pass
+
+    def pause(self) -> None:
         pass
 
 
@@ -159,20 +210,17 @@ class World:
         copies: bool = True,
         seed: int = 0,
     ) -> None:
-        self.card = Card(table, build=build, capture=capture, n_snapshots=snapshots)
-        times, draft_times = StepTimes(), DraftTimes()
-        self.head, self.rng = Head(self.card, draft_times, draft), random.Random(seed)
-        context = cast("Any", self.card)
+        self.card = Card(table, build=build, capture=capture)
+        self.states = States(self.card, snapshots, deepest if copies else 0)
+        self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
+        self.controller = Controller(StepTimes(), builds=not snapshots)
+        self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
-            context,
-            Rollback(context, times, SLOTS, alone=2, copied=deepest if copies else 0, clock=self.card.clock),
-            Planner(times, draft_times),
-            times,
-            ngram=NgramDrafter() if ngram else None,
-            mtp=cast("Any", self.head),
+            cast("Any", self.card),
+            self.states,
+            [*([self.ngram] if ngram else []), cast("Any", self.head)],
+            self.controller,
             slots=SLOTS,
-            longest=64,
-            deepest=deepest,
             most_rows=144,
             clock=self.card.clock,
         )
@@ -187,19 +235,27 @@ class World:
         one.slot, one.cached = slot, len(one.tokens) - 1
         return one
 
+    def propose(self) -> Batch:
+        """The next batch, with its drafts."""
+        chunks = [Chunk(one, one.cached, one.pending, True, False) for one in self.sequences]
+        batch = Batch(chunks, 2000)
+        self.speculator.propose(batch)
+        return batch
+
     def step(self) -> int:
         """Tokens drafted."""
-        drafts = self.speculator.propose(self.sequences, 2000)
-        step, sampled = Step(), []
-        for one, draft in zip(self.sequences, drafts, strict=True):
-            step.add(one, one.pending, list(draft))
+        batch, sampled = self.propose(), []
+        for chunk in batch.chunks:
             right = 0
-            while right < len(draft) and self.rng.random() < self.head.right:
+            while right < len(chunk.draft) and self.rng.random() < self.head.right:
                 right += 1
-            sampled.append([*draft[:right], self.rng.randrange(ANYONE)])
-        self._take(step, sampled)
+            sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
+        held = self.speculator.verify(batch, sampled, self.card.decode(batch))
+        for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
+            chunk.sequence.tokens += new
+            chunk.sequence.cached = length
         self.tokens += sum(map(len, sampled))
-        self.lengths.append(sum(map(len, drafts)))
+        self.lengths.append(sum(len(chunk.draft) for chunk in batch.chunks))
         return self.lengths[-1]
 
     def gain(self, steps: int) -> float:
@@ -212,32 +268,44 @@ class World:
 
     def best(self, right: float, depths: range) -> tuple[float, int]:
         """The gain of a lone sequence at the best of fixed depths, and that depth; graphs are there."""
-        plain, draft = self.card.table(1, 1), self.head._seconds
+        plain, draft = self.card.table(1, 1), self.head.seconds
         gains = [
             (sum(right**i for i in range(d + 1)) * plain / (self.card.table(1, 1 + d) + d * draft), d)
             for d in depths
         ]
         return max(gains)
 
-    def _take(self, step: Step, sampled: list[list[int]]) -> None:
-        self.speculator.prepare(step)
-        held = [chunk.sequence.cached for chunk in step.chunks]
-        drafted = [len(chunk.draft) for chunk in step.chunks]
-        spent = self.card.decode(step)
-        places = [[0] * chunk.n_tokens for chunk in step.chunks]
-        self.speculator.conclude(step, places, sampled, spent)
-        for chunk, new, before, n in zip(step.chunks, sampled, held, drafted, strict=True):
-            one = chunk.sequence
-            one.tokens += new
-            if len(new) > n or len(chunk.draft) < n:  # all of it stays, or what was right
-                one.cached = before + chunk.count + len(new) - 1
-
-    def _rehearse(self, n: int, length: int) -> None:
-        step = Step()
+    def _rehearse(self, n: int, rows: int) -> None:
+        chunks = []
         for slot in range(n):
             one = sequence([0], 10**6)
             one.slot = slot
-            step.add(one, 1, [0] * (length - 1))
-        self._take(step, [[1] for _ in range(n)])
-        for slot in range(n):
-            self.speculator.empty(slot)
+            chunks.append(Chunk(one, 0, 1, True, False, [0] * (rows - 1)))
+        batch = Batch(chunks, 2000)
+        self.speculator.verify(batch, [[1] for _ in range(n)], self.card.decode(batch))
+
+
+def on_h200(n: int = 1, **changes: Any) -> World:
+    """A world where a graph takes time to build, and there may be snapshots."""
+    return World(n, **{"table": h200, "build": BUILD, "snapshots": 8, "deepest": 16, **changes})
+
+
+def main() -> None:
+    """Print the gain by acceptance, from the first step on, and where acceptance changes every 5,000 steps."""
+    for right in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0):
+        gains = []
+        for seed in range(4):
+            world = on_h200(snapshots=2, seed=seed)
+            world.head.right = right
+            gains.append(world.gain(1000))
+        print(f"acceptance {right}: {fmean(gains):.3f}  ({min(gains):.3f} to {max(gains):.3f})")
+    for seed in range(2):
+        world, drift = on_h200(snapshots=2, seed=seed), []
+        for right in (0.1, 0.9, 0.1):
+            world.head.right = right
+            drift.append(world.gain(5000))
+        print("acceptance 0.1, 0.9, 0.1:", ", ".join(f"{gain:.3f}" for gain in drift))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from server.engine.sampling import Sampler
 from server.engine.sequence import Sequence
@@ -17,7 +17,6 @@ def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
 
 
 def draft_by(speculator: Speculator | None, drafter: Drafter) -> None:
-    """Have another drafter in the place of the one that drafts from the text."""
+    """Have another drafter in the place of the first, the one that drafts from the text."""
     assert speculator is not None
-    for place in cast("Any", (speculator, speculator._choice)):
-        place._ngram = drafter
+    speculator._watched[0].drafter = drafter

@@ -1,0 +1,407 @@
+"""How many rows a step verifies: as many as give the most tokens a second, by what is known of this machine
+and of the drafts so far; none where drafting does not pay.
+
+An arm is a drafter and a number of rows; its worth is the expected tokens, from hits and tries by depth, over
+the expected seconds: the pass, the draft, graphs to be built, and what a rollback has computed again. Depth
+by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measured while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .times import Mean, StepTimes, group_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    from .base import Drafter
+
+ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Rows of a sequence that are considered, beside those that there is a graph for and the most allowed."""
+
+MARGIN = 1.02
+"""Drafting must promise so many times what plain decoding gives."""
+
+STAY = 16
+"""Steps over which the time to change to another graph is spread, where its shape is to last."""
+
+DEPTHS = 16
+"""Tokens of a draft that are counted apart; those after them are taken for the last of these."""
+
+MEMORY, FADE = 32, 0.03
+"""Tries of a depth after which they count half, to follow a text that changes its character; and what fades
+of the depths below with each draft that ends above them."""
+
+ASSUMED_WEIGHT, REMEMBERED = 2, 2
+"""Tries that an assumption counts for; and those that are left of what was learnt before a rest."""
+
+HOPE = 0.95
+"""Chance of each token with which one draft is tried after a rest where less could not pay: it tells."""
+
+REST_FIRST, REST_GROWTH, REST_LAST = 32, 4, 2048
+"""Steps without drafts that do not pay: at first, how many times as many each time, and at most."""
+
+REST_FIRST_BUILT = 128
+"""At first, where a trial builds graphs."""
+
+PROVEN = 16
+"""Steps in a row with drafts after which a trial has succeeded."""
+
+DECAY = 0.95
+"""What the result of a step counts for with each step after it."""
+
+PATIENCE = ((12, 1.0), (6, 0.7), (4, 0.45))
+"""Steps after which drafts are judged by their results, and what their tokens must be worth beside the time
+that they took: the less, the sooner they rest."""
+
+JUDGED = 8
+"""Tokens that a draft may at least have where its not paying is held against it: the end of an answer is
+nobody's fault."""
+
+
+class HitRates:
+    """How often drafted tokens of one kind were right if those before them were, by depth."""
+
+    __slots__ = ("_assumed", "_right", "_total", "_valid", "hits", "tries")
+
+    def __init__(self, assumed: float) -> None:
+        self._assumed = assumed
+        self.hits: list[float] = []
+        self.tries: list[float] = []
+        self._right: list[float] = []
+        self._total: list[float] = []
+        self._valid = False
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens was verified, the first `accepted` of which were right."""
+        tested = min(accepted + 1, drafted, DEPTHS)
+        while len(self.tries) < tested:
+            self.hits.append(0.0)
+            self.tries.append(0.0)
+        for depth in range(tested):
+            self.hits[depth] += depth < accepted
+            self.tries[depth] += 1
+            if self.tries[depth] > MEMORY:
+                self.hits[depth] /= 2
+                self.tries[depth] /= 2
+        for depth in range(tested, len(self.tries)):
+            self.hits[depth] *= 1 - FADE
+            self.tries[depth] *= 1 - FADE
+        self._valid = False
+
+    def forget(self) -> None:
+        """Have what comes next count for more than all that was."""
+        for depth, tries in enumerate(self.tries):
+            share = min(1.0, REMEMBERED / max(1.0, tries))
+            self.hits[depth] *= share
+            self.tries[depth] *= share
+        self._valid = False
+
+    def expected(self, n: int) -> float:
+        """Right tokens of a draft of `n`."""
+        if n <= 0:
+            return 0.0
+        self._work_out()
+        if n <= DEPTHS:
+            return self._total[n - 1]
+        last = min(0.9999, self._right[-1] / self._right[-2])  # from there on a geometric series
+        return self._total[-1] + self._right[-1] * last * (1 - last ** (n - DEPTHS)) / (1 - last)
+
+    def all_right(self, n: int) -> float:
+        """The chance that `n` tokens are all right."""
+        self._work_out()
+        return self._right[min(n, DEPTHS) - 1]
+
+    def _work_out(self) -> None:
+        if self._valid:
+            return
+        chance, right, total = self._assumed, 1.0, 0.0
+        self._right, self._total, self._valid = [], [], True
+        for depth in range(DEPTHS):
+            if depth < len(self.tries):  # what is not known of a depth, the one before makes up for
+                hits, tries = self.hits[depth], self.tries[depth]
+                chance = (hits + ASSUMED_WEIGHT * chance) / (tries + ASSUMED_WEIGHT)
+            right *= chance
+            total += right
+            self._right.append(right)
+            self._total.append(total)
+
+
+class Backoff:
+    """Steps that are let pass after something did not pay: more each time, until it does."""
+
+    __slots__ = ("_first", "_growth", "_last", "_next", "left")
+
+    def __init__(self, first: int, last: int = REST_LAST, growth: int = REST_GROWTH) -> None:
+        self._first, self._growth, self._last = first, growth, last
+        self._next, self.left = first, 0
+        """What the next one takes, and what is left of this one."""
+
+    def over(self) -> bool:
+        """Whether it is time to try. To be asked once a step."""
+        if self.left:
+            self.left -= 1
+            return False
+        return True
+
+    def begin(self) -> None:
+        """It did not pay."""
+        self.left, self._next = self._next, min(self._last, self._growth * self._next)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has not paid since it last did."""
+        return self._next > self._first
+
+    def end(self) -> None:
+        """It pays."""
+        self._next, self.left = self._first, 0
+
+
+@dataclass(slots=True)
+class Trial:
+    """One kind of drafts for about so many sequences."""
+
+    rest: Backoff
+    in_a_row: int = 0
+    """Steps with such drafts since the last rest."""
+    steps: int = 0
+    seconds: float = 0.0
+    plain: float = 0.0
+    """What the tokens of the last steps would have taken without drafts."""
+    fresh: bool = True
+    """Nothing was drafted yet: the first time, kernels are loaded."""
+
+    def give_up(self) -> None:
+        """It did not pay."""
+        self.rest.begin()
+        self.in_a_row = self.steps = 0
+        self.seconds = self.plain = 0.0
+
+
+@dataclass(slots=True)
+class Option:
+    """What a drafter has, or could have, for each sequence of a step: a kind, "" for nothing, and a limit."""
+
+    drafter: Drafter
+    kinds: list[str]
+    limits: list[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Who drafts, and how many tokens for each sequence."""
+
+    drafter: Drafter
+    lengths: list[int]
+
+
+@dataclass(slots=True)
+class Step:
+    """A decode step that may verify drafts: what is pending of each sequence, and what the way back allows.
+
+    `rewinds` and `keeps_graph` are those of `DraftStates`; `shape` the sequences and rows of the last step.
+    """
+
+    pending: list[int]
+    room: int
+    most_rows: int
+    rewinds: int = 0
+    keeps_graph: int = 0
+    shape: tuple[int, int] = (0, 0)
+    steady: bool = field(init=False)
+    """All have as much pending, so that equal drafts make one pass."""
+
+    def __post_init__(self) -> None:
+        self.steady = len(set(self.pending)) == 1
+
+
+class Controller:
+    """Chooses arms and learns from what they give. Kinds of drafts are judged apart, and so are crowds, by
+    powers of two."""
+
+    def __init__(self, times: StepTimes, *, builds: bool = False) -> None:
+        """With `builds`, a trial for a lone sequence builds graphs."""
+        self.times = times
+        self._builds = builds
+        self._rates: dict[str, HitRates] = {}
+        self._trials: dict[tuple[str, int], Trial] = {}
+        self._plain: dict[int, Mean] = {}
+        self._way_back = Mean()
+        """Seconds that it takes to keep a way back and to go it, where that is not for nothing."""
+
+    # --- choosing ------------------------------------------------------------------------------------------
+
+    def allowed(self, drafter: Drafter, n: int) -> set[str]:
+        """The kinds of a drafter that may be drafted for `n` sequences. To be asked once a step."""
+        return {kind for kind in drafter.kinds if self._trial(kind, n).rest.over()}
+
+    def rest_left(self, drafter: Drafter, n: int) -> int:
+        """Steps until the first of its kinds may be drafted."""
+        return min(self._trial(kind, n).rest.left for kind in drafter.kinds)
+
+    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+        """The best plan for a step; None where nothing beats plain decoding."""
+        n = len(step.pending)
+        on_trial = [o for o in options for kind in self._on_trial(o, n) if self._forget(o, kind)]
+        plan = self._best(options, step)
+        if plan is None and n == 1 and on_trial:
+            plan = self._best(on_trial, step, HOPE, max(2, step.rewinds))
+        self._learn_verdict(options, plan, n)
+        return plan
+
+    def _on_trial(self, option: Option, n: int) -> list[str]:
+        trials = [(kind, self._trial(kind, n)) for kind in set(option.kinds) if kind]
+        return [kind for kind, trial in trials if trial.rest.begun and not trial.in_a_row]
+
+    def _forget(self, option: Option, kind: str) -> bool:
+        self.rates(option.drafter, kind).forget()
+        return True
+
+    def _best(
+        self, options: ListLike[Option], step: Step, hope: float = 0.0, longest: int = 10**9
+    ) -> Plan | None:
+        """The best arm; with `hope`, of at most `longest` tokens each of which has that chance."""
+        pending, n, times = step.pending, len(step.pending), self.times
+        same = (n, pending[0]) == step.shape and step.steady
+        seconds = times.passes(pending) + (0.0 if same else times.moving / STAY)
+        best, best_rate = None, MARGIN * n / seconds
+        for option in options:
+            limits = [min(limit, longest) for limit in option.limits]
+            if hope:
+                rates = [HitRates(hope) if kind else None for kind in option.kinds]
+            else:
+                rates = [self.rates(option.drafter, kind) if kind else None for kind in option.kinds]
+            for rows in self._arms(option, limits, step):
+                lengths = [
+                    rows - own if rate is not None and 0 < rows - own <= limit else 0
+                    for own, rate, limit in zip(pending, rates, limits, strict=True)
+                ]
+                total = sum(pending) + sum(lengths)
+                if total == sum(pending) or total > step.most_rows or sum(lengths) > step.room:
+                    continue
+                right = sum(
+                    rate.expected(length) for rate, length in zip(rates, lengths, strict=True) if rate
+                )
+                seconds = self._seconds(option.drafter, rates, lengths, step)
+                if (n + right) / seconds > best_rate:
+                    best, best_rate = Plan(option.drafter, lengths), (n + right) / seconds
+        return best
+
+    def _arms(self, option: Option, limits: list[int], step: Step) -> list[int]:
+        """Numbers of rows to consider."""
+        ends = [
+            own + min(limit, option.drafter.depth)
+            for own, limit, kind in zip(step.pending, limits, option.kinds, strict=True)
+            if kind
+        ]
+        if not ends:
+            return []
+        least, most = min(step.pending), max(ends)
+        few = {rows for rows in ROWS if least < rows < most}
+        if step.shape[0] == len(step.pending) and least < step.shape[1] < most:
+            few.add(step.shape[1])
+        return sorted({*few, *ends})
+
+    def _seconds(
+        self, drafter: Drafter, rates: list[HitRates | None], lengths: list[int], step: Step
+    ) -> float:
+        """What an arm takes, in this step and by its consequences."""
+        pending, n, times = step.pending, len(step.pending), self.times
+        rows = [own + length for own, length in zip(pending, lengths, strict=True)]
+        seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
+        if max(lengths) > step.rewinds:
+            seconds += self._way_back.value
+        # A drafter that is always there drafts again in the next step, and stays with a graph; a text that
+        # repeats itself does so now and then.
+        if max(lengths) > step.keeps_graph:
+            seconds += times.leaving if drafter.instant or n > 1 else times.building.value
+        elif (n, rows[0]) != step.shape or len(set(rows)) > 1:
+            seconds += times.leaving if drafter.instant else times.moving / STAY
+        for own, rate, length in zip(pending, rates, lengths, strict=True):
+            if rate is not None and length > step.rewinds:  # what was right comes again after a wrong draft
+                right = rate.expected(length)
+                again = times.of(1, n + own + round(right)) - times.of(1, n)
+                seconds += (1 - rate.all_right(length)) * again
+        return seconds
+
+    def _learn_verdict(self, options: ListLike[Option], plan: Plan | None, n: int) -> None:
+        for option in options:
+            for kind in {kind for kind in option.kinds if kind}:
+                trial = self._trial(kind, n)
+                longest = max(
+                    limit for limit, own in zip(option.limits, option.kinds, strict=True) if own == kind
+                )
+                if plan is not None and option.drafter is plan.drafter:
+                    trial.in_a_row += 1
+                    if trial.in_a_row >= PROVEN:
+                        trial.rest.end()
+                elif plan is None and longest >= min(JUDGED, option.drafter.depth):
+                    trial.give_up()
+
+    # --- learning ------------------------------------------------------------------------------------------
+
+    def rates(self, drafter: Drafter, kind: str) -> HitRates:
+        """Hits and tries of a kind."""
+        if (rates := self._rates.get(kind)) is None:
+            rates = self._rates[kind] = HitRates(drafter.kinds[kind])
+        return rates
+
+    def add_way_back(self, seconds: float) -> None:
+        """To keep a way back, and perhaps go it, took so long."""
+        self._way_back.add(seconds)
+
+    def add_plain(self, n: int, seconds: float) -> None:
+        """A step without drafts, after another one, gave each of `n` sequences a token."""
+        self._plain.setdefault(n, Mean()).add(seconds)
+
+    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
+        """A step with drafts of a kind, or one that catches up after them, gave `n` sequences so many tokens.
+
+        `seconds` is everything: the drafts, the step, the way back. Expectations rest on times of shapes that
+        repeat; this is what has the last word.
+        """
+        trial = self._trial(kind, n)
+        if trial.fresh:
+            trial.fresh = False
+            return
+        mean = self._plain.get(n)
+        plain = mean.value if mean is not None else self.times.of(n, 1)
+        trial.seconds = DECAY * trial.seconds + seconds
+        trial.plain = DECAY * trial.plain + tokens * plain / n
+        trial.steps += 1
+        if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in PATIENCE):
+            trial.give_up()
+
+    def _trial(self, kind: str, n: int) -> Trial:
+        key = kind, group_of(n)
+        if (trial := self._trials.get(key)) is None:
+            first = REST_FIRST_BUILT if n > 1 or self._builds else REST_FIRST
+            trial = self._trials[key] = Trial(Backoff(first))
+        return trial
+
+
+class Always(Controller):
+    """Drafts as long as they can be, whatever they cost, and instant ones first: for tests."""
+
+    def allowed(self, drafter: Drafter, n: int) -> set[str]:
+        """All."""
+        return set(drafter.kinds)
+
+    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+        """The longest drafts of the first drafter that has any, shortened alike where there is no room."""
+        free = min(step.room, step.most_rows - sum(step.pending))
+        each = free // len(step.pending)
+        for option in options:
+            lengths = [
+                min(limit, each) if kind else 0
+                for kind, limit in zip(option.kinds, option.limits, strict=True)
+            ]
+            if any(lengths):
+                return Plan(option.drafter, lengths)
+        return None
+
+    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
+        """Nothing is held against anybody."""
