@@ -158,17 +158,19 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
     drafted = CounterMetricFamily("qwen_drafted_tokens", "Tokens guessed ahead", labels=labels)
     accepted = CounterMetricFamily("qwen_accepted_draft_tokens", "Those that were right", labels=labels)
+    failed = CounterMetricFamily("qwen_drafts_failed", "Drafts lost to an error", labels=labels)
+    unready = CounterMetricFamily(
+        "qwen_drafts_unready", "Drafts wanted while the drafter lacked what it reads", labels=labels
+    )
+    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 while it rests", labels=labels)
     for drafter, counts in stats.drafts.items():
         steps.add_metric((drafter,), counts.steps)
         drafted.add_metric((drafter,), counts.drafted)
         accepted.add_metric((drafter,), counts.accepted)
-    failed = CounterMetricFamily("qwen_drafts_failed", "Drafts lost to an error", labels=labels)
-    for drafter, count in stats.drafts_failed.items():
-        failed.add_metric((drafter,), count)
-    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 while it rests", labels=labels)
-    for drafter, drafts in stats.drafters_active.items():
-        active.add_metric((drafter,), int(drafts))
-    yield from (steps, drafted, accepted, failed, active)
+        failed.add_metric((drafter,), counts.failed)
+        unready.add_metric((drafter,), counts.unready)
+        active.add_metric((drafter,), int(counts.state == "active"))
+    yield from (steps, drafted, accepted, failed, unready, active)
 
 
 def _steps(stats: EngineStats) -> Iterator[Metric]:

@@ -158,7 +158,9 @@ class Engine:
             if loop not in self._queues:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
-            self._post(generation, partial(self._add, generation, prompt, params, min(max_tokens or room, room)))
+            self._post(
+                generation, partial(self._add, generation, prompt, params, min(max_tokens or room, room))
+            )
         return generation
 
     def stats(self) -> EngineStats:
@@ -324,7 +326,9 @@ class Engine:
         try:
             self._scheduler.remove(sequence, failed=isinstance(done, Exception))
         finally:
-            unsent = [token for output in self._news if output.sequence is sequence for token in output.tokens]
+            unsent = [
+                token for output in self._news if output.sequence is sequence for token in output.tokens
+            ]
             self._finish(sequence, done, unsent)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:

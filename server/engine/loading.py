@@ -138,7 +138,9 @@ class Parts:
         if not settings.prefill_budget:
             seconds = warmup.time_prompt(context, prefill)
             most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
-            budget = warmup.prefill_budget(settings.prefill_seconds, seconds / prefill, context.n_ubatch, most)
+            budget = warmup.prefill_budget(
+                settings.prefill_seconds, seconds / prefill, context.n_ubatch, most
+            )
             self.scheduler.prefill_budget = budget
             log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
         if settings.speculation != "off":

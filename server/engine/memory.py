@@ -18,7 +18,7 @@ from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
-from .speculation.mtp import KEPT, WIDEST
+from .speculation.mtp import WIDEST, host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -512,11 +512,6 @@ def mtp_cells(settings: EngineSettings) -> int:
     and a draft needs no more than what came last."""
     each = max(MTP_SPAN, 2 * settings.mtp_window)
     return min(settings.ctx_size, max(settings.parallel * each, MTP_LEAST))
-
-
-def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Most bytes of hidden states that wait in host memory for the head to read them."""
-    return (slots * 2 * window + checkpoints * KEPT) * n_embd * 4
 
 
 def verified_rows(settings: EngineSettings) -> int:

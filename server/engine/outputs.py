@@ -26,7 +26,12 @@ class Generation:
     """
 
     def __init__(
-        self, prompt_tokens: int, timings: Timings, cancel: Callable[[Generation], None], *, stream: bool = True
+        self,
+        prompt_tokens: int,
+        timings: Timings,
+        cancel: Callable[[Generation], None],
+        *,
+        stream: bool = True,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.drafts = DraftCounts()

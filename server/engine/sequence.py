@@ -127,7 +127,8 @@ class Sequence:
 
         `ends` are the tokens that end a generation; they are not appended.
         """
-        room, done = self.limit - len(self.tokens), None
+        done: FinishReason | None = None
+        room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):
             n = next((n for n, token in enumerate(new[:room]) if token in ends), room)
             done = "stop" if n < room and n < len(new) else "length"

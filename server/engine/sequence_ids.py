@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from .settings import MAX_SEQUENCES
+from .speculation.mtp import MOST as MTP_SEQUENCES
 
 if TYPE_CHECKING:
     from .settings import EngineSettings
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
 MOST_DRAFTING = 16
 """Most sequences that draft from the text at once. A larger batch keeps the device busy with tokens that are
 certain."""
-
-MTP_SEQUENCES = 1
-"""Most sequences that the MTP head drafts for at once."""
 
 LONE_SLOTS = 2
 """Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may

@@ -10,8 +10,8 @@ import numpy as np
 
 from server.engine.errors import LlamaError
 
-from .host import HostTier
 from .ghost import BLOCK, GhostCache
+from .host import HostTier
 from .stats import PrefixStats
 from .tree import Node, Tree
 

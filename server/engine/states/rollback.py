@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from server.engine.sequence_ids import LONE_SLOTS
+
 if TYPE_CHECKING:
     from server.engine.batch import Batch, Chunk
     from server.engine.llama import Context
-
-ALONE = 2
-"""Slots, the first ones, in which a sequence that decodes alone may go back to snapshots and device copies:
-llama.cpp keeps a buffer for another state for each that did."""
 
 
 class Rollback:
@@ -48,11 +46,11 @@ class Rollback:
 
     def rewinds(self, slot: int, n_sequences: int) -> int:
         """Tokens of the longest draft of which a step of so many sequences keeps what is right."""
-        return self._context.n_snapshots if n_sequences == 1 and slot < ALONE else 0
+        return self._context.n_snapshots if n_sequences == 1 and slot < LONE_SLOTS else 0
 
     def keeps_graph(self, slot: int, n_sequences: int) -> int:
         """Tokens of the longest draft that leaves llama.cpp's graph for the next one."""
-        if n_sequences > 1 or slot >= ALONE:
+        if n_sequences > 1 or slot >= LONE_SLOTS:
             return 0
         return max(self._device_copies, self._context.n_snapshots)
 

@@ -47,7 +47,8 @@ class SavedState:
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.trunk.nbytes + sum(saved.nbytes for saved in self.followers if saved is not None)
+        beside: int = sum(saved.nbytes for saved in self.followers if saved is not None)
+        return self.trunk.nbytes + beside
 
 
 class StateStore:
