@@ -22,11 +22,13 @@ from .outputs import Generation
 from .sampling import SamplingParams
 from .sequence import FinishReason, Prompt, Timings
 from .settings import EngineSettings
+from .speculation import DraftCounts
 from .stats import EngineStats
 from .vocab import Vocab
 
 __all__ = [
     "DoesNotFit",
+    "DraftCounts",
     "Engine",
     "EngineDead",
     "EngineDraining",

@@ -133,11 +133,11 @@ class Engine:
     def submit(
         self, prompt: Prompt, params: SamplingParams, max_tokens: int | None = None, *, stream: bool = True
     ) -> Generation:
-        """Queue a request; call on the event loop that will listen. Takes as long whatever the prompt's length.
+        """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        Without `stream` all tokens are delivered together at the end. Raises ValueError for `max_tokens` below
-        1, QueueFull, EngineDraining and EngineDead.
+        Without `stream` all tokens are delivered together at the end. Raises ValueError for `max_tokens`
+        below 1, QueueFull, EngineDraining and EngineDead.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
@@ -329,6 +329,7 @@ class Engine:
             unsent = [
                 token for output in self._news if output.sequence is sequence for token in output.tokens
             ]
+            self._news = [output for output in self._news if output.sequence is not sequence]
             self._finish(sequence, done, unsent)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Carries out a batch: fills llama.cpp's, decodes it, waits for its rows. Knows no drafts' origin, no cache."""
+"""Carries out a batch: fills llama.cpp's, decodes it, waits for its rows. Knows no drafter and no cache."""
 
 from __future__ import annotations
 

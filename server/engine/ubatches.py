@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """For each ubatch, a pass over the weights: how many tokens it takes of each sequence, and of which of them.
+    """For each ubatch, one pass over the weights: how many tokens of each sequence, and of which.
 
     A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
     want as many tokens of each, so a pass ends where the shortest does (`split_equal`, llama-batch.cpp). With

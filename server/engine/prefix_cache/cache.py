@@ -61,8 +61,9 @@ class PrefixCache:
 
     A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins, after
     its first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
-    computed, and where an answer ends. The least recently used go when ids or cells run short; `max_cells` bounds
-    what is held beyond the running sequences, because attention reads every occupied cell in every step.
+    computed, and where an answer ends. The least recently used go when ids or cells run short; `max_cells`
+    bounds what is held beyond the running sequences, because attention reads every occupied cell in every
+    step.
     Used by the scheduler on the engine's thread. Off when there are no `ids`.
     """
 

@@ -18,9 +18,9 @@ class _Segment:
 class CellAllocator:
     """Counts the cells of a unified KV cache (llama-kv-cells.h), one a token, as llama.cpp shares them.
 
-    A sequence is a chain of segments. Copying one shares its chain; what is appended afterwards is its own. So
-    a segment is never shared in part, and counting owners is exact. Ids below `slots` run requests, those from
-    there on hold checkpoints.
+    A sequence is a chain of segments. Copying one shares its chain; what is appended afterwards is its own.
+    So a segment is never shared in part, and counting owners is exact. Ids below `slots` run requests, those
+    from there on hold checkpoints.
     """
 
     def __init__(self, slots: int, total: int) -> None:
@@ -47,7 +47,7 @@ class CellAllocator:
         return sum(segment.length for segment in self._chains.get(sequence, ()))
 
     def append(self, sequence: int, count: int) -> None:
-        """So many tokens come behind those of a sequence. Raises ValueError where there are not as many cells."""
+        """So many tokens come behind those of a sequence. Raises ValueError without as many cells."""
         if count > self.free:
             raise ValueError(f"{count} cells are wanted, {self.free} are free")
         chain = self._chains.setdefault(sequence, [])

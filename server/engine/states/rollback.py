@@ -69,7 +69,7 @@ class Rollback:
                     self._hold(chunk.slot, chunk.start)
 
     def reject(self, chunk: Chunk, accepted: int) -> int:
-        """Of the chunk's draft only so many tokens were right: how many the slot holds now. Raises LlamaError."""
+        """Only so many draft tokens were right: how many tokens the slot holds now. Raises LlamaError."""
         slot = chunk.slot
         if self._by_snapshot:
             kept = chunk.start + chunk.count + accepted

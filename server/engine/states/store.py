@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class StateFollower(Protocol):
-    """Keeps something of its own for each sequence id, as the MTP head does. What it loses costs only time."""
+    """Keeps something for each sequence id, as the MTP head does. What it loses costs only time."""
 
     def copy(self, source: int, target: int) -> None:
         """`target`, which is empty, becomes what `source` is."""
@@ -73,7 +73,7 @@ class StateStore:
             self.cells.append(chunk.slot, chunk.n_tokens)
 
     def copy(self, source: int, target: int) -> None:
-        """`target`, which is empty, becomes what `source` is. Cells and state are shared, nothing is moved."""
+        """`target`, which is empty, becomes what `source` is: cells and state are shared."""
         self._context.copy(source, target)
         self.cells.share(source, target)
         for follower in self.followers:
@@ -96,7 +96,7 @@ class StateStore:
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
-        """Put a saved sequence into an empty id. Raises LlamaError, the id empty, where llama.cpp has no room."""
+        """Put a saved sequence into an empty id. Raises LlamaError, the id empty, without room."""
         try:
             self._context.restore(sequence, saved.trunk)
         except Exception:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from server.api.metrics import Metrics
-from server.engine import DraftCounts, EngineStats
+from server.engine import EngineStats
 from server.engine.prefix_cache import PrefixStats
 from server.engine.profile import PHASES, StepProfile
+from server.engine.speculation import DrafterStats
 
 
 def test_counters_come_from_the_snapshot() -> None:
@@ -27,9 +28,10 @@ def test_counters_come_from_the_snapshot() -> None:
         prefix=PrefixStats(hits=10, resident_cells=11, failed_copies=13),
         sampler_changes=12,
         step_totals=profile.times(),
-        drafts={"ngram": DraftCounts(steps=14, drafted=15, accepted=16)},
-        drafts_failed={"mtp": 17},
-        drafters_active={"ngram": True, "mtp": False},
+        drafts={
+            "ngram": DrafterStats(steps=14, drafted=15, accepted=16),
+            "mtp": DrafterStats(failed=17, unready=18, state="resting"),
+        },
     )
     metrics = Metrics()
     before = metrics.render(None).decode()
@@ -51,6 +53,7 @@ def test_counters_come_from_the_snapshot() -> None:
         'qwen_drafted_tokens_total{drafter="ngram"} 15.0',
         'qwen_accepted_draft_tokens_total{drafter="ngram"} 16.0',
         'qwen_drafts_failed_total{drafter="mtp"} 17.0',
+        'qwen_drafts_unready_total{drafter="mtp"} 18.0',
         'qwen_drafter_active{drafter="ngram"} 1.0',
         'qwen_drafter_active{drafter="mtp"} 0.0',
         'qwen_steps_total{kind="decode",rows="1"} 1.0',
