@@ -1,11 +1,11 @@
-"""The controller in motion, on a made-up card: drafts as far as they pay, rests where not, and new chances."""
+"""The controller in motion, on a made-up card: drafts as far as they pay, rests, and new chances."""
 
 from __future__ import annotations
 
 import random
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -28,9 +28,6 @@ from server.engine.speculation.controller import (
 from server.engine.speculation.speculator import LISTEN
 from server.engine.speculation.times import StepTimes
 from tests.server.engine.speculation.card import ANYONE, BUILD, World, h200, on_h200
-
-if TYPE_CHECKING:
-    from server.engine.speculation.base import Drafter
 
 
 def counted_choices(world: World) -> Mock:
@@ -168,7 +165,9 @@ def test_who_rests_is_not_planned_for() -> None:
 
 def test_the_end_of_an_answer_is_held_against_nobody() -> None:
     """Where one more token is wanted no draft pays, whoever drafts."""
-    world = World(snapshots=8, draft=0.5e-3, table=lambda n, rows: 1e-3 * (2 if rows == 1 else 3.9 + 0.1 * rows))
+    world = World(
+        snapshots=8, draft=0.5e-3, table=lambda n, rows: 1e-3 * (2 if rows == 1 else 3.9 + 0.1 * rows)
+    )
     world.gain(50)
     for _ in range(40):
         [one] = world.sequences
@@ -424,7 +423,9 @@ def card_times(weights: float = 4.0, row: float = 0.1) -> StepTimes:
     return times
 
 
-@pytest.mark.parametrize(("chance", "least", "most"), [(0.01, 0, 0), (0.5, 1, 8), (0.9, 8, 40), (1.0, 127, 127)])
+@pytest.mark.parametrize(
+    ("chance", "least", "most"), [(0.01, 0, 0), (0.5, 1, 8), (0.9, 8, 40), (1.0, 127, 127)]
+)
 def test_doubtful_drafts_are_short_and_hopeless_ones_are_none(chance: float, least: int, most: int) -> None:
     plan = Controller(card_times()).choose([Option(stand_in(chance), ["sure"], [127])], Step([1], 512, 512))
     assert least <= (plan.lengths[0] if plan else 0) <= most
@@ -461,9 +462,7 @@ def test_redoing_what_was_right_is_part_of_the_price() -> None:
     room=st.integers(0, 400),
     most=st.integers(1, 400),
 )
-def test_plans_keep_to_what_there_is(
-    mix: list[tuple[int, int]], chance: float, room: int, most: int
-) -> None:
+def test_plans_keep_to_what_there_is(mix: list[tuple[int, int]], chance: float, room: int, most: int) -> None:
     pending, limits = [own for own, _ in mix], [limit for _, limit in mix]
     option = Option(stand_in(chance), ["sure" if limit else "" for limit in limits], limits)
     for controller in (Controller(card_times()), Always(card_times())):
@@ -561,11 +560,3 @@ def test_hit_rates_follow_a_text_that_changes_and_early_errors_far_down_fade() -
     for _ in range(4):
         rates.add(1, 1)
     assert rates.expected(1) > 0.6
-
-
-def _is_drafter(drafter: Drafter) -> Drafter:
-    return drafter
-
-
-def test_the_made_up_head_is_a_drafter() -> None:
-    assert _is_drafter(World().head).name == "mtp"  # checked by mypy
