@@ -197,14 +197,16 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         cells = min(settings.parallel * each, MOST_CELLS)
         settings = settings.replace(ctx_size=cells + settings.prefix_cells)
     settings = settings.replace(ctx_size=_padded(settings.ctx_size))
-    while True:
-        plan = _arrange(settings, spec, places, _buffers(settings, spec, places))
-        if plan.fits:
-            return plan
+    plan = _rehearsed_plan(settings, spec, places)
+    while not plan.fits:
         smaller = _smaller(plan, wanted)
-        if smaller == settings:
+        if smaller == plan.settings:
+            plan = _rehearsed_plan(smaller, spec, places)
             raise DoesNotFit("\n".join([*_complaints(plan), "the plan was:", str(plan)]))
-        settings = smaller
+        plan = _rearranged(plan, smaller)
+        if _arrange(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal would tell nothing new
+            plan = _rehearsed_plan(smaller, spec, places)
+    return plan
 
 
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
@@ -342,14 +344,34 @@ def _rearranged(plan: MemoryPlan, settings: EngineSettings) -> MemoryPlan:
     return _arrange(settings, plan.spec, places, [usage.compute for usage in plan.usages])
 
 
+def _rehearsed_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> MemoryPlan:
+    return _arrange(settings, spec, places, _buffers(settings, spec, places))
+
+
 def _buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     """Bytes of compute buffers in each of `places`.
 
-    A rehearsal does allocate states and the table of cells: it has fewer where these alone are too many.
+    A rehearsal does allocate states and the table of cells: where the plan is too large without any buffers,
+    it has fewer of both, and tells how these grow with the cells.
     """
-    if not _arrange(settings, spec, places, [0] * len(places)).fits:
-        cells = min(settings.ctx_size, MOST_CELLS)
-        settings = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=cells)
+    if _arrange(settings, spec, places, [0] * len(places)).fits:
+        return _rehearsed(settings, spec, places)
+    few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MOST_CELLS))
+    buffers = _rehearsed(few, spec, places)
+    if settings.ctx_size == few.ctx_size:
+        return buffers
+    half = few.ctx_size // 2
+    fewer = _rehearsed(few.replace(ctx_size=half), spec, places)
+    return _on_the_line((half, fewer), (few.ctx_size, buffers), settings.ctx_size)
+
+
+def _on_the_line(a: tuple[int, list[int]], b: tuple[int, list[int]], cells: int) -> list[int]:
+    """Buffers that so many cells bring, as two numbers of cells tell: they grow nearly in proportion."""
+    share = (cells - a[0]) / (b[0] - a[0])
+    return [int(low + share * (high - low)) for low, high in zip(a[1], b[1], strict=True)]
+
+
+def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     sizes = _rehearse(settings, spec)
     # on the host plain ones, or pinned for the GPU's sake (CUDA_Host)
     host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
@@ -452,7 +474,7 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
     places, ubatch = [usage.device for usage in plan.usages], settings.ubatch_size // 2
     if ubatch >= UBATCH_CPU // 4:
         passes = settings.replace(ubatch_size=ubatch)
-        if does(_arrange(passes, plan.spec, places, _buffers(passes, plan.spec, places))):
+        if does(_rehearsed_plan(passes, plan.spec, places)):
             found.append(f"ubatch_size={ubatch}")
     if places[index].is_gpu:
         all_layers = plan.spec.n_blocks + 1 if settings.n_gpu_layers < 0 else settings.n_gpu_layers
@@ -465,29 +487,28 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
 
 
 def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
-    """The largest `ctx_size` that does, with the compute buffers that it brings; 0 if none does.
+    """The largest `ctx_size` that does, with the compute buffers that it brings; 0 if none is found."""
+    settings, spec, places = plan.settings, plan.spec, [usage.device for usage in plan.usages]
 
-    Buffers grow with it nearly in proportion: what a rehearsal tells of one size says which to try next.
-    """
-    settings, places = plan.settings, [usage.device for usage in plan.usages]
+    def rehearsed(cells: int) -> tuple[int, list[int]]:
+        return cells, _buffers(settings.replace(ctx_size=cells), spec, places)
 
-    def rehearsed(n: int) -> list[int]:
-        return _buffers(settings.replace(ctx_size=n * CELL_PADDING), plan.spec, places)
+    def fits(cells: int, buffers: list[int]) -> bool:
+        return does(_arrange(settings.replace(ctx_size=cells), spec, places, buffers))
 
-    def arranged(n: int, buffers: Sequence[int]) -> MemoryPlan:
-        return _arrange(settings.replace(ctx_size=n * CELL_PADDING), plan.spec, places, buffers)
-
-    few = SMALLEST_CONTEXT // CELL_PADDING
-    least, slopes = rehearsed(few), [0.0] * len(places)
-
-    def promises(n: int) -> bool:
-        return does(arranged(n, [int(b + s * (n - few)) for b, s in zip(least, slopes, strict=True)]))
-
+    most = min(settings.ctx_size, MOST_CELLS)
+    a, b = rehearsed(most // 2), rehearsed(most)
     for _ in range(TRIALS):
-        n = _largest(0, settings.ctx_size // CELL_PADDING - 1, promises)
-        if n <= few or does(arranged(n, buffers := rehearsed(n))):
-            return n * CELL_PADDING
-        slopes[:] = [(b - a) / (n - few) for a, b in zip(least, buffers, strict=True)]
+        cells = CELL_PADDING * _largest(
+            0,
+            settings.ctx_size // CELL_PADDING - 1,
+            lambda n, a=a, b=b: fits(n * CELL_PADDING, _on_the_line(a, b, n * CELL_PADDING)),  # type: ignore[misc]
+        )
+        if cells in (0, b[0]):
+            return cells
+        a, b = b, rehearsed(cells)
+        if fits(*b):
+            return cells
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .remembered import Remembered
+from .tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,13 +16,13 @@ TURN_START = b"<|im_start|>"
 """ChatML's, which every Qwen speaks."""
 
 LONG = 512
-"""Characters from which on a text is remembered: shorter ones would push long ones out for little."""
+"""Characters from which on a text is cached: shorter ones would push long ones out for little."""
 
 
 class Vocab:
     """Read-only, and safe to use from any thread. Ids run from 0 to `size` - 1."""
 
-    def __init__(self, model: Model, remembered: int = 0) -> None:
+    def __init__(self, model: Model, cached: int = 0) -> None:
         """The ids of long texts are kept for when they come again, up to so many tokens."""
         self._model = model
         self.size = model.n_vocab
@@ -43,7 +43,7 @@ class Vocab:
             self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
-        self._remembered = Remembered(remembered)
+        self._cache = TokenizerCache(cached)
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Ids of `text`. With `special`, the texts of control tokens in it become those tokens.
@@ -59,7 +59,7 @@ class Vocab:
             if len(turn) < LONG:
                 short += turn
             else:
-                ids += self._parse(short) + self._remembered.of(turn, self._parse)
+                ids += self._parse(short) + self._cache.ids(turn, self._parse)
                 short = ""
         return ids + self._parse(short)
 

@@ -44,14 +44,16 @@ class Drafter(Protocol):
     """
 
     name: str
-    kinds: Mapping[str, float]
-    """Its kinds of drafts; the chance of a first token that is assumed before anything is known."""
     instant: bool
     """To ask it takes no time to speak of."""
     most: int
     """Sequences that it drafts for at once."""
     depth: int
     """Tokens of its longest draft."""
+
+    @property
+    def kinds(self) -> Mapping[str, float]:
+        """Its kinds of drafts; the chance of a first token that is assumed before anything is known."""
 
     def can_draft(self, request: DraftRequest) -> bool:
         """Whether it has what it needs to draft for a sequence."""

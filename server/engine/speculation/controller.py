@@ -8,7 +8,7 @@ by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .times import Mean, StepTimes, group_of
@@ -211,11 +211,6 @@ class Step:
     rewinds: int = 0
     keeps_graph: int = 0
     shape: tuple[int, int] = (0, 0)
-    steady: bool = field(init=False)
-    """All have as much pending, so that equal drafts make one pass."""
-
-    def __post_init__(self) -> None:
-        self.steady = len(set(self.pending)) == 1
 
 
 class Controller:
@@ -249,7 +244,8 @@ class Controller:
         plan = self._best(options, step)
         if plan is None and n == 1 and on_trial:
             plan = self._best(on_trial, step, HOPE, max(2, step.rewinds))
-        self._learn_verdict(options, plan, n)
+        if plan is not None or max(step.pending) == 1:  # to catch up is no time to judge
+            self._learn_verdict(options, plan, n)
         return plan
 
     def _on_trial(self, option: Option, n: int) -> list[str]:
@@ -265,8 +261,7 @@ class Controller:
     ) -> Plan | None:
         """The best arm; with `hope`, of at most `longest` tokens each of which has that chance."""
         pending, n, times = step.pending, len(step.pending), self.times
-        same = (n, pending[0]) == step.shape and step.steady
-        seconds = times.passes(pending) + (0.0 if same else times.moving / STAY)
+        seconds = times.passes(pending) + self._change(pending, step)
         best, best_rate = None, MARGIN * n / seconds
         for option in options:
             limits = [min(limit, longest) for limit in option.limits]
@@ -314,18 +309,27 @@ class Controller:
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
         if max(lengths) > step.rewinds:
             seconds += self._way_back.value
-        # A drafter that is always there drafts again in the next step, and stays with a graph; a text that
-        # repeats itself does so now and then.
         if max(lengths) > step.keeps_graph:
             seconds += times.leaving if drafter.instant or n > 1 else times.building.value
-        elif (n, rows[0]) != step.shape or len(set(rows)) > 1:
-            seconds += times.leaving if drafter.instant else times.moving / STAY
+        else:
+            seconds += self._change(rows, step, passing=drafter.instant)
         for own, rate, length in zip(pending, rates, lengths, strict=True):
             if rate is not None and length > step.rewinds:  # what was right comes again after a wrong draft
                 right = rate.expected(length)
                 again = times.of(1, n + own + round(right)) - times.of(1, n)
                 seconds += (1 - rate.all_right(length)) * again
         return seconds
+
+    def _change(self, rows: list[int], step: Step, *, passing: bool = False) -> float:
+        """What it takes to come to the graph for so many rows.
+
+        A drafter that is always there drafts again in the next step, and stays with a graph. It is left for a
+        single step where a text repeats itself, now and then (`passing`), or something is pending.
+        """
+        if len(set(rows)) == 1 and (len(rows), rows[0]) == step.shape:
+            return 0.0
+        passing = passing or max(step.pending) > 1
+        return self.times.leaving if passing else self.times.moving / STAY
 
     def _learn_verdict(self, options: ListLike[Option], plan: Plan | None, n: int) -> None:
         for option in options:
@@ -393,7 +397,7 @@ class Always(Controller):
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The longest drafts of the first drafter that has any, shortened alike where there is no room."""
         free = min(step.room, step.most_rows - sum(step.pending))
-        each = free // len(step.pending)
+        each = max(0, free // len(step.pending))
         for option in options:
             lengths = [
                 min(limit, each) if kind else 0

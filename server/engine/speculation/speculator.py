@@ -11,7 +11,7 @@ from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
 from .controller import Always, Backoff, Controller, Option, Step
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
-from .times import FIRST, Mean, StepTimes
+from .times import Mean, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -438,7 +438,7 @@ class Speculator:
         self._controller.times.building = Mean(first=1)
         for _ in range(STEADY):
             rehearse(1, 1)
-        for rows in MEASURED[1::-1] * FIRST:
+        for rows in MEASURED[1::-1] * STEADY:
             if rows <= longest:
                 rehearse(1, rows)
 

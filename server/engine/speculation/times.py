@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-FIRST = 4
+FIRST = 8
 """Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
 
 WEIGHT = 0.1

@@ -312,6 +312,112 @@ def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
     four_b_plan(prefix_host_mib=int(suggested[1]))
 
 
+def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
+    card(23 * GIB)
+    gpu, host = four_b_plan(speculation="both").usages
+    assert (gpu.hidden, host.hidden) == (0, (8 * 2 * 512 + 32 * 128) * 2560 * 4)
+    assert host.total == sum([host.weights, host.compute, host.cells, host.hidden])
+    assert four_b_plan(speculation="ngram").usages[1].hidden == 0
+    assert re.search(r"hidden states for the MTP head +- +120 MiB", str(four_b_plan(speculation="both")))
+
+
+def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> None:
+    card(200 * GIB)
+    wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 32_768}
+    with pytest.raises(DoesNotFit, match=r"CPU: .*mtp_window=\d+") as caught:
+        four_b_plan(**wanted)
+    assert re.search(r"hidden states for the MTP head +- +40.\d GiB", str(caught.value))
+    suggested = re.search(r"mtp_window=(\d+)", str(caught.value))
+    assert suggested
+    window = int(suggested[1])
+    four_b_plan(**{**wanted, "mtp_window": window})
+    with pytest.raises(DoesNotFit):
+        four_b_plan(**{**wanted, "mtp_window": window + 1})
+    fewer = re.search(r"parallel=(\d+)", str(caught.value))
+    assert fewer
+    four_b_plan(**{**wanted, "parallel": int(fewer[1])})
+
+
+@pytest.mark.parametrize("cells", [99_999_999_999, 100_000_000, 30_000_000])
+def test_a_context_that_can_not_be_is_refused_at_once_with_one_that_fits(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, cells: int
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)
+    rehearse, rehearsed = memory._rehearse, []
+
+    def watched(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
+        rehearsed.append(settings.ctx_size)
+        return rehearse(settings, spec)
+
+    monkeypatch.setattr(memory, "_rehearse", watched)
+    wanted = decided(nano_q4_k_m, speculation="both", ctx_size=cells)
+    with pytest.raises(DoesNotFit, match=r"CPU: .*ctx_size=\d+") as caught:
+        plan_memory(wanted, read_header(nano_q4_k_m))
+    assert max(rehearsed) * plan_cell(nano_q4_k_m) < 4 * GIB, "the rehearsal allocates in proportion"
+    suggested = re.search(r"ctx_size=(\d+)", str(caught.value))
+    assert suggested
+    plan = plan_memory(wanted.replace(ctx_size=int(suggested[1])), read_header(nano_q4_k_m))
+    host = plan.usages[0]
+    assert host.compute > host.kv / 2, "compute buffers are counted, too"
+    assert host.total > 3.5 * GIB, "it is not much less than what fits"
+
+
+def plan_cell(model: Path) -> int:
+    return ModelSpec.from_header(read_header(model)).cell(decided(model))
+
+
+@pytest.mark.parametrize("bend", [0, 100_000])
+def test_advice_counts_the_buffers_that_grow_with_the_context(
+    card: Any, monkeypatch: pytest.MonkeyPatch, bend: int
+) -> None:
+    card(12 * GIB)
+
+    def buffers(settings: EngineSettings, _: ModelSpec) -> dict[str, int]:
+        cells = settings.ctx_size
+        return {"CUDA0": 300 * MIB + 16 * 1024 * cells + 16 * 1024 * max(0, cells - bend)}
+
+    monkeypatch.setattr(memory, "_rehearse", buffers)
+    with pytest.raises(DoesNotFit) as caught:
+        four_b_plan(speculation="off", ctx_size=1_000_000)
+    suggested = re.search(r"ctx_size=(\d+)", str(caught.value))
+    assert suggested
+    cells = int(suggested[1])
+    four_b_plan(speculation="off", ctx_size=cells)
+    with pytest.raises(DoesNotFit):
+        four_b_plan(speculation="off", ctx_size=cells + 20_000)
+
+
+def test_what_does_not_fit_without_flash_attention_is_refused_too(card: Any) -> None:
+    card(6 * GIB)
+    with pytest.raises(DoesNotFit, match="ctx_size=") as caught:
+        four_b_plan(speculation="off", ctx_size=131_072, flash_attn="off")
+    assert "q8_0" not in str(caught.value), "a packed cache needs flash attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots", "rollback", "checkpoints", "lone"),
+    [
+        ({}, range(8), range(8, 16), range(16, 48), range(2)),
+        ({"speculation": "mtp"}, range(8), range(8, 10), range(10, 42), range(2)),
+        ({"speculation": "mtp", "parallel": 1}, range(1), range(1, 2), range(2, 34), range(1)),
+        ({"speculation": "ngram", "parallel": 64}, range(64), range(64, 80), range(80, 112), range(2)),
+        ({"speculation": "off"}, range(8), range(8, 8), range(8, 40), range(0)),
+        ({"prefix_cache": False}, range(8), range(8, 16), range(16, 16), range(2)),
+        ({"parallel": 250}, range(250), range(250, 256), range(256, 256), range(2)),
+        ({"parallel": 256}, range(256), range(256, 256), range(256, 256), range(0)),
+    ],
+)
+def test_each_sequence_id_serves_one_purpose(
+    card: Any, changes: dict[str, Any], slots: range, rollback: range, checkpoints: range, lone: range
+) -> None:
+    card(100 * GIB)
+    settings = four_b_plan(**{"speculation": "both", "ctx_size": 4096, **changes}).settings
+    ids = SequenceIds.of(settings)
+    assert (ids.slots, ids.rollback, ids.checkpoints) == (slots, rollback, checkpoints)
+    assert ids.lone == lone
+    assert context_options(settings).n_seq == len(ids) == checkpoints.stop
+
+
 @pytest.mark.parametrize("parallel", [1, 240, 256])
 def test_there_are_never_more_than_256_sequences(card: Any, parallel: int) -> None:
     card(100 * GIB)

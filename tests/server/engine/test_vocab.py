@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.engine.llama import Model
-from server.engine.remembered import Remembered
+from server.engine.tokenizer_cache import TokenizerCache
 from server.engine.vocab import LONG, TURN_START, Vocab, _stands_alone
 
 ODD = [
@@ -59,7 +59,7 @@ def test_a_text_in_turns_has_the_ids_of_the_whole(model: Model, vocab: Vocab, da
     assert vocab.tokenize(text, special=True) == model.tokenize(text.encode(), special=True)
 
 
-def test_what_was_tokenised_once_is_remembered(
+def test_what_was_tokenised_once_is_cached(
     model: Model, vocab: Vocab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = [f"<|im_start|>user\n{words(seed, LONG)}<|im_end|>\n" for seed in (10, 11)]
@@ -114,17 +114,17 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
         asked.append(text)
         return list(map(ord, text))
 
-    memory = Remembered(limit=10)
+    memory = TokenizerCache(limit=10)
     for text in ("aaaa", "bbbb", "aaaa", "cccc"):
-        assert memory.of(text, tokenize) == list(map(ord, text))
+        assert memory.ids(text, tokenize) == list(map(ord, text))
     assert (len(memory), memory.tokens) == (2, 8)
-    memory.of("aaaa", tokenize)
+    memory.ids("aaaa", tokenize)
     assert asked == ["aaaa", "bbbb", "cccc"]
-    memory.of("bbbb", tokenize)
+    memory.ids("bbbb", tokenize)
     assert asked.pop() == "bbbb"
 
 
 def test_more_than_the_limit_is_not_kept() -> None:
-    memory = Remembered(limit=3)
-    assert memory.of("abcd", lambda text: list(map(ord, text))) == [97, 98, 99, 100]
+    memory = TokenizerCache(limit=3)
+    assert memory.ids("abcd", lambda text: list(map(ord, text))) == [97, 98, 99, 100]
     assert (len(memory), memory.tokens) == (0, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from statistics import fmean
 from typing import Any, cast
 
@@ -157,7 +158,7 @@ class Head:
     def can_draft(self, request: DraftRequest) -> bool:
         return True
 
-    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
         if self.error is not None:
             raise self.error
         rounds = max(request.limit for request in requests)
@@ -169,7 +170,7 @@ class Head:
     def cost(self, n: int, depth: int) -> float:
         return depth * self.seconds
 
-    def look(self, sequences: list[Sequence]) -> None:
+    def look(self, sequences: ListLike[Sequence]) -> None:
         pass
 
     def measure(self) -> None:
@@ -218,7 +219,7 @@ class World:
         self.speculator = Speculator(
             cast("Any", self.card),
             self.states,
-            [*([self.ngram] if ngram else []), cast("Any", self.head)],
+            [*([self.ngram] if ngram else []), self.head],
             self.controller,
             slots=SLOTS,
             most_rows=144,
@@ -291,7 +292,7 @@ def on_h200(n: int = 1, **changes: Any) -> World:
 
 
 def main() -> None:
-    """Print the gain by acceptance, from the first step on, and where acceptance changes every 5,000 steps."""
+    """Print the gain by acceptance, from the first step on; and where it changes every 5,000 steps."""
     for right in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0):
         gains = []
         for seed in range(4):

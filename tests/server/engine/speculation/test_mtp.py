@@ -14,11 +14,11 @@ import pytest
 from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama.mtp import MtpContext
 from server.engine.sequence import Sequence
-from server.engine.speculation.base import Floors, Order
-from server.engine.speculation.mtp import KEPT, MtpDrafter
-from server.engine.speculation.times import DraftTimes
+from server.engine.speculation.base import Drafter, DraftRequest, HiddenReader, StateFollower
+from server.engine.speculation.mtp import KEPT, MOST, MtpDrafter, host_bytes
 from tests.server.engine.speculation.helpers import sequence
 
+SLOTS = 3
 WIDTH, GUESSED = 3, 1e6
 """Of hidden rows; what is added to a position in a row of the head's own."""
 
@@ -34,15 +34,15 @@ class Head:
         self.beside = np.zeros((self.n_batch, WIDTH), np.float32)
         self.entries: dict[int, dict[int, tuple[int, float]]] = {}
         self.sure = 0.9
-        self.full = False
+        self.error: Exception | None = None
         self.widths: list[int] = []
         """Of the calls."""
         self._out: dict[int, tuple[int, int]] = {}
         """Token and position, by index in the batch."""
 
     def decode(self, n: int) -> None:
-        if self.full:
-            raise NoMemorySlot("full")
+        if self.error is not None:
+            raise self.error
         self._out = {}
         self.widths.append(n)
         for i in range(n):
@@ -67,13 +67,16 @@ class Head:
         mine = self.entries.get(sequence_id, {})
         self.entries[sequence_id] = {p: entry for p, entry in mine.items() if not start <= p < end}
 
+    def clear(self) -> None:
+        self.entries.clear()
+
     def save(self, sequence_id: int) -> np.ndarray:
         entries = self.entries[sequence_id]
         return np.array([(p, token, row) for p, (token, row) in entries.items()], np.float64)
 
     def restore(self, sequence_id: int, saved: np.ndarray) -> None:
-        if self.full:
-            raise LlamaError("full")
+        if self.error is not None:
+            raise self.error
         self.entries[sequence_id] = {int(p): (int(token), float(row)) for p, token, row in saved}
 
     def check(self, slot: int, text: list[int]) -> None:
@@ -88,7 +91,17 @@ def head() -> Head:
 
 
 def drafter(head: Head, window: int = 64, widest: int = 0, span: int = 10**6) -> MtpDrafter:
-    return MtpDrafter(cast("MtpContext", head), window, DraftTimes(), span=span, widest=widest)
+    return MtpDrafter(cast("MtpContext", head), window, depth=16, slots=SLOTS, span=span, widest=widest)
+
+
+def draft(mtp: MtpDrafter, *wanted: tuple[Sequence, int]) -> list[list[int]]:
+    """Drafts of at most so many tokens for each sequence."""
+    requests = [DraftRequest(one, one.slot or 0, limit) for one, limit in wanted]
+    return [answer.tokens for answer in mtp.propose(requests)]
+
+
+def can_draft(mtp: MtpDrafter, one: Sequence) -> bool:
+    return mtp.can_draft(DraftRequest(one, one.slot or 0, 1))
 
 
 def rows(start: int, n: int) -> np.ndarray:
@@ -103,25 +116,22 @@ def running(tokens: list[int], slot: int = 0) -> Sequence:
 
 def test_it_reads_the_prompt_when_it_first_drafts_and_guesses_on(head: Head) -> None:
     mtp, one = drafter(head), running(list(range(100, 111)))
-    assert not mtp.can_draft(one)
+    assert not can_draft(mtp, one)
     mtp.collect(0, 0, rows(0, 4))
     mtp.collect(0, 4, rows(4, 6))
     assert head.entries == {}, "nothing is read before it is needed"
-    assert mtp.can_draft(one)
-    mtp.propose([order := Order(one, 3)])
-    assert (order.tokens, order.drafter) == ([111, 112, 113], "mtp")
-    assert order.sure == [0.9] * 3
+    assert can_draft(mtp, one)
+    assert draft(mtp, (one, 3)) == [[111, 112, 113]]
     head.check(0, one.tokens)
     assert max(head.entries[0]) == 10, "the entries of guesses are gone"
-    assert not mtp.can_draft(one), "it has drafted from here"
+    assert not can_draft(mtp, one), "it has drafted from here"
 
 
 def test_a_prompt_longer_than_a_batch_is_read_in_pieces(head: Head) -> None:
     mtp, one, two = drafter(head), running(list(range(50))), running(list(range(7, 30)), slot=1)
     mtp.collect(0, 0, rows(0, 49))
     mtp.collect(1, 0, rows(0, 22))
-    mtp.propose(orders := [Order(one, 1), Order(two, 2)])
-    assert [order.tokens for order in orders] == [[50], [30, 31]]
+    assert draft(mtp, (one, 1), (two, 2)) == [[50], [30, 31]]
     head.check(0, one.tokens)
     head.check(1, two.tokens)
 
@@ -130,38 +140,25 @@ def test_only_the_window_is_read_of_a_long_text(head: Head) -> None:
     mtp, one = drafter(head, window=8), running(list(range(300)))
     for start in range(0, 299, 23):
         mtp.collect(0, start, rows(start, min(23, 299 - start)))
-    mtp.propose([order := Order(one, 1)])
-    assert order.tokens == [300]
+    assert draft(mtp, (one, 1)) == [[300]]
     head.check(0, one.tokens)
     assert 8 <= len(head.entries[0]) <= 16
     assert mtp.wants(one, 293)
     assert not mtp.wants(one, 292)
 
 
-def test_it_stops_where_another_round_promises_too_little(head: Head) -> None:
+@pytest.mark.parametrize("error", [NoMemorySlot("full"), LlamaError("no"), FloatingPointError("NaN")])
+def test_a_failure_is_told_and_followed_by_a_new_beginning(head: Head, error: Exception) -> None:
     mtp, one = drafter(head), running([5, 6, 7])
     mtp.collect(0, 0, rows(0, 2))
-    floors = Floors(go_on=[0.0, 0.5, 0.5, 0.5], keep=[0.0] * 4)
-    mtp.propose([order := Order(one, 4, typical=(0.9, 0.5, 0.5))], floors)
-    assert len(order.tokens) == 1, "0.9 and then 0.5 of a token is less than half of one"
-    one.tokens.append(8)
-    mtp.collect(0, 2, rows(2, 1))
-    mtp.propose([order := Order(one, 4)], Floors([0.0] * 5, keep=[0.95] * 5))
-    assert len(order.tokens) == 1, "the second is not worth its row; of the first that is to be seen"
-
-
-def test_a_full_cache_means_no_draft_and_a_new_beginning(head: Head) -> None:
-    mtp, one = drafter(head), running([5, 6, 7])
-    mtp.collect(0, 0, rows(0, 2))
-    head.full = True
-    mtp.propose([order := Order(one, 2)])
-    assert order.tokens == []
-    assert not mtp.can_draft(one)
-    head.full = False
+    head.error = error
+    with pytest.raises(type(error)):
+        draft(mtp, (one, 2))
+    assert not can_draft(mtp, one)
+    head.error = None
     one.tokens += [8, 9]
     mtp.collect(0, 2, rows(2, 2))
-    mtp.propose([order := Order(one, 2)])
-    assert order.tokens == [10, 11]
+    assert draft(mtp, (one, 2)) == [[10, 11]]
     head.check(0, one.tokens)
 
 
@@ -169,18 +166,18 @@ def test_a_full_cache_costs_those_who_do_not_draft_what_they_had(head: Head) -> 
     mtp, one, two = drafter(head), running([5, 6, 7]), running([5, 6, 7], slot=1)
     for slot in (0, 1):
         mtp.collect(slot, 0, rows(0, 2))
-    mtp.propose([Order(two, 2)])
+    draft(mtp, (two, 2))
     mtp.copy(1, 5)
     assert head.entries[1]
     assert head.entries[5]
-    head.full = True
-    mtp.propose([Order(one, 2)])
+    head.error = NoMemorySlot("full")
+    with pytest.raises(NoMemorySlot):
+        draft(mtp, (one, 2))
     assert not any(head.entries.values()), "there is room again"
-    head.full = False
+    head.error = None
     two.tokens.append(8)
     mtp.collect(1, 2, rows(2, 1))
-    mtp.propose([order := Order(two, 2)])
-    assert order.tokens == [9, 10]
+    assert draft(mtp, (two, 2)) == [[9, 10]]
     head.check(1, two.tokens)
 
 
@@ -188,8 +185,7 @@ def test_it_looks_back_on_a_span(head: Head) -> None:
     mtp, one = drafter(head, window=8, span=40), running(list(range(30)))
     mtp.collect(0, 0, rows(0, 29))
     for n in range(30, 300):
-        mtp.propose([order := Order(one, 2)])
-        assert order.tokens == [n, n + 1]
+        assert draft(mtp, (one, 2)) == [[n, n + 1]]
         head.check(0, one.tokens)
         held = sorted(head.entries[0])
         assert held == list(range(held[0], n)), "without a gap"
@@ -199,7 +195,7 @@ def test_it_looks_back_on_a_span(head: Head) -> None:
             mtp.copy(0, 3)
             saved = mtp.save(3)
             assert saved is not None
-            mtp.remove(0)
+            mtp.free(0)
             mtp.restore(0, saved)
         mtp.collect(0, n - 1, rows(n - 1, 1))
         one.tokens.append(n)
@@ -208,19 +204,18 @@ def test_it_looks_back_on_a_span(head: Head) -> None:
 def test_what_was_saved_comes_back_under_another_id(head: Head) -> None:
     mtp, one = drafter(head), running(list(range(100, 111)))
     mtp.collect(0, 0, rows(0, 10))
-    mtp.propose([Order(one, 3)])
+    draft(mtp, (one, 3))
     one.tokens += [111, 112]
     mtp.collect(0, 10, rows(10, 2))
     saved = mtp.save(0)
     assert saved is not None
     assert saved.nbytes > 0
-    mtp.remove(0)
+    mtp.free(0)
     assert not head.entries[0]
     mtp.restore(3, saved)
     one.slot = 3
-    assert mtp.can_draft(one)
-    mtp.propose([order := Order(one, 2)])
-    assert order.tokens == [113, 114]
+    assert can_draft(mtp, one)
+    assert draft(mtp, (one, 2)) == [[113, 114]]
     head.check(3, one.tokens)
     assert sorted(head.entries[3]) == list(range(1, 13)), "what it had read before it left, too"
 
@@ -228,43 +223,101 @@ def test_what_was_saved_comes_back_under_another_id(head: Head) -> None:
 def test_without_room_for_what_was_saved_it_begins_anew(head: Head) -> None:
     mtp, one = drafter(head), running(list(range(100, 111)))
     mtp.collect(0, 0, rows(0, 10))
-    mtp.propose([Order(one, 3)])
+    draft(mtp, (one, 3))
     saved = mtp.save(0)
     assert saved is not None
     assert mtp.save(7) is None
-    mtp.remove(0)
-    head.full = True
+    mtp.free(0)
+    head.error = LlamaError("full")
     mtp.restore(3, saved)
-    one.slot, head.full = 3, False
-    assert not mtp.can_draft(one)
+    one.slot, head.error = 3, None
+    assert not can_draft(mtp, one)
     mtp.collect(3, 10, rows(10, 1))
     one.tokens.append(111)
-    mtp.propose([order := Order(one, 1)])
-    assert order.tokens == [112]
+    assert draft(mtp, (one, 1)) == [[112]]
     assert sorted(head.entries[3]) == [11]
+
+
+def test_host_memory_is_what_was_planned(head: Head) -> None:
+    """Whoever runs for however long, and however many checkpoints are taken."""
+    window, checkpoints, rng = 200, 12, random.Random(0)
+    mtp = drafter(head, window=window)
+    for _ in range(40):
+        slot = rng.randrange(SLOTS)
+        one = running([1] * 700, slot)
+        for start in range(0, 600, 60):
+            mtp.collect(slot, start, rows(start, 60))
+        if rng.random() < 0.5:
+            mtp.collect(slot, 600, rows(600, 99))
+            draft(mtp, (one, 2))
+        mtp.copy(slot, SLOTS + rng.randrange(checkpoints))
+        if rng.random() < 0.5:
+            mtp.copy(SLOTS + rng.randrange(checkpoints), (slot + 1) % SLOTS)
+            mtp.free((slot + 1) % SLOTS)
+        mtp.free(slot)
+        kept = [reading.buffer for reading in mtp._readings.values()]
+        assert all(buffer.base is None for buffer in kept), "a view keeps the whole alive"
+        assert max(len(buffer) for buffer in kept) <= KEPT
+        held = sum(buffer.nbytes for buffer in [*kept, *mtp._spare])
+        assert held <= host_bytes(SLOTS, checkpoints, window, WIDTH)
+    assert len(mtp._spare) <= MOST
+
+
+def test_in_a_pause_slots_keep_nothing_and_checkpoints_do(head: Head) -> None:
+    mtp = drafter(head)
+    mtp.collect(0, 0, rows(0, 40))
+    mtp.copy(0, SLOTS)
+    mtp.pause()
+    assert set(mtp._readings) == {SLOTS}
+    one = running(list(range(61)))
+    mtp.collect(0, 50, rows(50, 10))
+    assert draft(mtp, (one, 1)) == [[61]]
+    head.check(0, one.tokens)
+
+
+def test_a_copy_grows_when_it_is_read_on(head: Head) -> None:
+    mtp, one = drafter(head, window=100), running(list(range(400)), 1)
+    mtp.collect(0, 0, rows(0, 150))
+    mtp.copy(0, SLOTS)
+    mtp.copy(SLOTS, 1)
+    for start in range(150, 399, 7):
+        mtp.collect(1, start, rows(start, min(7, 399 - start)))
+    assert draft(mtp, (one, 2)) == [[400, 401]]
+    head.check(1, one.tokens)
+
+
+def test_it_is_what_the_speculator_and_the_states_expect(head: Head) -> None:
+    mtp = drafter(head)
+    as_drafter: Drafter = mtp  # checked by mypy
+    assert isinstance(mtp, HiddenReader)
+    assert isinstance(mtp, StateFollower)
+    assert as_drafter.most == MOST
+    assert mtp.cost(1, 4) == 0
+    mtp.measure()
+    assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0
 
 
 def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
     """The rows that make it up come after those that count, and leave nothing behind."""
     mtp, one = drafter(head, widest=5), running(list(range(100, 111)))
     mtp.collect(0, 0, rows(0, 10))
-    mtp.propose([order := Order(one, 3)])
-    assert order.tokens == [111, 112, 113]
+    [guesses] = draft(mtp, (one, 3))
+    assert guesses == [111, 112, 113]
     assert head.widths == [10, 1, 1], "the first call reads the prompt"
     head.check(0, one.tokens)
     for accepted in (0, 3, 1):
         head.widths.clear()
         mtp.collect(0, start := len(one.tokens) - 1, rows(start, 1 + accepted))
-        one.tokens += [*order.tokens[:accepted], 200 + accepted]
-        mtp.propose([order := Order(one, 3)])
-        assert order.tokens == [one.tokens[-1] + n for n in (1, 2, 3)]
+        one.tokens += [*guesses[:accepted], 200 + accepted]
+        [guesses] = draft(mtp, (one, 3))
+        assert guesses == [one.tokens[-1] + n for n in (1, 2, 3)]
         assert head.widths == [4, 4, 4]
         assert sorted(head.entries[0]) == list(range(1, len(one.tokens)))
         head.check(0, one.tokens)
     head.widths.clear()
     mtp.collect(0, len(one.tokens) - 1, rows(len(one.tokens) - 1, 1))
     one.tokens.append(300)
-    mtp.propose([order := Order(one, 5)])
+    draft(mtp, (one, 5))
     assert head.widths == [1] * 5, "so many more rows would cost more than a graph"
 
 
@@ -283,7 +336,7 @@ def test_a_guess_is_fed_beside_the_heads_own_row(
 
     monkeypatch.setattr(head, "decode", spy)
     mtp.collect(0, 0, rows(0, 2))
-    mtp.propose([Order(one, 3)])
+    draft(mtp, (one, 3))
     assert fed == [(2, 9, 1.0), (3, 10, 2 + GUESSED), (4, 11, 3 + GUESSED)]
 
 
@@ -299,14 +352,13 @@ def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest:
     for _ in range(120):
         slot = rng.randrange(3)
         if slot not in texts or rng.random() < 0.03:
-            mtp.remove(slot)
+            mtp.free(slot)
             texts[slot] = running([rng.randrange(1000) for _ in range(rng.randint(1, 40))], slot)
             cached[slot] = 0
         one = texts[slot]
         guesses: list[int] = []
-        if mtp.can_draft(one) and rng.random() < 0.6:
-            mtp.propose([order := Order(one, rng.randint(1, 5))])
-            guesses = order.tokens
+        if can_draft(mtp, one) and rng.random() < 0.6:
+            [guesses] = draft(mtp, (one, rng.randint(1, 5)))
             drafts += bool(guesses)
             head.check(slot, one.tokens)
         accepted = rng.randint(0, len(guesses))
@@ -315,14 +367,14 @@ def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest:
         mtp.collect(slot, start, rows(start, end - start))
         one.tokens += [*guesses[:accepted], rng.randrange(1000)]
         if accepted < len(guesses):
-            mtp.ahead(slot, start)  # went back: the same tokens come again
+            mtp.rolled_back(slot, start)  # went back: the same tokens come again
         else:
             cached[slot] = end
         if rng.random() < 0.15:
             spare, other = 3 + rng.randrange(2), rng.randrange(3)
             mtp.copy(slot, spare)
             if rng.random() < 0.5 and (saved := mtp.save(spare)) is not None:  # to the host and back
-                mtp.remove(spare)
+                mtp.free(spare)
                 mtp.restore(spare, saved)
             head.check(spare, one.tokens)
             mtp.copy(spare, other)  # as a request that goes on from there, with other tokens

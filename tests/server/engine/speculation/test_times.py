@@ -5,12 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from server.engine.speculation.times import DraftTimes, Mean, StepTimes
+from server.engine.speculation.times import FIRST, Mean, StepTimes
 
 
 def card(rows: float) -> float:
     """A made-up card: three milliseconds for the weights, a tenth for each row, a jump at nine rows."""
     return 3e-3 + 1e-4 * rows + (1e-3 if rows > 8 else 0)
+
+
+def of(times: StepTimes, *rows: int) -> list[float]:
+    """Of one sequence."""
+    return [times.of(1, n) for n in rows]
 
 
 @pytest.fixture
@@ -22,15 +27,15 @@ def times() -> StepTimes:
 
 
 def test_measured_points_come_back_and_lines_join_them(times: StepTimes) -> None:
-    assert times.of(1, [1, 8, 9, 64]) == pytest.approx([card(1), card(8), card(9), card(64)])
+    assert of(times, 1, 8, 9, 64) == pytest.approx([card(1), card(8), card(9), card(64)])
     assert times.of(1, 32) == pytest.approx(card(32))
 
 
 def test_a_lucky_measurement_is_evened_out(times: StepTimes) -> None:
     times.add(1, 32, card(1))
     assert card(4) < times.of(1, 32) < card(16)
-    assert times.of(1, [1, 4, 64]) == pytest.approx([card(1), card(4), card(64)])
-    assert (np.diff(times.of(1, np.arange(1, 300))) >= 0).all()
+    assert of(times, 1, 4, 64) == pytest.approx([card(1), card(4), card(64)])
+    assert (np.diff(of(times, *range(1, 300))) >= 0).all()
 
 
 def test_past_the_last_point_it_goes_on(times: StepTimes) -> None:
@@ -51,17 +56,17 @@ def test_two_measurements_are_a_line() -> None:
     times = StepTimes()
     for rows in (1, 2):
         times.add(1, rows, card(rows))
-    assert times.of(1, [1, 2, 9]) == pytest.approx([card(1), card(2), card(2) + 7e-4])
+    assert of(times, 1, 2, 9) == pytest.approx([card(1), card(2), card(2) + 7e-4])
 
 
 def test_before_anything_is_known_more_rows_cost_more() -> None:
-    guessed = StepTimes().of(1, np.arange(1, 100))
+    guessed = of(StepTimes(), *range(1, 100))
     assert (np.diff(guessed) > 0).all()
 
 
 def test_a_mean_takes_the_least_at_first_and_then_follows() -> None:
     mean = Mean()
-    for value in (9.0, 1.0, 5.0):
+    for value in (9.0, 1.0, *[5.0] * (FIRST - 2)):
         mean.add(value)
     assert mean.value == 1
     mean.add(1000.0)
@@ -74,14 +79,15 @@ def test_a_mean_takes_the_least_at_first_and_then_follows() -> None:
     assert mean.value == pytest.approx(0.5, rel=0.01)
 
 
-def test_drafts_of_as_many_sequences_or_the_nearest() -> None:
-    times = DraftTimes()
-    assert times.of(3) == 0
-    times.add(1, 1e-3)
-    times.add(8, 3e-3)
-    assert times.of(1) == 1e-3
-    assert times.of(2) == 1e-3
-    assert times.of(7) == 3e-3
+def test_answers_follow_small_changes_in_the_end(times: StepTimes) -> None:
+    for n in range(400):
+        times.add(1, 8, card(8) * (1 + n / 2000))
+    assert times.of(1, 8) == pytest.approx(1.2 * card(8), rel=0.02)
+
+
+def test_each_distinct_number_of_rows_is_a_pass(times: StepTimes) -> None:
+    assert times.passes([4, 4]) == pytest.approx(times.of(2, 4))
+    assert times.passes([1, 4, 9]) == pytest.approx(times.of(3, 1) + times.of(2, 3) + times.of(1, 5))
 
 
 def test_what_builds_a_graph_is_booked_apart(times: StepTimes) -> None:

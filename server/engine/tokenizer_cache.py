@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Remembered:
+class TokenizerCache:
     """Least recently used first out, once there are more than `limit` tokens; safe to use from any thread.
 
     A token takes 4 bytes, and the text that it stands for about as many.
@@ -27,7 +27,7 @@ class Remembered:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def of(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+    def ids(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
         """The ids of `text`, from `tokenize` where they are not remembered."""
         with self._lock:
             known = self._ids.get(text)
