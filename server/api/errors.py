@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from server.chat import PromptError
-from server.engine import EngineDead, EngineDraining, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
+from server.engine import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,8 +95,6 @@ def from_exception(error: Exception) -> ApiError:
             return bad_request(str(error), None, "context_length_exceeded")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
-        case EngineDraining():
-            return ApiError(503, "the server is shutting down", code="draining")
         case EngineDead():
             return ApiError(503, "the engine has stopped", code="engine_dead")
         case GenerationError():
@@ -121,7 +119,6 @@ def install(app: FastAPI) -> None:
         InvalidPrompt,
         PromptTooLong,
         QueueFull,
-        EngineDraining,
         EngineDead,
         GenerationError,
         Exception,

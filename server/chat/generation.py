@@ -85,7 +85,7 @@ def generate(
 
     `max_tokens` None means as many as the context has room for. Without `stream` the text comes in one piece,
     at the end: a stop string cuts it then, but does not end it early. Raises what `Engine.submit` raises
-    (QueueFull, EngineDraining, ...).
+    (QueueFull, EngineDead).
     """
     return TextGeneration(
         engine.submit(prompt, params, max_tokens, stream=stream), Detokenizer(engine.vocab, stops)

@@ -9,7 +9,6 @@ from .engine import Engine
 from .errors import (
     DoesNotFit,
     EngineDead,
-    EngineDraining,
     EngineError,
     GenerationError,
     InvalidPrompt,
@@ -31,7 +30,6 @@ __all__ = [
     "DraftCounts",
     "Engine",
     "EngineDead",
-    "EngineDraining",
     "EngineError",
     "EngineSettings",
     "EngineStats",

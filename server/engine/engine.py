@@ -15,7 +15,6 @@ import numpy as np
 
 from .errors import (
     EngineDead,
-    EngineDraining,
     GenerationError,
     InvalidPrompt,
     NoMemorySlot,
@@ -83,7 +82,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warm = threading.Event()
         self._error: str | None = None
-        self._draining = self._closing = False
+        self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
         self._news: list[Output] = []
@@ -105,7 +104,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Warm, healthy, and taking requests."""
-        return self._warm.is_set() and self._error is None and not self._draining
+        return self._warm.is_set() and self._error is None
 
     def prompt(self, ids: ListLike[int]) -> Prompt:
         """Check a prompt, which takes time with its length: call from any thread but an event loop's.
@@ -137,7 +136,7 @@ class Engine:
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         Without `stream` all tokens are delivered together at the end. Raises ValueError for `max_tokens`
-        below 1, QueueFull, EngineDraining and EngineDead.
+        below 1, QueueFull and EngineDead.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
@@ -146,8 +145,6 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            if self._draining:
-                raise EngineDraining("the server is shutting down and takes no new requests")
             if len(self._open) >= self.settings.parallel + self.settings.max_queue:
                 raise QueueFull(
                     f"{self.settings.parallel} requests run and {self.settings.max_queue} wait already; "
@@ -182,10 +179,6 @@ class Engine:
             drafts=self._speculator.stats(),
             finished=dict(self._finished),
         )
-
-    def drain(self) -> None:
-        """Take nothing new; what is in flight goes on."""
-        self._draining = True
 
     def close(self) -> None:
         """Stop the thread and free the model; what is in flight fails. Blocks for one step. Idempotent."""

@@ -35,10 +35,6 @@ class QueueFull(EngineError):
     """As many requests wait as `max_queue` allows; try again later."""
 
 
-class EngineDraining(EngineError):
-    """The engine finishes what it has and takes nothing new."""
-
-
 class EngineDead(EngineError):
     """The engine failed or was closed; it will serve nothing any more."""
 

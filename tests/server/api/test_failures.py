@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.engine import EngineDead, EngineDraining, GenerationError, QueueFull
+from server.engine import EngineDead, GenerationError, QueueFull
 from tests.server.api.conftest import Start, wait_until
 from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_completions import events
@@ -59,7 +59,6 @@ def test_an_error_nobody_foresaw(start: Start, caplog: pytest.LogCaptureFixture)
     ("failure", "status", "code"),
     [
         (QueueFull("8 run and 256 wait"), 429, "queue_full"),
-        (EngineDraining("draining"), 503, "draining"),
         (EngineDead("it died"), 503, "engine_dead"),
     ],
 )
