@@ -56,6 +56,7 @@ class Request:
     cancel_after: int | None = None
     """Tokens after which its listener leaves."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(ignore_eos=True))
+    stream: bool = True
 
 
 @dataclass
@@ -74,7 +75,9 @@ async def ask(engine: Engine, request: Request) -> Answer:
 
 def submit(engine: Engine, request: Request) -> Generation:
     """Submit one request, now."""
-    return engine.submit(request.prompt, request.params, request.max_tokens)
+    return engine.submit(
+        engine.prompt(request.prompt), request.params, request.max_tokens, stream=request.stream
+    )
 
 
 async def _collect(generation: Generation, request: Request) -> Answer:

@@ -127,10 +127,10 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
     ]
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="host") as engine:
         from_rows = await ask_all(engine, requests)
-        assert engine.stats().readout_changes == 0
+        assert engine.stats().sampler_changes == 0
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="device") as engine:
         from_candidates = await ask_all(engine, requests)
-        assert engine.stats().readout_changes >= 2  # for a request with candidates, for one with whole rows
+        assert engine.stats().sampler_changes >= 2  # for a request with candidates, for one with whole rows
     assert from_candidates == from_rows
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
+    submit,
 )
 from tests.server.engine.test_exactness import differ_by_no_more_than_noise
 
@@ -51,7 +51,7 @@ async def test_the_same_prompt_again_takes_one_decode_step_and_no_prefill(engine
 async def test_cached_tokens_are_told(engine: Engine) -> None:
     prompt = random_prompt(random.Random(2), 100)
     for cached in (0, 99):
-        generation = engine.submit(prompt, Request(prompt).params, 5)
+        generation = submit(engine, Request(prompt, 5))
         assert [token async for tokens in generation for token in tokens]
         assert generation.cached_tokens == cached
 
@@ -75,34 +75,6 @@ async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> N
     assert (
         engine.stats().prompt_tokens - before.prompt_tokens == 4
     )  # the answer's last token was not computed
-
-
-async def test_what_many_left_high_up_is_brought_down_when_nobody_runs(nano_f32: Path) -> None:
-    rng = random.Random(8)
-    requests = [Request(random_prompt(rng, 100), 20) for _ in range(6)]
-    with running(nano_f32, **EXACT, parallel=6, prefix_cells=400, speculation="off") as engine:
-        cache, extents = engine._scheduler.cache, [0]
-        tidy = cache.tidy
-
-        def watched() -> bool:
-            extents.append(cache.spans.extent)
-            return tidy()
-
-        cache.tidy = watched  # type: ignore[method-assign]
-        answers = await ask_at_once(engine, requests)
-        async with asyncio.timeout(60):
-            while not max(extents) > 400 >= extents[-1]:
-                await asyncio.sleep(0.05)
-        longer = [
-            Request([*request.prompt, *answer.tokens, 300], 20)
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-        answers = await ask_at_once(engine, longer)
-        stats = engine.stats()
-    assert stats.prefix.hits > 0
-    reference = Alone(nano_f32, **EXACT)
-    assert [answer.tokens for answer in answers] == [reference.greedy(one.prompt, 20) for one in longer]
-    reference.close()
 
 
 async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:

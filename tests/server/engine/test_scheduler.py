@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from server.engine.scheduler import Chunk
-from tests.server.engine.scheduling import advance, counts, scheduler, sequence, slots_of
-
-if TYPE_CHECKING:
-    from server.engine.sequence import Sequence
+from tests.server.engine.scheduling import FakeContext, advance, commit, counts, scheduler, sequence, store, used
 
 
 def test_a_prompt_longer_than_a_batch_is_cut_into_chunks() -> None:
@@ -23,41 +17,60 @@ def test_a_prompt_longer_than_a_batch_is_cut_into_chunks() -> None:
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     s = scheduler(batch=64)
     s.add(sequence(100))
-    assert [chunk.samples for _ in range(3) for chunk in advance(s).chunks] == [False, True, True]
+    chunks = [chunk for _ in range(3) for chunk in advance(s).chunks]
+    assert [chunk.samples for chunk in chunks] == [False, True, True]
+    assert [chunk.is_prompt for chunk in chunks] == [True, True, False]
 
 
-def test_decodes_come_first_and_prompts_get_the_budget() -> None:
+def test_decodes_and_prompts_take_turns_and_prompts_get_the_budget() -> None:
     s = scheduler(batch=64, budget=16)
     s.add(first := sequence(5))
     advance(s)
     s.add(second := sequence(40))
-    step = advance(s)
-    assert step.chunks == [Chunk(first, 1, True), Chunk(second, 16, False)]
+    steps = [advance(s) for _ in range(4)]
+    found = [[(c.sequence, c.start, c.count, c.samples) for c in step.chunks] for step in steps]
+    assert found == [
+        [(second, 0, 16, False)],
+        [(first, 5, 1, True)],
+        [(second, 16, 16, False)],
+        [(first, 6, 1, True)],
+    ]
 
 
-def test_the_budget_is_a_whole_batch_when_nobody_decodes() -> None:
-    s = scheduler(batch=64, budget=16)
-    s.add(sequence(40))
-    s.add(sequence(40))
-    assert counts(advance(s)) == [40, 24]
-
-
-def test_a_pace_bounds_every_step() -> None:
-    s = scheduler(batch=64, budget=16)
-    s.pace(32)
-    s.add(sequence(40))
-    assert [counts(advance(s)) for _ in range(2)] == [[32], [8]]
-    s.add(sequence(40))
-    assert [counts(advance(s)) for _ in range(2)] == [[1, 32], [1, 8]]
-
-
-def test_decodes_and_prompts_at_pace_fit_into_a_batch() -> None:
-    s = scheduler(batch=64, budget=16)
-    s.pace(64)
-    s.add(sequence(4))
-    advance(s)
+def test_the_budget_is_a_ubatch_when_nobody_decodes() -> None:
+    s = scheduler(batch=64, budget=16, ubatch=32)
     s.add(sequence(100))
-    assert counts(advance(s)) == [1, 63]
+    s.add(sequence(100))
+    assert [sum(counts(advance(s))) for _ in range(3)] == [32, 32, 32]
+    whole = scheduler(batch=64, budget=16)
+    whole.add(sequence(40))
+    whole.add(sequence(40))
+    assert counts(advance(whole)) == [40, 24]
+
+
+@pytest.mark.parametrize(("budget", "first", "then"), [(48, 48, 48), (1000, 64, 64), (7, 32, 7)])
+def test_a_step_reads_a_ubatch_or_the_budget_and_no_more_than_a_batch(
+    budget: int, first: int, then: int
+) -> None:
+    s = scheduler(slots=2, batch=64, budget=budget, ubatch=32)
+    s.add(sequence(200, max_tokens=2))
+    assert counts(advance(s)) == [first]
+    while s.running:
+        advance(s)
+    s.add(sequence(1, max_tokens=100))
+    advance(s)
+    s.add(sequence(200))
+    assert {sum(counts(step)) for step in (advance(s) for _ in range(4))} == {1, then}
+
+
+def test_the_budget_may_be_set_later() -> None:
+    """By the warm-up, which measures it."""
+    s = scheduler(batch=64, budget=16)
+    s.add(sequence(2, max_tokens=100))
+    advance(s)
+    s.prefill_budget = 50
+    s.add(sequence(100))
+    assert [counts(advance(s)) for _ in range(3)] == [[50], [1], [50]]
 
 
 def test_prompts_share_the_budget_in_order_of_arrival() -> None:
@@ -66,8 +79,7 @@ def test_prompts_share_the_budget_in_order_of_arrival() -> None:
     advance(s)
     for length in (10, 10, 10):
         s.add(sequence(length))
-    assert counts(advance(s)) == [1, 10, 6]
-    assert counts(advance(s)) == [1, 1, 4, 10]
+    assert [counts(advance(s)) for _ in range(3)] == [[10, 6], [1, 1], [4, 10]]
 
 
 def test_no_more_run_than_there_are_slots() -> None:
@@ -93,15 +105,16 @@ def test_nobody_overtakes_a_request_that_waits_for_cells() -> None:
 
 
 def test_the_youngest_is_preempted_when_cells_run_out_and_reads_everything_again() -> None:
-    released: list[int] = []
-    s = scheduler(slots=2, cells=160, batch=64, budget=64, release=released.append)
+    context = FakeContext(160)
+    s = scheduler(slots=2, batch=64, budget=64, states=store(context, 2))
     s.add(old := sequence(10, max_tokens=140))
     s.add(young := sequence(10, max_tokens=140))
     while not s.preemptions:
         advance(s)
-    assert released == [1]
+    assert context.removed == [1]
     assert list(s.waiting) == [young]
-    assert (young.cached, young.slot) == (0, None)
+    assert (young.computed, young.slot) == (0, None)
+    assert used(s) == old.computed
     tokens_before = list(young.tokens)
     while old.slot is not None:
         advance(s)
@@ -129,62 +142,107 @@ def test_removing_frees_slot_and_cells(when: str) -> None:
     for _ in range(steps):
         advance(s)
     s.remove(one)
-    assert (s.running, list(s.waiting), s.cells_used) == ([], [], 0)
+    assert (s.running, list(s.waiting), used(s)) == ([], [], 0)
     s.add(two := sequence(5))
     advance(s)
     assert two.slot == 0
 
 
+def test_a_sampler_that_failed_ends_its_sequence_alone() -> None:
+    s = scheduler(slots=2)
+    s.add(one := sequence(4))
+    s.add(two := sequence(4))
+    batch = s.schedule()
+    s.reserve(batch)
+    error = FloatingPointError("not a number")
+    outputs = s.commit(batch, [error, [7]], [4, 4])
+    assert {output.sequence: (output.tokens, output.done) for output in outputs} == {
+        one: ([], error),
+        two: ([7], None),
+    }
+    assert (s.running, used(s)) == ([two], 4)
+
+
 # --- drafts ------------------------------------------------------------------------------------------------
 
 
-def test_drafts_are_verified_apart_from_prompts() -> None:
-    s = scheduler(batch=64, budget=16, propose=lambda ready, rows: [[8, 9] for _ in ready])
+def test_a_batch_with_drafts_is_followed_by_prompts_as_any_other() -> None:
+    s = scheduler(batch=64, budget=16)
     s.add(stream := sequence(4, max_tokens=100))
     advance(s)
     s.add(sequence(40))
-    step = s.schedule()
-    assert step.chunks == [Chunk(stream, 1, True, [8, 9])]
-    s.postprocess(step, slots_of(step))
-    s.settle(step.chunks[0], 0)
-    step = s.schedule()
-    assert counts(step) == [16]
-    s.postprocess(step, slots_of(step))
-    assert s.schedule().chunks[0].draft == [8, 9]
+    kinds = []
+    for _ in range(4):
+        batch = s.schedule()
+        if batch.chunks[0].sequence is stream:
+            assert len(batch.chunks) == 1
+            batch.add_draft(batch.chunks[0], [8, 9], "me")
+            assert not batch.is_decode
+        kinds.append((batch.n_tokens, batch.n_rows))
+        commit(s, batch)
+    assert kinds == [(16, 0), (3, 3), (16, 0), (3, 3)]
+    assert stream.tokens[4:] == [7, 8, 9, 7, 8, 9, 7]
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_a_draft_is_kept_as_a_whole_or_not_at_all(accepted: int) -> None:
-    s = scheduler(propose=lambda ready, rows: [[8, 9] for _ in ready])
+def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
+    states = store(FakeContext(), 4, n_rollback=4)
+    s = scheduler(states=states)
     s.add(stream := sequence(4, max_tokens=100))
-    step = s.schedule()
-    s.postprocess(step, slots_of(step))
-    stream.tokens.append(7)
-    step = s.schedule()
-    s.postprocess(step, slots_of(step))
-    stream.tokens += [8, 9, 10][: accepted + 1]
-    s.settle(step.chunks[0], accepted)
+    advance(s)
+    batch = s.schedule()
+    [chunk] = batch.chunks
+    batch.add_draft(chunk, [8, 9], "me")
+    states.guard(batch)
+    s.reserve(batch)
+    assert used(s) == 7
+    held = 7 if accepted == 2 else states.rollback(chunk, accepted)
+    [output] = s.commit(batch, [[8, 9, 10][: accepted + 1]], [held])
+    assert output.tokens == [8, 9, 10][: accepted + 1]
     if accepted == 2:
-        assert (stream.cached, stream.pending, s.cells_used) == (7, 1, 7)
+        assert (stream.computed, stream.pending, used(s)) == (7, 1, 7)
     else:
-        assert (stream.cached, stream.pending, s.cells_used) == (4, 1 + accepted + 1, 4)
+        assert (stream.computed, stream.pending, used(s)) == (4, 1 + accepted + 1, 4)
         assert stream.ready, "it catches up, which is no prefill"
-        assert s.schedule().chunks[0].count == accepted + 2
+        chunk = s.schedule().chunks[0]
+        assert (chunk.start, chunk.count, chunk.is_prompt) == (4, accepted + 2, False)
 
 
-def test_drafts_give_way_when_a_step_or_the_cells_are_full() -> None:
-    asked: list[int] = []
+def test_those_that_catch_up_share_a_batch() -> None:
+    s = scheduler(slots=3, batch=8)
+    for _ in range(3):
+        s.add(sequence(1, max_tokens=50))
+    advance(s)
+    for one in s.running:  # each has 6 pending, as after drafts that were right and then taken back
+        one.tokens += [7] * 5
+    s._last = None
+    assert [counts(advance(s)) for _ in range(2)] == [[6, 1, 1], [1, 5, 2]]
 
-    def propose(ready: list[Sequence], rows: int) -> list[list[int]]:
-        asked.append(rows)
-        return [[8] * 20 for _ in ready]
 
-    s = scheduler(slots=3, batch=32, cells=64, propose=propose)
+def test_drafts_have_the_room_that_a_step_and_the_cells_leave() -> None:
+    s = scheduler(slots=3, batch=32, cells=64)
     for _ in range(3):
         s.add(sequence(1, max_tokens=20))
-    step = s.schedule()
-    assert asked == [32 - 3]
-    assert [len(chunk.draft) for chunk in step.chunks] == [20, 0, 0]
-    crowded = scheduler(slots=1, batch=32, cells=18, propose=propose)
+    batch = s.schedule()
+    assert batch.draft_room == 32 - 3
+    batch.add_draft(batch.chunks[0], [8] * 20, "me")
+    assert (batch.draft_room, batch.n_tokens, batch.n_rows) == (9, 23, 23)
+    batch.drop_drafts()
+    assert (batch.draft_room, batch.n_tokens, batch.is_decode) == (29, 3, False), "a prompt's last token"
+    crowded = scheduler(slots=1, batch=32, cells=18)
     crowded.add(sequence(1, max_tokens=10))
-    assert [chunk.draft for chunk in crowded.schedule().chunks] == [[]]
+    assert crowded.schedule().draft_room == 17
+
+
+def test_the_cells_of_drafts_are_counted() -> None:
+    s = scheduler(slots=1, batch=32, cells=40)
+    s.add(one := sequence(4, max_tokens=30))
+    while s.running or s.waiting:
+        batch = s.schedule()
+        for chunk in batch.chunks:
+            room = min(batch.draft_room, 5, one.limit - len(one.tokens) - 1)
+            if room > 0 and not chunk.is_prompt:
+                batch.add_draft(chunk, [8] * room, "me")
+        commit(s, batch)
+        assert used(s) in (one.computed, 0)
+    assert one.generated == 30

@@ -12,13 +12,13 @@ from server.engine import GenerationError, SamplingParams
 from server.engine.llama import Rows
 from server.engine.runner import Runner
 from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
-from tests.server.engine.scheduling import advance, scheduler, sequence
+from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from server.engine.llama import Context
-    from server.engine.scheduler import Step
+    from server.engine.batch import Batch
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:
@@ -65,19 +65,34 @@ def test_who_has_gone_is_in_no_step() -> None:
     assert [chunk.sequence for chunk in advance(s).chunks] == [two]
 
 
-def test_a_draft_makes_another_step_of_it() -> None:
-    drafts: list[list[int]] = [[]]
-    s = scheduler(slots=1, propose=lambda sequences, rows: drafts)
+def test_a_draft_makes_another_batch_of_it() -> None:
+    s = scheduler(slots=1)
     s.add(sequence(4, max_tokens=50))
     for _ in range(3):
         advance(s)
-    step = advance(s)
-    assert step.is_decode
-    drafts = [[7, 8]]
-    verification = s.schedule()
-    assert verification is not step
-    assert [chunk.draft for chunk in verification.chunks] == [[7, 8]]
-    assert not verification.is_decode
+    batch = s.schedule()
+    assert batch.is_decode
+    batch.add_draft(batch.chunks[0], [7, 8], "me")
+    assert not batch.is_decode
+    commit(s, batch)
+    following = s.schedule()
+    assert following is not batch
+    assert [chunk.draft for chunk in following.chunks] == [[]]
+    assert following.is_decode
+
+
+def test_a_draft_that_is_dropped_leaves_the_batch_as_it_was() -> None:
+    s = scheduler(slots=1)
+    s.add(one := sequence(4, max_tokens=50))
+    for _ in range(3):
+        advance(s)
+    batch = s.schedule()
+    batch.add_draft(batch.chunks[0], [7, 8], "me")
+    batch.drop_drafts()
+    commit(s, batch)
+    again = s.schedule()
+    assert again is batch
+    assert (again.chunks[0].start, again.n_tokens) == (one.computed, 1)
 
 
 def test_when_cells_run_short_the_youngest_goes_as_ever() -> None:
@@ -94,16 +109,16 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
 ) -> None:
     """Each batch against one that is laid out from the sequences themselves, with people coming and going."""
     seen = {"taken over": 0, "anew": 0}
-    prepare = Runner.prepare
+    fill = Runner._fill
 
-    def checked(self: Runner, step: Step) -> None:
-        again = step is self._filled
+    def checked(self: Runner, batch: Batch) -> None:
+        again = batch is self._filled
         seen["taken over" if again else "anew"] += 1
-        prepare(self, step)
+        fill(self, batch)
         if again:
-            _compare(self._context, step)
+            _compare(self._context, batch)
 
-    monkeypatch.setattr(Runner, "prepare", checked)
+    monkeypatch.setattr(Runner, "_fill", checked)
     rng = random.Random(11)
     warm = SamplingParams(temperature=0.8, seed=5, ignore_eos=True)
     requests = [
@@ -126,13 +141,14 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
     reference.close()
 
 
-def _compare(context: Context, step: Step) -> None:
-    n, sequences = step.n_tokens, [chunk.sequence for chunk in step.chunks]
+def _compare(context: Context, batch: Batch) -> None:
+    n, sequences = batch.n_tokens, [chunk.sequence for chunk in batch.chunks]
     assert n == len(sequences)
-    assert context.tokens[:n].tolist() == [one.tokens[one.cached] for one in sequences]
-    assert context.positions[:n].tolist() == [one.cached for one in sequences]
+    assert context.tokens[:n].tolist() == [one.tokens[one.computed] for one in sequences]
+    assert context.positions[:n].tolist() == [one.computed for one in sequences]
     assert context.sequences[:n].tolist() == [one.slot for one in sequences]
     assert np.all(context.outputs[:n] == 1)
+    assert [chunk.rows for chunk in batch.chunks] == [[row] for row in range(n)]
 
 
 async def test_a_greedy_row_that_is_no_number_fails_its_sequence_alone(
@@ -155,7 +171,7 @@ async def test_a_greedy_row_that_is_no_number_fails_its_sequence_alone(
     with running(nano_f32, **EXACT, parallel=2, speculation="off") as engine:
         warm = True
         with standing_still(engine):
-            first, second = (engine.submit(prompt, params, 30) for prompt in prompts)
+            first, second = (engine.submit(engine.prompt(prompt), params, 30) for prompt in prompts)
         with pytest.raises(GenerationError, match="the best of"):
             _ = [token async for new in first for token in new]
         tokens = [token async for new in second for token in new]

@@ -1,32 +1,32 @@
-"""The passes of a ragged batch."""
+"""The ubatches of a ragged batch."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.rounds import rounds
+from server.engine.ubatches import ubatches
 
 
 def test_as_many_tokens_of_each_as_the_shortest_has_left() -> None:
-    assert list(rounds([1, 5, 3], 512)) == [(1, [0, 1, 2]), (2, [1, 2]), (2, [1])]
+    assert list(ubatches([1, 5, 3], 512)) == [(1, [0, 1, 2]), (2, [1, 2]), (2, [1])]
 
 
 def test_a_pass_holds_no_more_than_fit() -> None:
-    assert list(rounds([10], 4)) == [(4, [0]), (4, [0]), (2, [0])]
-    assert list(rounds([4, 4], 4)) == [(2, [0, 1]), (2, [0, 1])]
+    assert list(ubatches([10], 4)) == [(4, [0]), (4, [0]), (2, [0])]
+    assert list(ubatches([4, 4], 4)) == [(2, [0, 1]), (2, [0, 1])]
 
 
 def test_whose_end_would_be_parted_waits() -> None:
-    assert list(rounds([4, 2, 4, 2], 512, tail=5)) == [(2, [1, 3]), (4, [0, 2])]
+    assert list(ubatches([4, 2, 4, 2], 512, tail=5)) == [(2, [1, 3]), (4, [0, 2])]
 
 
 def test_nobody_waits_whose_end_is_far() -> None:
-    assert list(rounds([2, 9], 512, tail=5)) == [(2, [0, 1]), (7, [1])]
+    assert list(ubatches([2, 9], 512, tail=5)) == [(2, [0, 1]), (7, [1])]
 
 
 def test_the_end_of_a_long_prompt_stays_whole() -> None:
-    assert list(rounds([18], 16, tail=5)) == [(13, [0]), (5, [0])]
+    assert list(ubatches([18], 16, tail=5)) == [(13, [0]), (5, [0])]
 
 
 @given(
@@ -38,7 +38,7 @@ def test_every_token_is_computed_once_and_ends_stay_whole(
     lengths: list[int], n_ubatch: int, tail: int
 ) -> None:
     left = list(lengths)
-    for length, taken in rounds(lengths, n_ubatch, tail):
+    for length, taken in ubatches(lengths, n_ubatch, tail):
         assert length > 0
         assert taken
         assert length * len(taken) <= n_ubatch

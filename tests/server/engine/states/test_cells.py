@@ -1,0 +1,97 @@
+"""The count of distinct cells, against plain sets of cells; test_store.py has it against llama.cpp itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from server.engine.states import CellAllocator
+
+SLOTS, IDS, CELLS = 3, 7, 90
+
+
+class AgainstSets(RuleBasedStateMachine):
+    """Every cell has a number; sequences are lists of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = CellAllocator(SLOTS, CELLS)
+        self.cells: dict[int, list[int]] = {sequence: [] for sequence in range(IDS)}
+
+    def take(self, count: int) -> list[int]:
+        """The lowest free cells."""
+        return sorted(set(range(CELLS)) - self.all_cells())[:count]
+
+    @rule(slot=st.integers(0, SLOTS - 1), count=st.integers(1, 9))
+    def append(self, slot: int, count: int) -> None:
+        cells = self.take(count)
+        if len(cells) < count:
+            with pytest.raises(ValueError, match=f"{count} cells are wanted, {len(cells)} are free"):
+                self.allocator.append(slot, count)
+            return
+        self.allocator.append(slot, count)
+        self.cells[slot] += cells
+
+    @rule(holder=st.integers(SLOTS, IDS - 1), count=st.integers(1, 9))
+    def restore(self, holder: int, count: int) -> None:
+        if not self.cells[holder]:
+            self.append(holder, count)
+
+    @rule(old=st.integers(0, IDS - 1), new=st.integers(0, IDS - 1))
+    def share(self, old: int, new: int) -> None:
+        if old == new:
+            return
+        if self.cells[new]:
+            with pytest.raises(ValueError, match="not empty"):
+                self.allocator.share(old, new)
+            return
+        self.allocator.share(old, new)
+        self.cells[new] = list(self.cells[old])
+
+    @rule(sequence=st.integers(0, IDS - 1))
+    def drop(self, sequence: int) -> None:
+        self.allocator.drop(sequence)
+        self.cells[sequence] = []
+
+    @rule(slot=st.integers(0, SLOTS - 1), cut=st.integers(1, 12))
+    def truncate(self, slot: int, cut: int) -> None:
+        length = len(self.cells[slot]) - cut
+        if length < 0:
+            return
+        others = {cell for sequence, cells in self.cells.items() if sequence != slot for cell in cells}
+        if others & set(self.cells[slot][length:]):
+            with pytest.raises(ValueError, match="shared"):
+                self.allocator.truncate(slot, length)
+            self.drop(slot)  # a part may have gone before the shared one was met
+        else:
+            self.allocator.truncate(slot, length)
+            del self.cells[slot][length:]
+
+    @invariant()
+    def used(self) -> None:
+        assert self.allocator.used == len(self.all_cells())
+        assert self.allocator.free == CELLS - len(self.all_cells())
+
+    @invariant()
+    def idle(self) -> None:
+        running = {cell for slot in range(SLOTS) for cell in self.cells[slot]}
+        assert self.allocator.idle == len(self.all_cells() - running)
+        assert self.allocator.available == CELLS - len(running)
+        for sequence, cells in self.cells.items():
+            assert self.allocator.idle_in(sequence) == len(set(cells) - running)
+
+    @invariant()
+    def by_sequence(self) -> None:
+        for sequence, cells in self.cells.items():
+            assert self.allocator.length(sequence) == len(cells)
+            others = {cell for other, held in self.cells.items() if other != sequence for cell in held}
+            assert self.allocator.exclusive(sequence) == len(set(cells) - others)
+
+    def all_cells(self) -> set[int]:
+        return {cell for cells in self.cells.values() for cell in cells}
+
+
+TestAgainstSets = AgainstSets.TestCase
+TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
