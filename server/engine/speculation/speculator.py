@@ -149,6 +149,7 @@ class Speculator:
             return
         started = self._clock()
         self._n, self._quiet = len(chunks), 0
+        self._kinds, self._drafter = [], None
         self._alive.update([chunk.sequence for chunk in chunks])
         if self._readers:
             self._listen()
@@ -169,7 +170,7 @@ class Speculator:
         if self._n > min(drafter.most, self._slots):
             return QUIET
         if rest := max(watched.disabled.left(now), self._controller.rest_left(drafter, self._n)):
-            return rest - 1
+            return rest - 1 - (LISTEN if rest > LISTEN else 0)  # it may read along before
         return SPARSE - 1 if drafter.instant and watched.fruitless >= FRUITLESS else 0
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:

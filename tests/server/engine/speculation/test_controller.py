@@ -25,7 +25,7 @@ from server.engine.speculation.controller import (
     Option,
     Step,
 )
-from server.engine.speculation.speculator import LISTEN
+from server.engine.speculation.speculator import LISTEN, SPARSE
 from server.engine.speculation.times import StepTimes
 from tests.server.engine.speculation.card import ANYONE, BUILD, World, h200, on_h200
 
@@ -358,9 +358,9 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     copied = [*range(10**6, 10**6 + match)]
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
     one.cached = len(one.tokens) - 1
-    [chunk] = world.propose().chunks
-    assert chunk.draft == ([*range(10**6 + 500, 10**6 + 500 + len(chunk.draft))])
-    assert bool(chunk.draft) is drafts
+    draft = max((world.propose().chunks[0].draft for _ in range(SPARSE)), key=len)
+    assert draft == ([*range(10**6 + 500, 10**6 + 500 + len(draft))])
+    assert bool(draft) is drafts
 
 
 def test_text_that_hardly_repeats_leaves_the_head_its_graph() -> None:
