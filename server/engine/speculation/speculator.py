@@ -42,7 +42,7 @@ are what it takes."""
 LOOK = 16
 """Of steps that only decode, one after the other, the first ones and then every so many are learnt from."""
 
-FRUITLESS, SPARSE, QUIET = 8, 4, 32
+FRUITLESS, SPARSE, QUIET = 8, 8, 32
 """Looks in a row that found nothing to draft, after which a text is looked at only every so many steps; and
 steps for which nobody is asked at most where all rest. A look takes 30 to 50 us between two steps that empty
 the processor's caches, and four beside an idle one: 3 to 5% of a step of nano on a processor."""
@@ -155,8 +155,8 @@ class Speculator:
             self._listen()
         self._way_back = 0.0
         if not all(chunk.samples and not chunk.is_prompt for chunk in chunks):
-            for watched in self._watched:
-                watched.fruitless = 0
+            for watched in self._watched:  # a new text is looked at once, whatever became of the last
+                watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
