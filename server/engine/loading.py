@@ -37,7 +37,7 @@ PREFILL_CPU = 128
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
-MEASURING_GPU, MEASURING_CPU = 4.0, 0.1
+MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
 """Seconds for which the warm-up times verifications and drafts."""
 
 
@@ -135,8 +135,8 @@ class Parts:
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
         warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
+        seconds = warmup.time_prompt(context, prefill)
         if not settings.prefill_budget:
-            seconds = warmup.time_prompt(context, prefill)
             most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
             budget = warmup.prefill_budget(
                 settings.prefill_seconds, seconds / prefill, context.n_ubatch, most
@@ -144,7 +144,8 @@ class Parts:
             self.scheduler.prefill_budget = budget
             log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
         if settings.speculation != "off":
-            self.speculator.measure(self._rehearse, MEASURING_GPU if on_gpu else MEASURING_CPU)
+            most = MEASURING_GPU if on_gpu else MEASURING_CPU
+            self.speculator.measure(self._rehearse, most, prompt=(prefill, seconds))
         log.info("warm after %.1f s", perf_counter() - started)
 
     def _rehearse(self, n: int, rows: int) -> None:

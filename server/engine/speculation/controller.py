@@ -132,23 +132,20 @@ class HitRates:
 class Backoff:
     """Steps that are let pass after something did not pay: more each time, until it does."""
 
-    __slots__ = ("_first", "_growth", "_last", "_next", "left")
+    __slots__ = ("_first", "_growth", "_last", "_next", "_until")
 
     def __init__(self, first: int, last: int = REST_LAST, growth: int = REST_GROWTH) -> None:
         self._first, self._growth, self._last = first, growth, last
-        self._next, self.left = first, 0
-        """What the next one takes, and what is left of this one."""
+        self._next, self._until = first, 0
+        """What the next one takes, and the step that ends this one."""
 
-    def over(self) -> bool:
-        """Whether it is time to try. To be asked once a step."""
-        if self.left:
-            self.left -= 1
-            return False
-        return True
+    def left(self, now: int) -> int:
+        """Steps from step `now` on until it is time to try."""
+        return max(0, self._until - now)
 
-    def begin(self) -> None:
-        """It did not pay."""
-        self.left, self._next = self._next, min(self._last, self._growth * self._next)
+    def begin(self, now: int) -> None:
+        """It did not pay in step `now`."""
+        self._until, self._next = now + self._next, min(self._last, self._growth * self._next)
 
     @property
     def begun(self) -> bool:
@@ -157,7 +154,7 @@ class Backoff:
 
     def end(self) -> None:
         """It pays."""
-        self._next, self.left = self._first, 0
+        self._next, self._until = self._first, 0
 
 
 @dataclass(slots=True)
@@ -174,9 +171,9 @@ class Trial:
     fresh: bool = True
     """Nothing was drafted yet: the first time, kernels are loaded."""
 
-    def give_up(self) -> None:
+    def give_up(self, now: int) -> None:
         """It did not pay."""
-        self.rest.begin()
+        self.rest.begin(now)
         self.in_a_row = self.steps = 0
         self.seconds = self.plain = 0.0
 
@@ -220,6 +217,8 @@ class Controller:
     def __init__(self, times: StepTimes, *, builds: bool = False) -> None:
         """With `builds`, a trial for a lone sequence builds graphs."""
         self.times = times
+        self.now = 0
+        """Steps so far."""
         self._builds = builds
         self._rates: dict[str, HitRates] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
@@ -230,12 +229,12 @@ class Controller:
     # --- choosing ------------------------------------------------------------------------------------------
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """The kinds of a drafter that may be drafted for `n` sequences. To be asked once a step."""
-        return {kind for kind in drafter.kinds if self._trial(kind, n).rest.over()}
+        """The kinds of a drafter that may be drafted for `n` sequences."""
+        return {kind for kind in drafter.kinds if not self._trial(kind, n).rest.left(self.now)}
 
     def rest_left(self, drafter: Drafter, n: int) -> int:
         """Steps until the first of its kinds may be drafted."""
-        return min(self._trial(kind, n).rest.left for kind in drafter.kinds)
+        return min(self._trial(kind, n).rest.left(self.now) for kind in drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The best plan for a step; None where nothing beats plain decoding."""
@@ -343,7 +342,7 @@ class Controller:
                     if trial.in_a_row >= PROVEN:
                         trial.rest.end()
                 elif plan is None and longest >= min(JUDGED, option.drafter.depth):
-                    trial.give_up()
+                    trial.give_up(self.now)
 
     # --- learning ------------------------------------------------------------------------------------------
 
@@ -377,7 +376,7 @@ class Controller:
         trial.plain = DECAY * trial.plain + tokens * plain / n
         trial.steps += 1
         if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in PATIENCE):
-            trial.give_up()
+            trial.give_up(self.now)
 
     def _trial(self, kind: str, n: int) -> Trial:
         key = kind, group_of(n)

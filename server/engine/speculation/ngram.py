@@ -98,7 +98,8 @@ class NgramDrafter:
         for request in requests:
             lookup = self._read(request.sequence)
             if lookup.match:
-                drafts.append(Draft(lookup.continuation(request.limit), lookup.kind))
+                limit = min(request.limit, self.depth)
+                drafts.append(Draft(lookup.continuation(limit), lookup.kind))
             else:
                 drafts.append(Draft())
         return drafts

@@ -39,8 +39,13 @@ STEADY = 4
 """Rehearsals of a shape in a row: the first builds the graph, the second may have it captured, the others
 are what it takes."""
 
-LOOK = 8
+LOOK = 16
 """Of steps that only decode, one after the other, the first ones and then every so many are learnt from."""
+
+FRUITLESS, SPARSE, QUIET = 8, 8, 32
+"""Looks in a row that found nothing to draft, after which a text is looked at only every so many steps; and
+steps for which nobody is asked at most where all rest. A look takes 30 to 50 us between two steps that empty
+the processor's caches, and four beside an idle one: 3 to 5% of a step of nano on a processor."""
 
 LISTEN = 64
 """Steps before its next draft from which on hidden rows are kept for a drafter that reads them, which guesses
@@ -60,20 +65,22 @@ class Watched:
     disabled: Backoff = field(default_factory=lambda: Backoff(DISABLED_FIRST, DISABLED_LAST))
     failures: int = 0
     """In a row."""
+    fruitless: int = 0
+    """Looks in a row that found nothing to draft."""
 
     def succeeded(self) -> None:
         """It has drafted."""
         self.failures = 0
         self.disabled.end()
 
-    def failed(self, error: Exception) -> None:
-        """A draft was lost to an error."""
+    def failed(self, error: Exception, now: int) -> None:
+        """A draft was lost to an error, in step `now`."""
         name, self.failures = self.drafter.name, self.failures + 1
         level = logging.DEBUG if self.stats.failed else logging.WARNING
         log.log(level, "a draft by %s failed, and costs that draft: %s", name, error, exc_info=error)
         self.stats.failed += 1
         if self.failures >= DISABLED_AFTER:
-            self.disabled.begin()
+            self.disabled.begin(now)
 
 
 class Speculator:
@@ -119,6 +126,10 @@ class Speculator:
         """Sequences and rows of the last step, for which there is a graph."""
         self._plain_steps = 0
         """In a row, after another for as many sequences."""
+        self._quiet = 0
+        """Steps for which nobody is asked, if they only decode for as many sequences."""
+        self._is_quiet = False
+        """Whether the batch is such a step."""
         self._graphs_reused, self._passes, self._built = context.graphs_reused, 0, False
         """At the last look; steps since; and whether there was a graph built then."""
         self._listening = bool(self._readers)
@@ -132,17 +143,37 @@ class Speculator:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
         if not self._watched:
             return
+        chunks = batch.chunks
+        self._controller.now += 1
+        self._is_quiet = self._quiet > 0 and len(chunks) == self._n and not chunks[0].is_prompt
+        if self._is_quiet:
+            self._quiet -= 1
+            return
         started = self._clock()
-        chunks, self._kinds, self._drafter = batch.chunks, [], None
-        self._n = len(chunks)
+        self._n, self._quiet = len(chunks), 0
+        self._kinds, self._drafter = [], None
         self._alive.update([chunk.sequence for chunk in chunks])
         if self._readers:
             self._listen()
         self._way_back = 0.0
-        decodes = self._n <= self._slots and all(c.samples and not c.is_prompt for c in chunks)
-        if decodes and (requests := self._requests(chunks)):
+        if not all(chunk.samples and not chunk.is_prompt for chunk in chunks):
+            for watched in self._watched:  # a new text is looked at once, whatever became of the last
+                watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
+            return
+        if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
+        if not self._kinds and all(chunk.count == 1 for chunk in chunks):
+            self._quiet = min([QUIET, *map(self._wait, self._watched)])
         self._proposing = self._clock() - started - self._way_back
+
+    def _wait(self, watched: Watched) -> int:
+        """Steps until it is worth asking a drafter."""
+        drafter, now = watched.drafter, self._controller.now
+        if self._n > min(drafter.most, self._slots):
+            return QUIET
+        if rest := max(watched.disabled.left(now), self._controller.rest_left(drafter, self._n)):
+            return rest - 1 - (LISTEN if rest > LISTEN else 0)  # it may read along before
+        return SPARSE - 1 if drafter.instant and watched.fruitless >= FRUITLESS else 0
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
@@ -177,23 +208,21 @@ class Speculator:
     ) -> Option | None:
         """What a drafter may bring to this step; `found` gets what it brought already."""
         drafter, n = watched.drafter, len(requests)
-        if n > drafter.most or not watched.disabled.over():
+        if n > drafter.most or watched.disabled.left(self._controller.now):
             return None
         if not (allowed := self._controller.allowed(drafter, n)):
             return None
-        depth = drafter.depth
-        asked = [replace(request, limit=min(request.limit, depth)) for request in requests]
         if drafter.instant:
-            drafts = found[drafter.name] = self._ask(watched, asked)
+            watched.fruitless += 1
+            drafts = found[drafter.name] = self._ask(watched, requests)
             kinds = [draft.kind if draft.kind in allowed and draft.tokens else "" for draft in drafts]
             option = Option(drafter, kinds, [len(draft.tokens) for draft in drafts])
         else:
             [kind] = allowed
-            ready = [request.limit > 0 and drafter.can_draft(request) for request in asked]
-            watched.stats.unready += not any(ready)
-            option = Option(
-                drafter, [kind if is_ready else "" for is_ready in ready], [r.limit for r in asked]
-            )
+            ready = [request.limit > 0 and drafter.can_draft(request) for request in requests]
+            watched.stats.unready += self._listening and not any(ready)
+            kinds = [kind if is_ready else "" for is_ready in ready]
+            option = Option(drafter, kinds, [min(request.limit, drafter.depth) for request in requests])
         return option if any(option.kinds) else None
 
     def _carry_out(
@@ -205,7 +234,7 @@ class Speculator:
             drafts = found[drafter.name]
         else:
             asked = [
-                replace(request, limit=length)
+                DraftRequest(request.sequence, request.slot, length)
                 for request, length in zip(requests, lengths, strict=True)
                 if length
             ]
@@ -220,10 +249,10 @@ class Speculator:
         try:
             self._states.guard(batch)
         except Exception as error:  # no way back: no drafts
-            watched.failed(error)
+            watched.failed(error, self._controller.now)
             batch.drop_drafts()
         else:
-            self._drafter = watched
+            self._drafter, watched.fruitless = watched, 0
             self._kinds = [
                 draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)
             ]
@@ -234,7 +263,7 @@ class Speculator:
         try:
             drafts = watched.drafter.propose(requests)
         except Exception as error:  # whatever it is, it is not worth a request
-            watched.failed(error)
+            watched.failed(error, self._controller.now)
             return [Draft() for _ in requests]
         watched.succeeded()
         return drafts
@@ -245,7 +274,10 @@ class Speculator:
         patience = 2 * LISTEN if self._listening else LISTEN
         listens = any(
             n <= watched.drafter.most
-            and max(watched.disabled.left, self._controller.rest_left(watched.drafter, n)) <= patience
+            and max(
+                watched.disabled.left(self._controller.now), self._controller.rest_left(watched.drafter, n)
+            )
+            <= patience
             for watched in self._watched
             if isinstance(watched.drafter, HiddenReader)
         )
@@ -257,17 +289,16 @@ class Speculator:
                     reader.pause()
 
     def meanwhile(self, batch: Batch) -> None:
-        """While the device computes: the texts of those who may be asked for drafts soon are read."""
-        if len(batch.chunks) > self._slots:
+        """While the device computes: the texts of those who will be asked for drafts next are read."""
+        if self._quiet or self._n > self._slots:
             return
         sequences = [chunk.sequence for chunk in batch.chunks if not chunk.is_prompt]
         for watched in self._watched:
-            drafter = watched.drafter
-            if sequences and not watched.disabled.left and not self._controller.rest_left(drafter, self._n):
+            if sequences and not self._wait(watched):
                 try:
-                    drafter.look(sequences)
+                    watched.drafter.look(sequences)
                 except Exception as error:
-                    watched.failed(error)
+                    watched.failed(error, self._controller.now)
 
     # --- after a step --------------------------------------------------------------------------------------
 
@@ -279,6 +310,12 @@ class Speculator:
         chunks = batch.chunks
         if not self._watched:
             return [chunk.start + chunk.count for chunk in chunks]
+        if self._is_quiet and not (self._listening and self._readers):
+            self._plain_steps += 1
+            if self._plain_steps > 2 and self._plain_steps % LOOK:
+                self._passes += 1
+                return [chunk.start + 1 for chunk in chunks]
+            self._plain_steps -= 1
         if self._rehearsing:
             self._learn_times(batch, seconds)
             return [chunk.start + chunk.n_tokens for chunk in chunks]
@@ -290,12 +327,12 @@ class Speculator:
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         self._learn(batch, sampled, seconds, started)
-        self._kinds, self._drafter = [], None
+        self._kinds, self._drafter, self._is_quiet = [], None, False
         return held
 
     def abandon(self) -> None:
         """The batch was not computed."""
-        self._kinds, self._drafter = [], None
+        self._kinds, self._drafter, self._is_quiet = [], None, False
         self._shape, self._plain_steps = (0, 0), 0
 
     def _settle(self, chunk: Chunk, new: Sampled) -> int:
@@ -310,7 +347,7 @@ class Speculator:
             held = self._states.rollback(chunk, right)
         except Exception as error:  # the sequence reads its text again
             assert self._drafter is not None
-            self._drafter.failed(error)
+            self._drafter.failed(error, self._controller.now)
             self._states.free(slot)
             held = 0
         self._way_back += self._clock() - started
@@ -341,7 +378,7 @@ class Speculator:
         except Exception as error:
             for watched in self._watched:
                 if isinstance(watched.drafter, HiddenReader):
-                    watched.failed(error)
+                    watched.failed(error, self._controller.now)
                     watched.drafter.pause()
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
@@ -402,16 +439,24 @@ class Speculator:
 
     # --- warming up ----------------------------------------------------------------------------------------
 
-    def measure(self, rehearse: Callable[[int, int], None], seconds: float) -> None:
+    def measure(
+        self,
+        rehearse: Callable[[int, int], None],
+        seconds: float,
+        prompt: tuple[int, float] | None = None,
+    ) -> None:
         """Time verifications of more and more rows, and drafts, in about so many seconds.
 
-        `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
+        A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
+        what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
         `n` sequences, hands it to `verify`, and empties the slots again; it needs no `propose`.
         """
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
         shapes += [(n, rows) for n in (2, 4, 8, 16) for rows in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
+        if prompt is not None:
+            self._controller.times.add(1, *prompt)
         self._graphs_reused, self._passes, self._rehearsing = self._context.graphs_reused, 0, True
         try:
             self._measure_building(rehearse, longest)
@@ -428,7 +473,7 @@ class Speculator:
             try:
                 watched.drafter.measure()
             except Exception as error:
-                watched.failed(error)
+                watched.failed(error, self._controller.now)
 
     def _measure_building(self, rehearse: Callable[[int, int], None], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.

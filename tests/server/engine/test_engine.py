@@ -24,7 +24,7 @@ from server.engine import (
 )
 from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama import Readout
-from server.engine.mailbox import Mailbox
+from server.engine.outputs import OutputQueue
 from server.engine.sampling import Sampler
 from tests.server.engine.helpers import (
     EXACT,
@@ -53,6 +53,18 @@ def engine(nano_f32: Path) -> Iterator[Engine]:
         yield engine
 
 
+def ask_for(
+    engine: Engine,
+    max_tokens: int | None,
+    *,
+    prompt: list[int] = PROMPT,
+    params: SamplingParams = ENDLESS,
+    stream: bool = True,
+) -> Generation:
+    """Submit a request, now."""
+    return engine.submit(engine.prompt(prompt), params, max_tokens, stream=stream)
+
+
 async def first(generation: Generation) -> list[int]:
     """The first tokens that arrive."""
     return await generation.__anext__()
@@ -79,7 +91,7 @@ async def over(generation: Generation) -> None:
 
 
 async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None:
-    generation = engine.submit(PROMPT, ENDLESS, 20)
+    generation = ask_for(engine, 20)
     assert generation.finish_reason is None
     assert len(await rest(generation)) == 20
     assert generation.finish_reason == "length"
@@ -90,7 +102,7 @@ async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None
 async def test_an_answer_may_take_all_the_room_there_is(nano_f32: Path, asked: int | None) -> None:
     with running(nano_f32, ctx_size=256) as engine:
         assert engine.context_size == 256
-        generation = engine.submit(PROMPT, ENDLESS, asked)
+        generation = ask_for(engine, asked)
         assert len(await rest(generation)) == 256 - len(PROMPT)
         assert generation.finish_reason == "length"
 
@@ -100,13 +112,13 @@ async def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
 ) -> None:
     script = iter([400, 401, min(engine.vocab.eog_ids)])
     monkeypatch.setattr(Sampler, "sample", lambda *_: next(script))
-    generation = engine.submit(PROMPT, SamplingParams(temperature=1.0), 100)
+    generation = ask_for(engine, 100, params=SamplingParams(temperature=1.0))
     assert await rest(generation) == [400, 401]
     assert generation.finish_reason == "stop"
 
 
 async def test_timings_add_up(engine: Engine) -> None:
-    generation = engine.submit(PROMPT, ENDLESS, 20)
+    generation = ask_for(engine, 20)
     await rest(generation)
     t = generation.timings
     assert 0 < t.submitted <= t.started < t.first_token < t.finished
@@ -127,14 +139,14 @@ async def test_stats_count_what_happened(engine: Engine) -> None:
 
 
 async def test_a_step_wakes_the_loop_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver, calls = Mailbox._deliver, 0
+    deliver, calls = OutputQueue._deliver, 0
 
-    def counted(self: Mailbox) -> None:
+    def counted(self: OutputQueue) -> None:
         nonlocal calls
         calls += 1
         deliver(self)
 
-    monkeypatch.setattr(Mailbox, "_deliver", counted)
+    monkeypatch.setattr(OutputQueue, "_deliver", counted)
     await ask_all(engine, [Request(PROMPT, 40) for _ in range(4)])
     assert 0 < calls <= engine.stats().steps
 
@@ -145,16 +157,16 @@ async def test_graphs_may_be_built_with_the_lock_held(nano_f32: Path) -> None:
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = await ask_all(engine, requests)
     with running(nano_f32, **EXACT, speculation="off", sampling="device") as engine:
-        engine._device_runs_alone = engine._runner._device_runs_alone = True
+        engine._parts.device_runs_alone = engine._runner._device_runs_alone = True
         held = 0
-        decode = engine._context.decode
+        decode = engine._parts.context.decode
 
         def counted(n: int, *, hold: bool = False) -> None:
             nonlocal held
             held += hold
             decode(n, hold=hold)
 
-        engine._context.decode = counted  # type: ignore[method-assign]
+        engine._parts.context.decode = counted  # type: ignore[method-assign]
         assert await ask_all(engine, requests) == expected
         assert held >= len(requests) - 1, "each that ends leaves another shape"
 
@@ -165,7 +177,7 @@ async def test_texts_may_be_read_while_the_device_computes(nano_f32: Path) -> No
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = await ask_all(engine, requests)
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
-        engine._device_runs_alone = engine._runner._device_runs_alone = True
+        engine._parts.device_runs_alone = engine._runner._device_runs_alone = True
         assert await ask_all(engine, requests) == expected
         await engine.drain()
         speculator = engine._speculator
@@ -179,7 +191,7 @@ async def test_a_slot_forgets_what_only_one_request_needed(
 ) -> None:
     monkeypatch.setattr("server.engine.runner.PATIENCE", 30)
     with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
-        kinds = engine._context.readouts.kinds
+        kinds = engine._parts.context.readouts.kinds
         expected = await ask(engine, Request(PROMPT, 50))
         whole = SamplingParams(presence_penalty=1.0, ignore_eos=True)
         await ask_at_once(engine, [Request(PROMPT, 5, params=whole)] * 2)
@@ -189,7 +201,7 @@ async def test_a_slot_forgets_what_only_one_request_needed(
 
 
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
-    generation = engine.submit(PROMPT, ENDLESS, 30)
+    generation = ask_for(engine, 30)
     await over(generation)
     assert len(await first(generation)) == 30
 
@@ -207,7 +219,7 @@ async def test_bad_prompts_are_refused(engine: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="integers"):
         engine.submit([0.5], ENDLESS, 1)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="max_tokens is 0"):
-        engine.submit(PROMPT, ENDLESS, 0)
+        ask_for(engine, 0)
     assert engine.stats().waiting == 0
 
 
@@ -220,11 +232,11 @@ async def test_a_prompt_must_leave_room_for_one_token(engine: Engine) -> None:
 async def test_the_queue_is_bounded(nano_f32: Path) -> None:
     with running(nano_f32, parallel=2, max_queue=3) as engine:
         with standing_still(engine):
-            generations = [engine.submit(PROMPT, ENDLESS, 50) for _ in range(5)]
+            generations = [ask_for(engine, 50) for _ in range(5)]
             with pytest.raises(QueueFull):
-                engine.submit(PROMPT, ENDLESS, 50)
+                ask_for(engine, 50)
         assert [len(await rest(generation)) for generation in generations] == [50] * 5
-        assert len(await rest(engine.submit(PROMPT, ENDLESS, 5))) == 5
+        assert len(await rest(ask_for(engine, 5))) == 5
 
 
 # --- cancellation ------------------------------------------------------------------------------------------
@@ -232,7 +244,7 @@ async def test_the_queue_is_bounded(nano_f32: Path) -> None:
 
 async def test_cancelling_frees_the_place_within_one_step(engine: Engine) -> None:
     with step_by_step(engine) as grant:
-        generation = engine.submit(PROMPT, ENDLESS, 1000)
+        generation = ask_for(engine, 1000)
         grant(5)
         generation.cancel()
         steps = engine.stats().steps
@@ -248,8 +260,8 @@ async def test_cancelling_frees_the_place_within_one_step(engine: Engine) -> Non
 async def test_cancelling_one_that_waits_or_prefills(nano_f32: Path) -> None:
     with running(nano_f32, parallel=1, batch_size=16) as engine:
         with step_by_step(engine) as grant:
-            prefilling = engine.submit([7] * 1500, ENDLESS, 10)
-            waiting = engine.submit(PROMPT, ENDLESS, 10)
+            prefilling = ask_for(engine, 10, prompt=[7] * 1500)
+            waiting = ask_for(engine, 10)
             grant(5)
             waiting.cancel()
             grant(5)
@@ -257,19 +269,19 @@ async def test_cancelling_one_that_waits_or_prefills(nano_f32: Path) -> None:
         assert await rest(waiting) == []
         assert await rest(prefilling) == []
         assert (prefilling.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
-        assert len(await rest(engine.submit(PROMPT, ENDLESS, 10))) == 10
+        assert len(await rest(ask_for(engine, 10))) == 10
 
 
 def test_listeners_on_a_closed_loop_are_cancelled(engine: Engine) -> None:
     async def leave() -> None:
-        engine.submit(PROMPT, ENDLESS, 1900)
+        ask_for(engine, 1900)
         await asyncio.sleep(0.05)
 
     asyncio.run(leave())
 
     async def come_back() -> list[int]:
         await idle(engine)
-        return await rest(engine.submit(PROMPT, ENDLESS, 5))
+        return await rest(ask_for(engine, 5))
 
     assert len(asyncio.run(come_back())) == 5
     assert engine.stats().finished == {"cancelled": 1, "length": 1}
@@ -292,7 +304,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
 
     monkeypatch.setattr(Sampler, "sample", sabotaged)
     with standing_still(engine):
-        broken = engine.submit(PROMPT, replace(ENDLESS, temperature=1.0), 40)
+        broken = ask_for(engine, 40, params=replace(ENDLESS, temperature=1.0))
         victim = next(iter(engine._open)).sampler
     healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
     with pytest.raises(GenerationError, match="not a number"):
@@ -305,20 +317,20 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
 async def test_when_the_engine_fails_everybody_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = engine.submit(PROMPT, ENDLESS, 1000)
+    one = ask_for(engine, 1000)
     await first(one)
 
     def fail(_n: int) -> None:
         raise LlamaError("llama_decode returned -3")
 
-    two = engine.submit(PROMPT, ENDLESS, 1000)
-    monkeypatch.setattr(engine._context, "decode", fail)
+    two = ask_for(engine, 1000)
+    monkeypatch.setattr(engine._parts.context, "decode", fail)
     for generation in (one, two):
         with pytest.raises(GenerationError, match="returned -3"):
             await rest(generation)
     assert not engine.ready
     with pytest.raises(EngineDead, match="returned -3"):
-        engine.submit(PROMPT, ENDLESS, 1)
+        ask_for(engine, 1)
     with pytest.raises(EngineDead):
         engine.wait_ready()
     assert engine.stats().finished == {"error": 2}
@@ -332,7 +344,7 @@ async def test_whoever_ends_as_the_engine_fails_is_told(
 
     monkeypatch.setattr(engine._scheduler, "remove", fail)
     with pytest.raises(GenerationError, match="no such cell"):
-        await asyncio.wait_for(rest(engine.submit(PROMPT, ENDLESS, 3)), 30)
+        await asyncio.wait_for(rest(ask_for(engine, 3)), 30)
     assert not engine.ready
 
 
@@ -342,7 +354,7 @@ def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPat
     def fail(_n: int) -> None:
         raise LlamaError("out of memory")
 
-    monkeypatch.setattr(engine._context, "decode", fail)
+    monkeypatch.setattr(engine._parts.context, "decode", fail)
     engine.start()
     with pytest.raises(EngineDead, match="out of memory"):
         engine.wait_ready(30)
@@ -355,7 +367,7 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
     requests = [Request(random_prompt(rng, 30), 60) for _ in range(4)]
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
-        decode, calls = engine._context.decode, 0
+        decode, calls = engine._parts.context.decode, 0
 
         def sometimes_full(n: int) -> None:
             nonlocal calls
@@ -364,7 +376,7 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
                 raise NoMemorySlot("no room")
             decode(n)
 
-        engine._context.decode = sometimes_full  # type: ignore[method-assign,assignment]
+        engine._parts.context.decode = sometimes_full  # type: ignore[method-assign,assignment]
         assert await ask_at_once(engine, requests) == expected
         assert engine.stats().preemptions > 0
 
@@ -373,12 +385,12 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(engine: Engine) -> None:
-    generation = engine.submit(PROMPT, ENDLESS, 100)
+    generation = ask_for(engine, 100)
     draining = asyncio.create_task(engine.drain())
     await asyncio.sleep(0)
     assert not engine.ready
     with pytest.raises(EngineDraining):
-        engine.submit(PROMPT, ENDLESS, 1)
+        ask_for(engine, 1)
     await asyncio.wait_for(draining, 30)
     assert len(await rest(generation)) == 100
 
@@ -391,7 +403,7 @@ async def test_draining_waits_until_nothing_is_left(engine: Engine, monkeypatch:
         remove(*args, **how)
 
     monkeypatch.setattr(engine._scheduler, "remove", slowly)
-    engine.submit(PROMPT, ENDLESS, 3)
+    ask_for(engine, 3)
     await asyncio.wait_for(engine.drain(), 30)
     stats = engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
@@ -399,14 +411,14 @@ async def test_draining_waits_until_nothing_is_left(engine: Engine, monkeypatch:
 
 
 async def test_closing_fails_what_is_in_flight(engine: Engine) -> None:
-    generation = engine.submit(PROMPT, ENDLESS, 1900)
+    generation = ask_for(engine, 1900)
     await first(generation)
     engine.close()
     engine.close()
     with pytest.raises(GenerationError, match="closed"):
         await rest(generation)
     with pytest.raises(EngineDead, match="closed"):
-        engine.submit(PROMPT, ENDLESS, 1)
+        ask_for(engine, 1)
 
 
 def test_an_engine_that_was_never_started_can_be_closed(nano_f32: Path) -> None:

@@ -1,57 +1,146 @@
-"""From rows to tokens: whose row is whose, what is accepted of a draft, and whose sampler fails."""
+"""From a batch to tokens: whose row is whose, what is accepted of a draft, and whose sampler fails."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.engine.batch import Batch
-from server.engine.runner import Runner
+from server.engine.llama import Readout
 from server.engine.profile import StepProfile
+from server.engine.runner import Runner
 from server.engine.sequence import Sequence
 from server.engine.verification import sample
-from tests.server.engine.fake_llama import FillingContext
+from tests.server.engine.fake_context import FakeContext, FakeRows
 
 if TYPE_CHECKING:
+    from server.engine.batch import Sampled
     from server.engine.llama import Context, Rows
     from server.engine.sampling import Sampler
 
-ENDS = frozenset({99})
+END = 9_999
+ENDS = frozenset({END})
 
 
 class FakeSampler:
-    """Takes what the row says, like the greedy one, and may need more than that, or fail."""
+    """Takes the best token, unless it fails."""
+
+    need = Readout.BEST
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.fails = fails
-        self.asked = 0
+        self._fails = fails
 
-    def sample(self, rows: FakeRows, row: int) -> int:
-        self.asked += 1
-        if self.fails:
+    def sample(self, rows: Rows, row: int) -> int:
+        if self._fails:
             raise FloatingPointError("not a number")
-        return rows.best[row]
+        return cast("FakeRows", rows).best(row)
 
 
-class FakeRows:
-    """The best token of each row, in the order in which llama.cpp computes them."""
+def add(
+    batch: Batch, slot: int, pending: int, count: int, draft: list[int], *, first: int = -1, fails: bool = False
+) -> None:
+    """A chunk of the first `count` of so many pending tokens, which count up from `first`."""
+    first = 1000 * slot if first < 0 else first
+    sampler = cast("Sampler", FakeSampler(fails=fails))
+    one = Sequence(list(range(first, first + pending)), 500, sampler)
+    one.slot = slot
+    batch.add(one, count)
+    if draft:
+        batch.add_draft(batch.chunks[-1], draft, "me")
 
-    def __init__(self, best: list[int], *, together: bool = True) -> None:
-        self.best, self._together = best, together
 
-    def all_best(self) -> list[int] | None:
-        return self.best if self._together else None
+def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[Sampled]:
+    """Computed and sampled: after each token the model wants the next number."""
+    context = FakeContext(n_ubatch=n_ubatch)
+    context.rows_come_together = together
+    runner = Runner(cast("Context", context), StepProfile())
+    runner.launch(batch)
+    return sample(batch, runner.collect(batch), ENDS)
 
 
-def batch_of(*parts: tuple[int, int, list[int]], **how: Any) -> Batch:
-    """Chunks of so many pending tokens, of which so many are read, with drafts; filled by a real runner."""
+@pytest.mark.parametrize("together", [True, False])
+def test_prompts_that_end_in_one_batch_get_their_own_tokens(together: bool) -> None:
+    """The shorter one's row comes first, wherever it is."""
     batch = Batch()
-    for slot, (pending, count, draft) in enumerate(parts):
-        one = Sequence(list(range(100 * slot, 100 * slot + pending)), 50, cast("Sampler", FakeSampler(**how)))
-        one.slot = slot
-        batch.add(one, count)
-        if draft:
-            batch.add_draft(batch.chunks[-1], draft, "me")
-    Runner(cast("Context", FillingContext()), StepProfile())._fill(batch)
-    return batch
+    for slot, length in enumerate((50, 13, 20)):
+        add(batch, slot, length, length, [])
+    assert carry_out(batch, together=together) == [[50], [1013], [2020]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prompt_that_goes_on_gets_none(together: bool) -> None:
+    batch = Batch()
+    add(batch, 0, 50, 20, [])
+    add(batch, 1, 13, 13, [])
+    assert carry_out(batch, together=together) == [None, [1013]]
+    unfinished = Batch()
+    add(unfinished, 0, 50, 20, [])
+    assert carry_out(unfinished, together=together) == [None]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_of_a_draft_what_is_right_is_accepted_and_one_more_comes(together: bool) -> None:
+    batch = Batch()
+    add(batch, 0, 1, 1, [1, 2, 3])
+    add(batch, 1, 3, 3, [])
+    add(batch, 2, 2, 2, [2002, 7, 2004])
+    add(batch, 3, 1, 1, [7])
+    assert carry_out(batch, together=together) == [[1, 2, 3, 4], [1003], [2002, 2003], [3001]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_as_many_rows_as_chunks_are_not_one_row_each(together: bool) -> None:
+    batch = Batch()
+    add(batch, 0, 9, 2, [])
+    add(batch, 1, 1, 1, [1001])
+    assert carry_out(batch, together=together) == [None, [1001, 1002]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_nothing_is_accepted_behind_an_end(together: bool) -> None:
+    batch = Batch()
+    add(batch, 0, 1, 1, [END - 1, END, END + 1, END + 2], first=END - 2)
+    add(batch, 1, 1, 1, [1001])
+    assert carry_out(batch, together=together) == [[END - 1, END], [1001, 1002]]
+
+
+def test_a_sampler_that_fails_fails_alone() -> None:
+    batch = Batch()
+    add(batch, 0, 5, 5, [])
+    add(batch, 1, 3, 3, [1003], fails=True)
+    add(batch, 2, 4, 4, [2004])
+    first, error, last = carry_out(batch, together=False)
+    assert (first, last) == ([5], [2004, 2005])
+    assert isinstance(error, FloatingPointError)
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=8),
+    n_ubatch=st.integers(8, 64),
+    snapshots=st.sampled_from([0, 4]),
+    together=st.booleans(),
+)
+def test_every_row_is_found(
+    parts: list[tuple[int, int, int]], n_ubatch: int, snapshots: int, together: bool
+) -> None:
+    """However llama.cpp cuts a batch into ubatches; the fake context checks order and positions."""
+    context = FakeContext(n_ubatch=n_ubatch)
+    context.n_snapshots, context.rows_come_together = snapshots, together
+    batch = Batch()
+    expected: list[Sampled] = []
+    for slot, (pending, count, drafted) in enumerate(parts):
+        count = min(pending, count)
+        start = 1000 * slot + pending
+        draft = list(range(start, start + drafted)) if count == pending else []
+        add(batch, slot, pending, count, draft)
+        expected.append([*draft, start + len(draft)] if count == pending else None)
+    runner = Runner(cast("Context", context), StepProfile())
+    runner.launch(batch)
+    assert sample(batch, runner.collect(batch), ENDS) == expected
+    for chunk in batch.chunks:
+        read = [*chunk.sequence.tokens[: chunk.count], *chunk.draft]
+        assert context.tokens[chunk.places].tolist() == read
+        assert context.held[chunk.slot] == tuple(read)

@@ -1,0 +1,119 @@
+"""A context without llama.cpp: what it would hold and compute, for tests of those who drive it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.engine.errors import LlamaError
+from server.engine.llama import Readout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A sequence on the host; a token takes a byte."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class FakeRows:
+    """Rows whose best token follows the one that was read: 8 after 7."""
+
+    best_tokens: list[int]
+    kinds: list[Readout]
+    together: bool = True
+    """Whether the best of all rows can be told at once."""
+
+    def __len__(self) -> int:
+        return len(self.best_tokens)
+
+    def all_best(self) -> list[int] | None:
+        return self.best_tokens if self.together else None
+
+    def best(self, row: int) -> int:
+        return self.best_tokens[row]
+
+
+class FakeReadouts:
+    """What is read out of each slot."""
+
+    def __init__(self, n: int) -> None:
+        self.active = n > 0
+        self.kinds = [Readout.BEST] * n
+
+
+class FakeContext:
+    """What llama.cpp would hold: the tokens of each sequence id. Fails where one would be written over."""
+
+    def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_readouts: int = 0) -> None:
+        self.n_ctx = self.n_batch = n_ctx
+        self.n_ubatch = n_ubatch or n_ctx
+        self.n_snapshots = 0
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.removed: list[int] = []
+        """Sequence ids that were emptied."""
+        self.fails_to_save = self.fails_to_restore = False
+
+        self.tokens, self.positions, self.sequences = np.zeros((3, n_ctx), np.int32)
+        self.outputs = np.zeros(n_ctx, np.int8)
+        self.readouts = FakeReadouts(n_readouts)
+        self.decodes: list[tuple[int, bool]] = []
+        """Tokens of each batch, and whether the interpreter's lock was held."""
+        self.rows_come_together = True
+
+    # --- states --------------------------------------------------------------------------------------------
+
+    def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
+        if start == end == -1:  # else a rollback copy takes the state alone
+            assert target not in self.held
+            self.held[target] = self.held.get(source, ())
+
+    def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
+        if start > 0:
+            self.held[sequence] = self.held.get(sequence, ())[:start]
+        else:
+            self.held.pop(sequence, None)
+            self.removed.append(sequence)
+        return True
+
+    def save(self, sequence: int) -> Copy:
+        if self.fails_to_save:
+            raise LlamaError("no host memory")
+        return Copy(self.held[sequence])
+
+    def restore(self, sequence: int, saved: Copy) -> None:
+        assert sequence not in self.held
+        self.held[sequence] = saved.tokens[: len(saved.tokens) // 2]  # what a failure leaves behind
+        if self.fails_to_restore:
+            raise LlamaError("no cells")
+        self.held[sequence] = saved.tokens
+
+    # --- decoding ------------------------------------------------------------------------------------------
+
+    def set_readout(self, sequence: int, kind: Readout) -> None:
+        self.readouts.kinds[sequence] = kind
+
+    def decode(self, n_tokens: int, *, hold: bool = False) -> None:
+        for slot, position, token in zip(self.sequences, self.positions, self.tokens[:n_tokens], strict=False):
+            held = self.held.get(int(slot), ())
+            assert len(held) == position, "a gap"
+            self.held[int(slot)] = (*held, int(token))
+        self.decodes.append((n_tokens, hold))
+
+    def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> FakeRows:
+        n, _ = self.decodes[-1]
+        assert list(indices) == np.flatnonzero(self.outputs[:n]).tolist(), "llama.cpp's order is another"
+        assert list(sequences) == self.sequences[list(indices)].tolist()
+        kinds = [self.readouts.kinds[slot] for slot in sequences] if self.readouts.active else []
+        best = [int(self.tokens[index]) + 1 for index in indices]
+        return FakeRows(best, kinds or [Readout.ROW] * len(best), self.rows_come_together)
