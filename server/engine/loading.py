@@ -144,8 +144,8 @@ class Parts:
             self.scheduler.prefill_budget = budget
             log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
         if settings.speculation != "off":
-            most = MEASURING_GPU if on_gpu else MEASURING_CPU
-            self.speculator.measure(self._rehearse, most, prompt=(prefill, seconds))
+            spare = MEASURING_GPU if on_gpu else MEASURING_CPU
+            self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
         log.info("warm after %.1f s", perf_counter() - started)
 
     def _rehearse(self, n: int, rows: int) -> None:

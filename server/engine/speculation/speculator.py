@@ -448,8 +448,9 @@ class Speculator:
         """Time verifications of more and more rows, and drafts, in about so many seconds.
 
         A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
-        what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
-        `n` sequences, hands it to `verify`, and empties the slots again; it needs no `propose`.
+        what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
+        tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the slots
+        again; it needs no `propose`.
         """
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
