@@ -21,7 +21,7 @@ def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sample
         return [None] * len(batch.chunks)
     best = rows.all_best() if batch.greedy else None
     if best is not None and ends.isdisjoint(best):  # an end may have to be ignored
-        if batch.n_rows == len(batch.chunks):
+        if batch.n_tokens == batch.n_rows == len(batch.chunks):  # else the shortest come first
             return [[token] for token in best]
         return [
             _accepted(chunk.draft, [best[row] for row in chunk.rows]) if chunk.rows else None
