@@ -18,6 +18,7 @@ from server.engine import (
     Generation,
     GenerationError,
     InvalidPrompt,
+    Prompt,
     PromptTooLong,
     QueueFull,
     SamplingParams,
@@ -26,6 +27,7 @@ from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama import Readout
 from server.engine.outputs import OutputQueue
 from server.engine.sampling import Sampler
+from server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -42,6 +44,8 @@ from tests.server.engine.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from server.engine.sequence import Sequence
 
 ENDLESS = SamplingParams(ignore_eos=True)
 PROMPT = list(range(300, 320))
@@ -179,11 +183,10 @@ async def test_texts_may_be_read_while_the_device_computes(nano_f32: Path) -> No
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
         engine._parts.device_runs_alone = engine._runner._device_runs_alone = True
         assert await ask_all(engine, requests) == expected
-        await engine.drain()
-        speculator = engine._speculator
-        assert speculator is not None
-        assert speculator._ngram is not None
-        assert not speculator._ngram._indexes
+        await idle(engine)
+        [watched] = engine._speculator._watched
+        assert isinstance(watched.drafter, NgramDrafter)
+        assert not watched.drafter._lookups
 
 
 async def test_a_slot_forgets_what_only_one_request_needed(
@@ -206,18 +209,83 @@ async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
     assert len(await first(generation)) == 30
 
 
+async def test_an_answer_that_is_not_streamed_is_delivered_once(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it passes through the queue before its end, however many steps it takes."""
+    received: list[tuple[Generation, int, Any]] = []
+    put: list[Generation] = []
+    receive, original = Generation.receive, OutputQueue.put
+
+    def counted_receive(self: Generation, tokens: list[int], done: Any) -> None:
+        received.append((self, len(tokens), done))
+        receive(self, tokens, done)
+
+    def counted_put(self: OutputQueue, generation: Generation, *what: Any) -> None:
+        put.append(generation)
+        original(self, generation, *what)
+
+    monkeypatch.setattr(Generation, "receive", counted_receive)
+    monkeypatch.setattr(OutputQueue, "put", counted_put)
+    with running(nano_f32, **EXACT, ctx_size=512, parallel=3, speculation="ngram") as engine:
+        with standing_still(engine):
+            whole = [ask_for(engine, 150, stream=False) for _ in range(2)]
+            streamed = ask_for(engine, 150)
+        answers = [await rest(generation) for generation in (*whole, streamed)]
+        assert answers[0] == answers[1] == answers[2]
+        assert len(answers[0]) == 150
+        assert [generation.finish_reason for generation in whole] == ["length"] * 2
+        assert whole[1].cached_tokens == streamed.cached_tokens
+    for generation in whole:
+        assert [how for one, *how in received if one is generation] == [[150, "length"]]
+        assert put.count(generation) == 1
+    assert put.count(streamed) > 10
+
+
+async def test_what_is_not_streamed_arrives_though_it_is_cancelled_or_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await ask(engine, Request(PROMPT, 100))
+    with step_by_step(engine) as grant:
+        left = ask_for(engine, 100, stream=False)
+        grant(9)
+        left.cancel()
+        grant(0)
+    tokens = await rest(left)
+    assert len(tokens) >= 8
+    assert tokens == expected.tokens[: len(tokens)]
+    assert left.finish_reason == "cancelled"
+    waiting = ask_for(engine, 100, stream=False)
+
+    def fail(_n: int, **_: object) -> None:
+        raise LlamaError("llama_decode returned -3")
+
+    monkeypatch.setattr(engine._parts.context, "decode", fail)
+    with pytest.raises(GenerationError, match="returned -3"):
+        await rest(waiting)
+
+
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
-async def test_bad_prompts_are_refused(engine: Engine) -> None:
+def test_bad_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidPrompt, match="empty"):
-        engine.submit([], ENDLESS, 1)
+        engine.prompt([])
     with pytest.raises(InvalidPrompt, match="token 1 of the prompt is -1"):
-        engine.submit([5, -1], ENDLESS, 1)
+        engine.prompt([5, -1])
     with pytest.raises(InvalidPrompt, match=f"token 0 of the prompt is {engine.vocab.size}"):
-        engine.submit([engine.vocab.size], ENDLESS, 1)
+        engine.prompt([engine.vocab.size])
     with pytest.raises(InvalidPrompt, match="integers"):
-        engine.submit([0.5], ENDLESS, 1)  # type: ignore[list-item]
+        engine.prompt([0.5])  # type: ignore[list-item]
+    with pytest.raises(InvalidPrompt, match="integers"):
+        engine.prompt([[1], [2]])  # type: ignore[list-item]
+    monkeypatch.setattr("server.engine.engine.PIECE", 4)
+    with pytest.raises(InvalidPrompt, match="token 9 of the prompt is -3"):
+        engine.prompt([*range(300, 309), -3])
+    assert engine.prompt(PROMPT).ids == PROMPT
+
+
+async def test_an_answer_has_a_token_at_least(engine: Engine) -> None:
     with pytest.raises(ValueError, match="max_tokens is 0"):
         ask_for(engine, 0)
     assert engine.stats().waiting == 0
@@ -225,8 +293,50 @@ async def test_bad_prompts_are_refused(engine: Engine) -> None:
 
 async def test_a_prompt_must_leave_room_for_one_token(engine: Engine) -> None:
     with pytest.raises(PromptTooLong, match="2048 tokens"):
-        engine.submit([7] * 2048, ENDLESS, 1)
+        engine.prompt([7] * 2048)
     assert (await ask(engine, Request([7] * 2047, 10))).finish_reason == "length"
+
+
+class Watched(list[int]):
+    """Ids that remember which threads looked at them."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.threads: set[str] = set()
+
+    def _seen(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def __iter__(self) -> Iterator[int]:
+        self._seen()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._seen()
+        return super().__getitem__(index)
+
+    def copy(self) -> list[int]:
+        self._seen()
+        return super().copy()
+
+
+async def test_a_prompt_is_checked_once_and_never_on_the_loop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever submits many choices of one prompt hands it over; the engine's thread copies it."""
+    given = Watched(PROMPT)
+    prompt = await asyncio.to_thread(engine.prompt, given)
+    assert given.threads and threading.current_thread().name not in given.threads
+    checks = [0]
+    monkeypatch.setattr(engine, "prompt", lambda ids: checks.append(1))
+    watched = Watched(prompt.ids)
+    shared = Prompt(watched)
+    generations = [engine.submit(shared, replace(ENDLESS, presence_penalty=0.5), 10) for _ in range(4)]
+    answers = [await rest(generation) for generation in generations]
+    assert [len(answer) for answer in answers] == [10] * 4
+    assert watched.threads == {"engine"}
+    assert checks == [0]
+    assert shared.ids == PROMPT, "it was copied, not continued"
 
 
 async def test_the_queue_is_bounded(nano_f32: Path) -> None:
@@ -296,7 +406,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
 
     def sabotaged(self: Sampler, *arguments: Any) -> int:
         nonlocal calls
-        if self is victim:
+        if self._chain is not None:  # the one that draws
             calls += 1
             if calls == 10:
                 raise FloatingPointError("not a number")
@@ -305,13 +415,102 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
     monkeypatch.setattr(Sampler, "sample", sabotaged)
     with standing_still(engine):
         broken = ask_for(engine, 40, params=replace(ENDLESS, temperature=1.0))
-        victim = next(iter(engine._open)).sampler
-    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+        healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+        await asyncio.sleep(0.01)
     with pytest.raises(GenerationError, match="not a number"):
         await rest(broken)
     assert await healthy == expected
     assert engine.ready
     assert engine.stats().kv_cells_used == engine.stats().prefix.resident_cells
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_can_not_be_taken_in_fails_alone(
+    engine: Engine, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await ask(engine, Request(PROMPT, 40))
+
+    class Picky(Sampler):
+        def __init__(self, params: SamplingParams, *how: Any) -> None:
+            if params.seed == 13:
+                raise MemoryError("no room for a sampler")
+            super().__init__(params, *how)
+
+    monkeypatch.setattr("server.engine.engine.Sampler", Picky)
+    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+    broken = ask_for(engine, 40, params=replace(ENDLESS, seed=13), stream=stream)
+    with pytest.raises(GenerationError, match="no room for a sampler"):
+        await rest(broken)
+    assert await healthy == expected
+    assert engine.ready
+    assert await ask(engine, Request(PROMPT, 40)) == expected
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.finished) == (0, 0, {"length": 3, "error": 1})
+
+
+async def test_a_prompt_that_the_scheduler_refuses_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, add = await ask(engine, Request(PROMPT, 40)), engine._scheduler.add
+
+    def picky(sequence: Sequence) -> None:
+        if sequence.prompt_length == 7:
+            raise RuntimeError("no room to remember it")
+        add(sequence)
+
+    monkeypatch.setattr(engine._scheduler, "add", picky)
+    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+    with pytest.raises(GenerationError, match="no room to remember it"):
+        await rest(ask_for(engine, 40, prompt=PROMPT[:7]))
+    assert await healthy == expected
+    assert engine.ready
+    assert not engine._sequences
+    assert not engine._listeners
+
+
+@pytest.mark.parametrize("where", ["at once", "as its state is kept", "as its slot is freed"])
+async def test_a_request_that_can_not_be_cancelled_fails_alone(
+    engine: Engine, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever that goes wrong: the others get their answers, and its place is free."""
+    expected = await ask(engine, Request(PROMPT, 200))
+    before = engine.stats()
+    parts = engine._parts
+    owner, name = {
+        "at once": (engine._scheduler, "remove"),
+        "as its state is kept": (parts.cache, "cache_finished"),
+        "as its slot is freed": (parts.states, "free"),
+    }[where]
+    original, failures = getattr(owner, name), 0
+
+    def fail_once(*what: Any, **how: Any) -> Any:
+        nonlocal failures
+        if not failures:
+            failures += 1
+            raise LlamaError("no such cell")
+        return original(*what, **how)
+
+    with step_by_step(engine) as grant:
+        healthy = asyncio.create_task(ask(engine, Request(PROMPT, 200)))
+        await asyncio.sleep(0)
+        broken = ask_for(engine, 100, prompt=PROMPT[::-1])
+        grant(8)
+        monkeypatch.setattr(owner, name, fail_once)
+        broken.cancel()
+    try:
+        await asyncio.wait_for(rest(broken), 30)
+        assert broken.finish_reason == "cancelled"
+    except GenerationError as error:
+        assert "no such cell" in str(error)
+    assert await asyncio.wait_for(healthy, 30) == expected
+    await idle(engine)
+    assert failures == 1
+    assert engine.ready
+    assert not engine._scheduler.running
+    assert len(engine._scheduler._free_slots) == engine.settings.parallel
+    assert engine.stats().kv_cells_used == engine.stats().prefix.resident_cells
+    assert [await ask(engine, Request(PROMPT, 200)) for _ in range(5)] == [expected] * 5
+    assert engine.stats().finished["length"] == before.finished["length"] + 6
 
 
 async def test_when_the_engine_fails_everybody_is_told(
@@ -320,7 +519,7 @@ async def test_when_the_engine_fails_everybody_is_told(
     one = ask_for(engine, 1000)
     await first(one)
 
-    def fail(_n: int) -> None:
+    def fail(_n: int, **_: object) -> None:
         raise LlamaError("llama_decode returned -3")
 
     two = ask_for(engine, 1000)
@@ -351,7 +550,7 @@ async def test_whoever_ends_as_the_engine_fails_is_told(
 def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(settings(nano_f32))
 
-    def fail(_n: int) -> None:
+    def fail(_n: int, **_: object) -> None:
         raise LlamaError("out of memory")
 
     monkeypatch.setattr(engine._parts.context, "decode", fail)
@@ -369,12 +568,12 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
         expected = [await ask(engine, request) for request in requests]
         decode, calls = engine._parts.context.decode, 0
 
-        def sometimes_full(n: int) -> None:
+        def sometimes_full(n: int, **how: Any) -> None:
             nonlocal calls
             calls += 1
             if calls % 20 == 0 and len(engine._scheduler.running) > 1:
                 raise NoMemorySlot("no room")
-            decode(n)
+            decode(n, **how)
 
         engine._parts.context.decode = sometimes_full  # type: ignore[method-assign,assignment]
         assert await ask_at_once(engine, requests) == expected
@@ -386,28 +585,14 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(engine: Engine) -> None:
     generation = ask_for(engine, 100)
-    draining = asyncio.create_task(engine.drain())
-    await asyncio.sleep(0)
+    engine.drain()
+    engine.drain()
     assert not engine.ready
     with pytest.raises(EngineDraining):
         ask_for(engine, 1)
-    await asyncio.wait_for(draining, 30)
     assert len(await rest(generation)) == 100
-
-
-async def test_draining_waits_until_nothing_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = engine._scheduler.remove
-
-    def slowly(*args: Any, **how: Any) -> None:
-        threading.Event().wait(0.3)
-        remove(*args, **how)
-
-    monkeypatch.setattr(engine._scheduler, "remove", slowly)
-    ask_for(engine, 3)
-    await asyncio.wait_for(engine.drain(), 30)
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.kv_cells_used == stats.prefix.resident_cells
+    await idle(engine)
+    assert engine.stats().kv_cells_used == engine.stats().prefix.resident_cells
 
 
 async def test_closing_fails_what_is_in_flight(engine: Engine) -> None:
