@@ -102,6 +102,18 @@ async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answe
     return list(await asyncio.gather(*map(_collect, generations, requests)))
 
 
+async def idle(engine: Engine) -> None:
+    """Nobody runs or waits, and the engine's thread is through with whoever did."""
+    async with asyncio.timeout(60):
+        while engine.stats().running or engine.stats().waiting:
+            await asyncio.sleep(0.005)
+        through = threading.Event()
+        engine._inbox.put(through.set)
+        while not through.is_set():
+            assert engine.ready, "the engine has failed"
+            await asyncio.sleep(0.005)
+
+
 @contextmanager
 def standing_still(engine: Engine) -> Iterator[None]:
     """An engine with nothing to do takes nothing in until the end of the block, and then all at once."""

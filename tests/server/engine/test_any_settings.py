@@ -11,7 +11,9 @@ import pytest
 
 from server.engine import Engine, SamplingParams
 from server.engine.sequence_ids import SequenceIds
-from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, random_prompt, running
+from server.engine.speculation.mtp import MtpDrafter
+from server.engine.speculation.ngram import NgramDrafter
+from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +117,7 @@ async def test_answers_stay_and_nothing_is_left(
                     assert answer == expected, about
                 else:
                     assert answer.tokens == expected.tokens[: len(answer.tokens)], about
-        await engine.drain()
+        await idle(engine)
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.kv_cells_used == stats.prefix.resident_cells
@@ -126,17 +128,24 @@ async def test_answers_stay_and_nothing_is_left(
 
 def nothing_is_left(engine: Engine) -> None:
     """llama.cpp holds what the prefix cache knows of, in both contexts, and nobody remembers a request."""
-    speculator, cache = engine._speculator, engine._scheduler.cache
-    assert speculator is not None
-    assert not cache._tracks
-    assert not speculator._choice._confidences
-    assert not speculator._rollback._held
-    assert speculator._ngram is None or not speculator._ngram._indexes
-    held = {node.holder: node.depth for node in cache._held}
-    head = speculator._mtp
-    assert head is not None
+    speculator, parts = engine._speculator, engine._parts
+    assert not engine._open
+    assert not engine._sequences
+    assert not engine._listeners
+    assert not parts.cache._tracks
+    assert not parts.states._rollback._held
+    assert not speculator._alive
+    held = {node.holder: node.depth for node in parts.cache._held}
+    head = None
+    for watched in speculator._watched:
+        if isinstance(watched.drafter, NgramDrafter):
+            assert not watched.drafter._lookups
+        else:
+            head = watched.drafter
+    assert isinstance(head, MtpDrafter)
     for sequence in range(len(SequenceIds.of(engine.settings))):
-        assert tokens_of(engine._context, sequence) == held.get(sequence, 0)
+        assert parts.states.length(sequence) == held.get(sequence, 0)
+        assert tokens_of(parts.context, sequence) == held.get(sequence, 0)
         reading = head._readings.get(sequence)
         assert tokens_of(head._context, sequence) == (reading.fed if reading else 0)
         assert reading is None or reading.end <= held[sequence]

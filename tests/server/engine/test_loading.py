@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.engine import DoesNotFit
 from server.engine.errors import LlamaError
 from server.engine.gguf import read_header
 from server.engine.llama import Context, Model
-from server.engine.loading import decide, load, warm_up
+from server.engine.loading import PREFILL_CPU, Parts, decide
 from server.engine.memory import plan_memory
-from server.engine.vocab import Vocab
-from server.engine.warmup import STANDSTILL, prompt_tokens
+from server.engine.profile import StepProfile
+from server.engine.warmup import LEAST_PREFILL, prefill_budget
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from server.engine.runner import Runner
 
 
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
@@ -44,35 +44,46 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
         monkeypatch.setattr(kind, "close", close)
     monkeypatch.setattr("server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
-        load(plan)
+        Parts(plan, StepProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "one_pass", "most", "tokens"),
+    ("seconds", "each", "ubatch", "most", "tokens"),
     [
-        (STANDSTILL / 3.9, 2048, 8192, 3 * 2048),
-        (STANDSTILL / 100, 2048, 8192, 8192),
-        (STANDSTILL / 100, 2048, 7000, 3 * 2048),
-        (STANDSTILL, 2048, 8192, 2048),
-        (10 * STANDSTILL, 2048, 8192, 2048),
-        (10 * STANDSTILL, 512, 100, 100),
+        (0.15, 0.15 / 7000, 2048, 8192, 3 * 2048),
+        (0.15, 0.15 / 700, 2048, 8192, 700),
+        (0.15, 1e-6, 2048, 8192, 8192),
+        (0.75, 0.15 / 700, 512, 8192, 6 * 512),
+        (0.15, 0.01, 512, 128, LEAST_PREFILL),
+        (0.15, 1.0, 512, 100, LEAST_PREFILL),
+        (0.15, 1.0, 512, 5, 5),
     ],
 )
-def test_a_step_reads_the_passes_of_half_a_second(
-    seconds: float, one_pass: int, most: int, tokens: int
+def test_a_step_reads_what_fits_its_seconds(
+    seconds: float, each: float, ubatch: int, most: int, tokens: int
 ) -> None:
-    assert prompt_tokens(seconds, one_pass, most) == tokens
+    assert prefill_budget(seconds, each, ubatch, most) == tokens
 
 
-def test_a_budget_that_is_left_open_is_measured_on_a_gpu_only(
-    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+@given(
+    seconds=st.floats(0.001, 2),
+    each=st.floats(1e-6, 0.2),
+    ubatch=st.sampled_from([16, 64, 512, 2048]),
+    passes=st.integers(1, 8),
+    part=st.integers(0, 15),
+)
+def test_no_step_takes_longer_than_it_may_by_its_own_measure(
+    seconds: float, each: float, ubatch: int, passes: int, part: int
 ) -> None:
-    assert decide(settings(nano_q4_k_m)).prefill_budget == 128
-    monkeypatch.setattr("server.engine.loading.supports_gpu", lambda: True)
-    assert decide(settings(nano_q4_k_m)).prefill_budget == 128, "no layers are on the GPU"
-    assert decide(settings(nano_q4_k_m, n_gpu_layers=-1)).prefill_budget == 0
-    assert decide(settings(nano_q4_k_m, n_gpu_layers=-1, prefill_budget=7)).prefill_budget == 7
+    """But for a few tokens that are read in any case. Beyond one ubatch, whole ones alone."""
+    most = ubatch * passes - part
+    tokens = prefill_budget(seconds, each, ubatch, most)
+    assert 0 < tokens <= most
+    assert tokens * each <= seconds * (1 + 1e-9) or tokens == min(LEAST_PREFILL, most)
+    assert tokens < ubatch or not tokens % ubatch or tokens == most
+    longer = tokens + (1 if tokens < ubatch else ubatch)
+    assert longer > most or longer * each > seconds * (1 - 1e-9), "more would have fitted"
 
 
 def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,34 +95,34 @@ def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch:
     assert decide(on_a_gpu.replace(speculation="mtp")).speculation == "mtp"
 
 
-def test_the_warm_up_counts_in_whole_passes(nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64))
+def test_the_warm_up_measures_the_budget_that_is_left_open(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0))
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    loaded = load(plan)
-    vocab, no_runner = Vocab(loaded.model), cast("Runner", None)
-    assert warm_up(plan, loaded.context, vocab, no_runner, None) == 0, "it was 128 already"
-    left_open = plan.settings.replace(prefill_budget=0)
-    as_on_a_gpu = replace(plan, settings=left_open, usages=plan.usages * 2)
+    parts = Parts(plan, StepProfile())
     with caplog.at_level(logging.INFO):
-        tokens = warm_up(as_on_a_gpu, loaded.context, vocab, no_runner, None)
-    loaded.close()
+        parts.warm_up()
+    assert parts.scheduler.prefill_budget == PREFILL_CPU, "without a GPU no more than that"
+    parts._plan = replace(plan, usages=plan.usages * 2)  # as on a GPU
+    with caplog.at_level(logging.INFO):
+        parts.warm_up()
+    tokens = parts.scheduler.prefill_budget
     assert tokens in range(64, 2048 + 1, 64)
     assert f"a step reads up to {tokens} prompt tokens: 64 took" in caplog.text
+    monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
+    parts.warm_up()
+    assert parts.scheduler.prefill_budget == LEAST_PREFILL, "it is slow"
+    parts.close()
 
 
-@pytest.mark.parametrize(("measured", "most"), [(0, (128, 2048)), (512, (512, 512))])
-def test_the_warm_up_sets_the_pace(
-    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, measured: int, most: tuple[int, int]
-) -> None:
-    if measured:
-        monkeypatch.setattr("server.engine.engine.warm_up", lambda *_: measured)
-    with running(nano_q4_k_m) as engine:
-        scheduler = engine._scheduler
-        assert (scheduler._prefill_budget, scheduler._most_prefill) == most
+def test_a_budget_that_is_given_stays(nano_q4_k_m: Path) -> None:
+    with running(nano_q4_k_m, prefill_budget=7) as engine:
+        assert engine._scheduler.prefill_budget == 7
 
 
 def test_counts_of_drafts_are_a_snapshot(nano_q4_k_m: Path) -> None:
-    with running(nano_q4_k_m, draft_always=True) as engine:
+    with running(nano_q4_k_m, speculation="mtp", draft_always=True) as engine:
         before = engine.stats()
         asyncio.run(ask_all(engine, [Request([300, 301] * 20, 20)]))
         after = engine.stats()

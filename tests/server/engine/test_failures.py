@@ -1,0 +1,131 @@
+"""Optional work that fails costs that work, is counted, and changes no answer."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.engine.errors import LlamaError
+from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, ask_all, idle, random_prompt, running
+from tests.server.engine.speculation.helpers import draft_by
+from tests.server.engine.speculation.test_exactness import Scripted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server.engine import Engine
+
+N = 40
+
+
+def sometimes(function: Callable[..., Any], rng: random.Random, share: float = 0.2) -> Callable[..., Any]:
+    """The same function, but now and then llama.cpp refuses."""
+
+    def unreliable(*what: Any, **how: Any) -> Any:
+        if rng.random() < share:
+            raise LlamaError("no room for optional work")
+        return function(*what, **how)
+
+    return unreliable
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(21)
+    stem = random_prompt(rng, 60)
+    return [[*stem, *random_prompt(rng, 20 + 10 * n)] if n % 2 else random_prompt(rng, 80) for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return answers_alone(nano_f32, prompts, N)
+
+
+async def check(engine: Engine, prompts: list[list[int]], alone: list[list[int]], rounds: int = 3) -> None:
+    """Together and one by one the answers are those that each gets alone, and the engine lives."""
+    requests = [Request(prompt, N) for prompt in prompts]
+    for _ in range(rounds):
+        assert [answer.tokens for answer in await ask_all(engine, requests)] == alone
+        assert [(await ask(engine, request)).tokens for request in requests] == alone
+    await idle(engine)
+    assert engine.ready
+    stats = engine.stats()
+    assert stats.finished == {"length": 2 * rounds * len(prompts)}
+    assert stats.kv_cells_used == stats.prefix.resident_cells
+
+
+@pytest.mark.parametrize("broken", ["save", "restore"])
+async def test_copies_of_checkpoints_to_the_host_and_back(
+    broken: str,
+    nano_f32: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": "both", "draft_always": True}
+    with running(nano_f32, **EXACT, **host) as engine:
+        context = engine._parts.context
+        monkeypatch.setattr(context, broken, sometimes(getattr(context, broken), random.Random(broken)))
+        await check(engine, prompts, alone)
+        stats = engine.stats().prefix
+    assert stats.failed_copies > 0
+    assert stats.restores > 0, "those that did not fail"
+
+
+async def test_copies_of_what_the_head_has(
+    nano_f32: Path, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": "mtp", "draft_always": True}
+    with running(nano_f32, **EXACT, **host) as engine:
+        [head] = engine._parts.states.followers
+        for name in ("copy", "save", "restore"):
+            monkeypatch.setattr(head, name, sometimes(getattr(head, name), random.Random(name)))
+        await check(engine, prompts, alone)
+
+
+@pytest.mark.parametrize(
+    ("broken", "speculation"),
+    [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp")]
+    + [("hidden", "mtp")],
+)
+async def test_drafts(
+    broken: str,
+    speculation: str,
+    nano_f32: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That are not made, have no way back, or can not be taken back, and hidden rows that are not there."""
+    with running(nano_f32, **EXACT, speculation=speculation, draft_always=True) as engine:
+        parts = engine._parts
+        if speculation == "ngram":  # one that is often wrong
+            texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
+            draft_by(engine._speculator, Scripted(texts, broken))
+        owner: Any = {
+            "propose": engine._speculator._watched[0].drafter,
+            "guard": parts.states,
+            "rollback": parts.states,
+            "hidden": parts.context,
+        }[broken]
+        monkeypatch.setattr(owner, broken, sometimes(getattr(owner, broken), random.Random(broken)))
+        await check(engine, prompts, alone)
+        counts = engine.stats().drafts[speculation]
+    assert counts.failed > 0
+    assert counts.accepted > 0, "those that did not fail"
+
+
+async def test_texts_that_are_read_while_the_device_computes(
+    nano_f32: Path, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
+        engine._parts.device_runs_alone = True
+        drafter = engine._speculator._watched[0].drafter
+        monkeypatch.setattr(drafter, "look", sometimes(drafter.look, random.Random(1)))
+        await check(engine, prompts, alone)
+        assert engine.stats().drafts["ngram"].failed > 0

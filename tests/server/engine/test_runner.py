@@ -1,0 +1,136 @@
+"""When the interpreter's lock is held over a decode, and what is read out of which slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from server.engine.batch import Batch
+from server.engine.errors import NoMemorySlot
+from server.engine.llama import Readout
+from server.engine.profile import StepProfile
+from server.engine.runner import PATIENCE, Runner
+from server.engine.sequence import Sequence
+from tests.server.engine.fake_context import FakeContext
+
+if TYPE_CHECKING:
+    from server.engine.llama import Context
+    from server.engine.sampling import Sampler
+
+
+class Needs:
+    """A sampler that never samples."""
+
+    def __init__(self, need: Readout) -> None:
+        self.need = need
+
+
+class Device:
+    """A runner on a device that computes by itself, and sequences that decode on it."""
+
+    def __init__(self, *, alone: bool = True, n_readouts: int = 4, n_ubatch: int = 64) -> None:
+        self.context = FakeContext(n_ubatch=n_ubatch, n_readouts=n_readouts)
+        self.runner = Runner(cast("Context", self.context), StepProfile(), device_runs_alone=alone)
+        self.sequences: list[Sequence] = []
+
+    def come(self, need: Readout = Readout.BEST, prompt: int = 1) -> Sequence:
+        """One more, in the next slot."""
+        one = Sequence([300] * prompt, 5000, cast("Sampler", Needs(need)))
+        one.slot = len(self.sequences)
+        self.sequences.append(one)
+        return one
+
+    def decode(self, *chosen: Sequence) -> bool:
+        """What is pending of some, or of all; whether the lock was held."""
+        batch = Batch()
+        for one in chosen or self.sequences:
+            batch.add(one, one.pending)
+        self.runner.launch(batch)
+        self.runner.collect(batch)
+        for one in chosen or self.sequences:
+            one.computed = len(one.tokens)
+            one.tokens.append(7)
+            one.decoding = True
+        return self.context.decodes[-1][1]
+
+
+def test_a_graph_of_a_new_shape_is_built_with_the_lock_held() -> None:
+    device = Device()
+    first = device.come()
+    assert [device.decode() for _ in range(3)] == [True, False, False]
+    device.come()
+    assert [device.decode() for _ in range(3)] == [True, False, False]
+    assert device.decode(first), "who has gone leaves another shape"
+
+
+@pytest.mark.parametrize("how", [{"alone": False}, {"n_readouts": 0}, {"n_ubatch": 2}])
+def test_nowhere_else_is_it_held(how: dict[str, int]) -> None:
+    """Where the host computes, where nothing calls back, and where one ubatch waits for another."""
+    device = Device(**how)  # type: ignore[arg-type]
+    for _ in range(3):
+        device.come(prompt=3)
+        assert not device.decode()
+
+
+def test_it_is_not_held_as_graphs_are_planned_anew() -> None:
+    """After a change of what is read out of a slot llama.cpp plans its largest graphs: that takes long."""
+    device = Device()
+    device.come()
+    assert device.decode()
+    device.come(Readout.ROW)
+    assert not device.decode(), "a new shape, and a new plan"
+    assert device.context.readouts.kinds[1] is Readout.ROW
+    assert device.runner.sampler_changes == 1
+    device.come()
+    assert device.decode(), "a new shape alone"
+    device.come(Readout.TOP_K)
+    assert not device.decode()
+    assert device.runner.sampler_changes == 2
+
+
+def test_nor_when_a_slot_goes_back_to_less() -> None:
+    device = Device()
+    one = device.come(Readout.ROW)
+    device.decode()
+    one.sampler = cast("Sampler", Needs(Readout.BEST))
+    for _ in range(PATIENCE):
+        device.decode()
+    assert device.context.readouts.kinds[0] is Readout.ROW
+    device.come(prompt=2)
+    assert not device.decode(), "another shape, and a plan for it"
+    assert device.context.readouts.kinds[0] is Readout.BEST
+
+
+def test_a_plan_that_was_not_carried_out_is_still_to_come() -> None:
+    device = Device()
+    one = device.come(Readout.ROW)
+    decode = device.context.decode
+    device.context.decode = full  # type: ignore[method-assign]
+    with pytest.raises(NoMemorySlot):
+        device.decode()
+    device.context.decode = decode  # type: ignore[method-assign]
+    device.come()
+    device.sequences.remove(one)
+    assert not device.decode()
+
+
+def full(_n: int, *, hold: bool = False) -> None:
+    raise NoMemorySlot("no room")
+
+
+def test_a_sequence_gets_a_slot_that_tells_enough() -> None:
+    device = Device()
+    runner, kinds = device.runner, device.context.readouts.kinds
+    kinds[:] = [Readout.BEST, Readout.ROW, Readout.TOP_K, Readout.BEST]
+
+    def place(need: Readout, *free: int) -> int:
+        return runner.place(Sequence([1], 1, cast("Sampler", Needs(need))), free)
+
+    assert place(Readout.TOP_K, 0, 1, 2, 3) == 2
+    assert place(Readout.TOP_K, 0, 1, 3) == 1
+    assert place(Readout.TOP_K, 0, 3) == 0
+    assert place(Readout.BEST, 1, 2, 3) == 3
+    assert place(Readout.BEST, 1, 2) == 1
+    device.context.readouts.active = False
+    assert place(Readout.ROW, 2, 3) == 2
