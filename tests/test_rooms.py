@@ -14,7 +14,6 @@ DOORS = ("server/engine/llama/", "convert/llama/")
 """Everybody else takes typed objects from there, and exceptions for errors."""
 
 REASONS = {
-    "server/engine/mailbox.py": {"ctypes"},  # libc's write(), with the interpreter's lock held
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/perplexity.py": {"llama_cpp"},  # the same
     "bench/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, where a benchmark has the GGUF but no server

@@ -104,7 +104,9 @@ class FakeContext:
         self.readouts.kinds[sequence] = kind
 
     def decode(self, n_tokens: int, *, hold: bool = False) -> None:
-        for slot, position, token in zip(self.sequences, self.positions, self.tokens[:n_tokens], strict=False):
+        for slot, position, token in zip(
+            self.sequences, self.positions, self.tokens[:n_tokens], strict=False
+        ):
             held = self.held.get(int(slot), ())
             assert len(held) == position, "a gap"
             self.held[int(slot)] = (*held, int(token))

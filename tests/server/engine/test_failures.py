@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.engine.errors import LlamaError
-from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, ask_all, idle, random_prompt, running
+from tests.server.engine.helpers import (
+    EXACT,
+    Request,
+    answers_alone,
+    ask,
+    ask_all,
+    idle,
+    random_prompt,
+    running,
+)
 from tests.server.engine.speculation.helpers import draft_by
 from tests.server.engine.speculation.test_exactness import Scripted
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.engine.scheduling import FakeContext, advance, commit, counts, scheduler, sequence, store, used
+from tests.server.engine.fake_context import FakeContext
+from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
 
 
 def test_a_prompt_longer_than_a_batch_is_cut_into_chunks() -> None:

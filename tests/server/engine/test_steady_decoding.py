@@ -17,8 +17,8 @@ from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from server.engine.llama import Context
     from server.engine.batch import Batch
+    from server.engine.llama import Context
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:

@@ -40,7 +40,14 @@ class FakeSampler:
 
 
 def add(
-    batch: Batch, slot: int, pending: int, count: int, draft: list[int], *, first: int = -1, fails: bool = False
+    batch: Batch,
+    slot: int,
+    pending: int,
+    count: int,
+    draft: list[int],
+    *,
+    first: int = -1,
+    fails: bool = False,
 ) -> None:
     """A chunk of the first `count` of so many pending tokens, which count up from `first`."""
     first = 1000 * slot if first < 0 else first

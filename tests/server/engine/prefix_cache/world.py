@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from server.engine.prefix_cache import PrefixCache
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
-from tests.server.engine.scheduling import NO_SAMPLER, FakeContext, store
+from tests.server.engine.fake_context import FakeContext
+from tests.server.engine.scheduling import NO_SAMPLER, store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.engine import SamplingParams
+from server.engine.sampling import Sampler
 from server.engine.speculation import Draft
 from server.engine.speculation.mtp import MtpDrafter
 from tests.server.engine.helpers import (
@@ -20,7 +21,6 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
-    standing_still,
 )
 from tests.server.engine.speculation.helpers import draft_by
 
@@ -128,7 +128,6 @@ async def test_drafts_change_no_answer(
     settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
     with running(nano_f32, **EXACT, **settings) as engine:
         speculator = engine._speculator
-        assert speculator is not None
         if "scripted" in mix:
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, mix))
@@ -152,8 +151,9 @@ async def test_drafts_change_no_answer(
 
 @pytest.mark.parametrize("mix", ["scripted", "both"])
 async def test_a_seeded_draw_is_the_same_with_drafts(
-    mix: str, nano_f32: Path, prompts: list[list[int]]
+    mix: str, nano_f32: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MtpDrafter, "most", 6)
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=5, ignore_eos=True
     )
@@ -161,7 +161,6 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
     with running(nano_f32, **EXACT, parallel=1, ctx_size=1024, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
     with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **MIXES[mix]) as engine:
-        assert engine._speculator is not None
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]
             draft_by(engine._speculator, Scripted(texts, mix))
@@ -184,7 +183,7 @@ async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
             speculation=speculation,
             draft_always=True,
         ) as engine:
-            if engine._speculator is not None:
+            if speculation != "off":
                 best = await ask(engine, Request(prompt, 4))
                 draft_by(engine._speculator, Scripted([prompt + best.tokens], "draws"))
             answers = await ask_all(engine, [Request(prompt, 3, params=one) for one in half])
@@ -197,10 +196,11 @@ async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
     assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5  # about one in 100,000; the seeds are fixed
 
 
-async def test_the_end_of_an_answer_inside_a_draft_ends_it(nano_f32: Path) -> None:
+async def test_the_end_of_an_answer_inside_a_draft_ends_it(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = list(range(300, 330))
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
-        assert engine._speculator is not None
         end = min(engine.vocab.eog_ids)
         best = await ask(engine, Request(prompt, 30))
         script = Scripted([], "end")
@@ -208,13 +208,11 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(nano_f32: Path) -> No
         chosen = iter([*best.tokens[:3], end, *best.tokens[4:20]])
 
         script.guess = lambda request: [*best.tokens[:3], end, *best.tokens[4:9]]  # type: ignore[method-assign]
-        with standing_still(engine):
-            generation = engine.submit(prompt, SamplingParams(temperature=1.0), 30)
-            sequence = next(iter(engine._open))
-            sequence.sampler.sample = lambda *_: next(chosen)  # type: ignore[method-assign]
-        tokens = [token async for new in generation for token in new]
-        assert tokens == best.tokens[:3]
-        assert generation.finish_reason == "stop"
+        with monkeypatch.context() as patched:
+            patched.setattr(Sampler, "sample", lambda *_: next(chosen))
+            answer = await ask(engine, Request(prompt, 30, params=SamplingParams(temperature=1.0)))
+        assert answer.tokens == best.tokens[:3]
+        assert answer.finish_reason == "stop"
         script.guess = lambda request: []  # type: ignore[method-assign]
         assert (await ask(engine, Request(prompt, 30))).tokens == best.tokens, (
             "what the draft left is no answer"

@@ -80,18 +80,17 @@ class Guests:
 async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, reference: Alone) -> None:
     with running(nano_f32, **ALL, **DRAFTERS[drafter]) as engine:
         guests, speculator = Guests(engine, reference, drafter), engine._speculator
-        assert speculator is not None
-        assert engine._context.n_snapshots
+        assert engine._parts.context.n_snapshots
         if drafter == "scripted":
             draft_by(speculator, Scripted(guests.scripts, drafter))
-        settled, settle = 0, engine._context._settle
+        settled, settle = 0, engine._parts.context._settle
 
         def counted(sequence: int) -> None:
             nonlocal settled
             settled += 1
             settle(sequence)
 
-        engine._context._settle = counted  # type: ignore[method-assign]
+        engine._parts.context._settle = counted  # type: ignore[method-assign]
         for _ in range(20):
             await guests.come(guests.rng.choice([1, 1, 1, 2, 3]))
         stats = engine.stats()
@@ -110,7 +109,7 @@ async def test_drafts_of_one_length_take_one_graph(nano_f32: Path) -> None:
         with running(
             nano_f32, **ALL, speculation="mtp", mtp_depth=4, mtp_snapshots=snapshots, threads_batch=1
         ) as engine:
-            context, steps = engine._context, engine.stats().steps
+            context, steps = engine._parts.context, engine.stats().steps
             reused = context.graphs_reused
             await ask(engine, Request(prompt, 150))
             steps = engine.stats().steps - steps

@@ -14,7 +14,8 @@ from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama import Context, ContextOptions, Model
 from server.engine.sequence import Sequence
 from server.engine.states import StateStore
-from tests.server.engine.scheduling import NO_SAMPLER, FakeContext, store
+from tests.server.engine.fake_context import FakeContext
+from tests.server.engine.scheduling import NO_SAMPLER, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
