@@ -27,6 +27,9 @@ class Chunk:
     samples: bool
     is_prompt: bool = False
     """The pending tokens are prefill: read for the first time, or again after a preemption."""
+    decodes: bool = True
+    """It takes part in a step that decodes, where drafts may be verified: all that is pending gives a token,
+    and of a prompt only the last token is."""
     draft: list[int] = field(default_factory=list)
     drafter: str = ""
     """Who proposed the draft."""
@@ -73,6 +76,7 @@ class Batch:
             count,
             samples=count == sequence.pending,
             is_prompt=not sequence.decoding,
+            decodes=sequence.ready and count == sequence.pending,
         )
         self.chunks.append(chunk)
         self.n_tokens += count

@@ -154,7 +154,7 @@ class Parts:
         batch = Batch()
         for slot in range(n):
             sequence = Sequence([0], rows, sampler)
-            sequence.slot = slot
+            sequence.slot, sequence.begun = slot, True
             batch.add(sequence, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
         started = perf_counter()

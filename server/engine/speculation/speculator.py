@@ -156,9 +156,10 @@ class Speculator:
         if self._readers:
             self._listen()
         self._way_back = 0.0
-        if not all(chunk.samples and not chunk.is_prompt for chunk in chunks):
+        if any(chunk.is_prompt for chunk in chunks):
             for watched in self._watched:  # a new text is looked at once, whatever became of the last
                 watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
+        if not all(chunk.decodes for chunk in chunks):
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
@@ -390,7 +391,7 @@ class Speculator:
             return  # there is nothing to learn from the hundredth of a kind
         if self._kinds:
             self._count(chunks, sampled)
-        decodes = all(chunk.samples and not chunk.is_prompt for chunk in chunks)
+        decodes = all(chunk.decodes for chunk in chunks)
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
