@@ -1,0 +1,52 @@
+"""``qwen-bench``, also ``python -m bench``: one command for every measurement.
+
+A command is a function with typed parameters (cyclopts), imported when it is asked for. It returns its exit
+status, or None for 0; BenchError is what its user can mend.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App
+
+from bench.errors import BenchError
+
+COMMANDS = {
+    "latency": (
+        "bench.load.latency:latency",
+        "One request at a time: the same prompt again, and another one each time.",
+    ),
+    "throughput": (
+        "bench.load.throughput:throughput",
+        "Many requests: levels of concurrency, or request rates.",
+    ),
+}
+"""By name: where it is, and what it answers."""
+
+
+def make_app(asked: str | None) -> App:
+    """The command ``asked`` for brings its own help; the others' would import everything there is."""
+    app = App(
+        name="qwen-bench",
+        help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
+        result_action="return_value",
+        version_flags=(),
+    )
+    for name, (where, what) in COMMANDS.items():
+        app.command(where, name=name, help=None if name == asked else what)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with 2
+    for wrong options."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = make_app(words[0] if words else None)(words)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status if isinstance(status, int) else 0
