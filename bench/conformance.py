@@ -17,15 +17,15 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.checks import CHECKS, Check, FailedError, SkippedError, Target
-from bench.client import Client
 from bench.environment import header
 from bench.errors import BenchError, UnreachableError
+from bench.load.client import Client
+from bench.load.vocabulary import find_vocabulary
 from bench.options import base_parser, positive, run
 from bench.plot import PALETTE, figure
 from bench.publish import publish
 from bench.results import Record, ResultFile
 from bench.table import Table
-from bench.vocabulary import find_vocabulary
 
 Status = Literal["pass", "FAIL", "skip"]
 COLOURS: dict[Status, str] = {"pass": PALETTE[2], "FAIL": PALETTE[3], "skip": PALETTE[6]}

@@ -17,15 +17,15 @@ from statistics import median
 from typing import Any
 
 from bench import environment, latency, throughput
-from bench.client import Client
 from bench.counters import Counters, add, growth, read_counters
 from bench.errors import BenchError
 from bench.latency_result import FILLER, FILLER_TOKENS, PROTOCOLS, Baseline, Category, Protocol, summarize
 from bench.launch import Peer, ServerProcess, start_all
+from bench.load.client import Client
+from bench.load.vocabulary import Vocabulary, find_vocabulary
 from bench.peers_result import Measured, PeerRecord, at_once, requests_at
 from bench.prompts import Prompts, TextPrompts, find_prompts
 from bench.throughput_result import summarize_level
-from bench.vocabulary import Vocabulary, find_vocabulary
 from bench.workloads import Workload
 
 

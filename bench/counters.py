@@ -2,8 +2,8 @@
 
 import re
 
-from bench.client import Client
 from bench.errors import BenchError
+from bench.load.client import Client
 
 SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*(?:_total|_sum|_count)(?:\{[^}]*\})?) (?P<value>[-+.\deE]+)")
 

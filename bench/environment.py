@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.client import Client
 from bench.errors import BenchError
+from bench.load.client import Client
 
 PACKAGES = ("qwen-serve", "llama-cpp-python", "aiohttp", "lm-eval")
 

@@ -16,7 +16,6 @@ from typing import Any
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.client import Client
 from bench.environment import header
 from bench.errors import ServerError
 from bench.latency_report import draw, tables
@@ -33,13 +32,14 @@ from bench.latency_result import (
     read_baseline,
     summarize,
 )
+from bench.load.client import Client
+from bench.load.vocabulary import Vocabulary, find_vocabulary
 from bench.measures import claims
 from bench.options import add_prompt_options, base_parser, natural, positive
 from bench.options import run as run_verb
 from bench.progress import Progress
 from bench.prompts import find_prompts
 from bench.publish import publish
-from bench.vocabulary import Vocabulary, find_vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from bench.client import Completion
+from bench.load.client import Completion
 from bench.results import Record
 
 # Re-tokenizing a text may legitimately give a few tokens more or fewer than were generated.

@@ -21,7 +21,7 @@ if not __package__:  # run as a file
 from aiohttp import web
 
 from bench import environment
-from bench.client import Client
+from bench.load.client import Client
 from bench.measures import Spread
 from bench.options import HelpFormatter, positive, positives, run
 from bench.plot import PALETTE, figure

@@ -19,9 +19,9 @@ if not __package__:  # run as a file
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.client import Client
 from bench.environment import header
 from bench.errors import BenchError, ServerError
+from bench.load.client import Client
 from bench.options import base_parser, positive, positives, run
 from bench.prompts import WORDS, read_text
 from bench.results import Record, ResultFile

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.client import Client
 from bench.errors import BenchError
-from bench.vocabulary import Vocabulary
+from bench.load.client import Client
+from bench.load.vocabulary import Vocabulary
 
 POOL_SIZE = 2048
 FIXES = 50
@@ -16,7 +16,7 @@ WORD = re.compile(r" [A-Za-z]{2,}")
 SPECIAL = re.compile(r"\s*<.*>\s*", re.DOTALL)
 
 # For servers without a tokenizer: each word's token count is asked of the server's usage.
-WORDS = Path(__file__).with_name("words.txt")
+WORDS = Path(__file__).parent / "load" / "words.txt"
 
 
 class Prompts(ABC):

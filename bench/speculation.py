@@ -21,10 +21,10 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import environment
-from bench.client import Client
 from bench.errors import BenchError, ServerError
 from bench.launch.command import Setup, command_for
 from bench.launch.peer import Peer
+from bench.load.client import Client
 from bench.options import HelpFormatter, add_output_options, positive, run
 from bench.plot import PALETTE, figure
 from bench.progress import Progress

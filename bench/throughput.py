@@ -18,9 +18,10 @@ from time import perf_counter
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.client import Client, Completion
 from bench.environment import header
 from bench.errors import BenchError, ServerError
+from bench.load.client import Client, Completion
+from bench.load.vocabulary import Vocabulary, find_vocabulary
 from bench.measures import claims
 from bench.options import add_prompt_options, base_parser, natural, positive, positives, run
 from bench.progress import Progress
@@ -37,7 +38,6 @@ from bench.throughput_result import (
     summarize_level,
     summarize_turns,
 )
-from bench.vocabulary import Vocabulary, find_vocabulary
 from bench.workloads import Body, ChatWorkload, Job, RandomWorkload, SharedPrefixWorkload, Workload
 
 Sent = tuple[Request, str]

@@ -17,7 +17,7 @@ REASONS = {
     "server/engine/mailbox.py": {"ctypes"},  # libc's write(), with the interpreter's lock held
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/perplexity.py": {"llama_cpp"},  # the same
-    "bench/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, where a benchmark has the GGUF but no server
+    "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 
 OTHERS = {

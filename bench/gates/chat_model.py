@@ -14,8 +14,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from bench.client import Client, Completion, Usage
 from bench.errors import BenchError, ServerError, UnreachableError
+from bench.load.client import Client, Completion, Usage
 from bench.progress import Progress
 
 PATH = "/v1/chat/completions"

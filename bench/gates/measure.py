@@ -7,7 +7,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.client import Client
 from bench.environment import header
 from bench.errors import BenchError
 from bench.gates import nano
@@ -17,6 +16,7 @@ from bench.gates.report import draw, quality_table
 from bench.gates.result import QualityResult, samples_path
 from bench.gates.runner import GateRun, run_gate
 from bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
+from bench.load.client import Client
 from bench.options import picture_path
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.client import Client
 from bench.errors import BenchError, ServerError
+from bench.load.client import Client
 
 PROBE = "The quick brown fox"
 

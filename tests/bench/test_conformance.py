@@ -8,10 +8,10 @@ import pytest
 
 from bench import conformance
 from bench.checks import CHECKS, Target
-from bench.client import Client
 from bench.conformance import ConformanceResult, run_check
+from bench.load.client import Client
+from bench.load.vocabulary import find_vocabulary
 from bench.options import run
-from bench.vocabulary import find_vocabulary
 from tests.bench.fake_server import CONTEXT, Body, FakeReply, FakeServer, Script
 
 BY_NAME = {check.name: check for check in CHECKS}

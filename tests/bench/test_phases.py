@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bench import phases
-from bench.client import Client, Reply
 from bench.errors import BenchError, ServerError
+from bench.load.client import Client, Reply
 from bench.phases import difference, main, parse, parser, tables
 from tests.bench.fake_server import FakeServer
 

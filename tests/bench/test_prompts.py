@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import Client
 from bench.errors import BenchError
-from bench.prompts import CountedPrompts, RandomPrompts, TextPrompts, find_prompts
-from bench.vocabulary import (
+from bench.load.client import Client
+from bench.load.vocabulary import (
     GgufVocabulary,
     HuggingFaceVocabulary,
     ServerVocabulary,
     Vocabulary,
     find_vocabulary,
 )
+from bench.prompts import CountedPrompts, RandomPrompts, TextPrompts, find_prompts
 from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import FakeServer, Script
 

@@ -12,12 +12,12 @@ import pytest
 
 from bench.errors import BenchError
 from bench.latency_result import CATEGORIES, FILLER, FILLER_TOKENS
+from bench.load.vocabulary import GgufVocabulary
 from bench.options import run
 from bench.prompts import TextPrompts
 from bench.synthetic import FIELDS, SHAPES, Synthetic, model_config, parser, synthetic
 from bench.synthetic_chain import make_chain
 from bench.synthetic_vocab import MOST_WORDS
-from bench.vocabulary import GgufVocabulary
 from convert.gguf_header import read_tensors
 from convert.llama import Batch, Context, Model, Runtime
 from convert.quantize import quantize
