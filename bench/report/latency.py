@@ -26,7 +26,7 @@ def latency_tables(results: Results) -> list[Table]:
     for (run, subject), rows in results.frame.groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]
         about = manifest.subjects.get(str(subject), {})
-        title = f"{about.get('model') or 'model'} at {subject}"
+        title = f"{subject} ({about.get('model') or 'its model'})"
         made.append(_latency(rows, manifest, about, title))
         if (rows["metric"] == "ttft").any():
             made.append(_streamed(rows, title))
@@ -61,7 +61,7 @@ def _latency(rows: pd.DataFrame, manifest: Manifest, about: Mapping[str, object]
     return Table(
         header,
         lines,
-        title=f"Latency of {title}{manifest.settings.get('endpoint', '')}, one request at a time, medians",
+        title=f"Latency of {title}, {manifest.settings.get('endpoint')}, one request at a time, medians",
         notes=_notes(rows, manifest, about),
     )
 

@@ -28,7 +28,7 @@ def throughput_tables(results: Results) -> list[Table]:
     for (run, subject, workload), rows in results.frame.groupby(["run", "subject", "workload"], sort=False):
         manifest = results.manifests[str(run)]
         about = manifest.subjects.get(str(subject), {})
-        title = f"{about.get('model') or 'model'} at {subject}, {workload}"
+        title = f"{subject} ({about.get('model') or 'its model'}), {workload}"
         made.append(_cells(rows, manifest, about, str(workload), title))
         if (rows[rows["metric"] == "turn"]["value"] > 1).any():
             made.append(_turns(rows, title))

@@ -8,6 +8,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.load.client import Client
+from bench.load.prompts import CountedPrompts, NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
 from bench.load.vocabulary import (
     GgufVocabulary,
     HuggingFaceVocabulary,
@@ -15,11 +16,10 @@ from bench.load.vocabulary import (
     Vocabulary,
     find_vocabulary,
 )
-from bench.prompts import CountedPrompts, RandomPrompts, TextPrompts, find_prompts
 from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import FakeServer, Script
 
-NANO = Path(__file__).parents[2] / "models" / "nano"
+NANO = Path(__file__).parents[3] / "models" / "nano"
 LENGTHS = (1, 7, 64, 500)
 
 
@@ -50,7 +50,8 @@ async def test_random_prompts_hold_their_length(words: bool) -> None:
             vocabulary = await find_vocabulary(None, client, None)
             assert vocabulary is not None
             prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=words)
-            made = [await prompts.make(length) for length in LENGTHS for _ in range(5)]
+            rng = random.Random(2)
+            made = [await prompts.make(length, rng) for length in LENGTHS for _ in range(5)]
             counts = [await vocabulary.count(text) for text in made]
     assert counts == [length for length in LENGTHS for _ in range(5)]
     assert len(set(made[5:])) == len(made) - 5
@@ -60,7 +61,7 @@ async def test_random_prompts_hold_their_length(words: bool) -> None:
 async def test_random_prompts_are_fixed_until_the_length_holds() -> None:
     vocabulary = Merging()
     prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=False)
-    assert await vocabulary.count(await prompts.make(300)) == 300
+    assert await vocabulary.count(await prompts.make(300, random.Random(2))) == 300
 
 
 class Bytes(Vocabulary):
@@ -79,7 +80,8 @@ class Bytes(Vocabulary):
 
 async def test_a_character_that_the_length_would_cut_is_replaced() -> None:
     prompts = await RandomPrompts.build(Bytes(), random.Random(1), words=False)
-    made = [await prompts.make(64) for _ in range(100)]
+    rng = random.Random(2)
+    made = [await prompts.make(64, rng) for _ in range(100)]
     assert {len(text.encode()) for text in made} == {64}
     assert not any("\ufffd" in text for text in made)
 
@@ -88,33 +90,48 @@ async def test_a_seed_makes_the_same_prompts() -> None:
     made = []
     for _ in range(2):
         prompts = await RandomPrompts.build(Merging(), random.Random(5), words=True)
-        made.append([await prompts.make(50) for _ in range(3)])
+        rng = random.Random(6)
+        made.append([await prompts.make(50, rng) for _ in range(3)])
+        natural, rng = NaturalPrompts(Bytes()), random.Random(6)
+        made[-1] += [await natural.make(50, rng) for _ in range(3)]
     assert made[0] == made[1]
+    assert len(set(made[0])) == 6
+
+
+async def test_natural_text(nano_f16: Path) -> None:
+    vocabulary = GgufVocabulary(nano_f16)
+    prompts = NaturalPrompts(vocabulary)
+    made = [await prompts.make(tokens, random.Random(number)) for number in range(5) for tokens in (64, 2048)]
+    assert [await vocabulary.count(text) for text in made] == [64, 2048] * 5
+    assert len({text[:40] for text in made}) == 5, "each begins with another paragraph"
+    assert made[0].split(". ")[0] in " ".join(prose()), "sentences as they were written"
+    assert await vocabulary.count(await prompts.make(100_000, random.Random(1))) == 100_000
 
 
 async def test_slices_of_a_text(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("".join(f" word{'abcdefghij'[n % 10]}" for n in range(1000)))
     prompts = await TextPrompts.build(Merging(), file)
-    first, second = await prompts.make(300), await prompts.make(300)
+    rng = random.Random(1)
+    first, second = await prompts.make(300, rng), await prompts.make(300, rng)
     assert await Merging().count(first) == await Merging().count(second) == 300
     with pytest.raises(BenchError, match="used up"):
         for _ in range(5):
-            await prompts.make(300)
+            await prompts.make(300, rng)
 
 
 async def test_words_that_the_usage_counts() -> None:
     with FakeServer(Script(tokenizer=None)) as server:
         async with Client(server.url) as client:
             assert await find_vocabulary(None, client, None) is None
-            prompts = await find_prompts(client, None, None, random.Random(1), words=True)
+            prompts = await find_prompts(client, None, None, kind="natural", seed=1)
             assert isinstance(prompts, CountedPrompts)
-            text = await prompts.make(77)
+            text = await prompts.make(77, random.Random(1))
             done = await client.complete("/v1/completions", {"prompt": text, "max_tokens": 1})
             assert done.usage is not None
             assert done.usage.prompt_tokens == 77
             with pytest.raises(BenchError, match="--text needs a tokenizer"):
-                await find_prompts(client, None, None, random.Random(1), words=True, text=Path("x"))
+                await find_prompts(client, None, None, kind="words", seed=1, text=Path("x"))
 
 
 @pytest.mark.parametrize("dialect", ["llama-server", "vLLM", "llama_cpp.server"])
