@@ -326,7 +326,7 @@ async def throughput(
             finally:
                 show_throughput(run.results())
     if errors:
-        raise BenchError(f"{len(errors)} requests failed; the first: {errors[0]}")
+        raise BenchError(f"{len(errors)} requests or spot checks failed; the first: {errors[0]}")
     return 0
 
 
