@@ -23,7 +23,10 @@ def comma_separated(read: Callable[[str], T]) -> Parameter:
             read(part.strip()) for token in tokens for part in token.value.split(",") if part.strip()
         )
 
-    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=())
+    def show(values: Sequence[T] | None) -> str | None:
+        return None if values is None else ",".join(str(getattr(value, "name", value)) for value in values)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=(), show_default=show)
 
 
 def parsed_by(read: Callable[[str], T]) -> Parameter:

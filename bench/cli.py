@@ -4,8 +4,11 @@ A command is a function with typed parameters (cyclopts), imported when it is as
 status, or None for 0; BenchError is what its user can mend.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from cyclopts import App
 
@@ -20,6 +23,16 @@ COMMANDS = {
         "bench.load.throughput:throughput",
         "Many requests: levels of concurrency, or request rates.",
     ),
+    "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "experiment": (
+        "bench.experiments.run:experiment",
+        "A series of measurements, described in TOML.",
+    ),
+    "soak": ("bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
+    "overhead": ("bench.load.overhead:overhead", "What this client adds to every time that it measures."),
+    "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
+    "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
+    "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
 }
 """By name: where it is, and what it answers."""
 
@@ -37,12 +50,28 @@ def make_app(asked: str | None) -> App:
     return app
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit with 143: what is measured is kept, and servers that were started are
+    stopped."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with 2
-    for wrong options."""
+    """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with
+    143 after SIGTERM, with 2 for wrong options."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = make_app(words[0] if words else None)(words)
+        with ended_by_sigterm():
+            status = make_app(words[0] if words else None)(words)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

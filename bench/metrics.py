@@ -45,5 +45,38 @@ METRICS: dict[str, Metric] = {
     "request_rate": Metric("req/s", "higher", "finished requests a second", per_cell=True),
     "goodput": Metric("req/s", "higher", "requests a second within the limits of --goodput", per_cell=True),
     "spot_checks_failed": Metric("answers", "lower", "sums answered wrongly", per_cell=True),
+    # --- of servers compared
+    "ms_per_token": Metric("ms", "lower", "request latency by output tokens"),
+    "same_answers": Metric("answers", None, "answers equal to the reference's", per_cell=True),
+    "compared_answers": Metric("answers", None, "prompts that both answered", per_cell=True),
+    "prefill_seconds": Metric("s", "lower", "llama.cpp alone reads the prompts", per_cell=True),
+    "decode_seconds": Metric("s", "lower", "llama.cpp alone decodes the answers", per_cell=True),
+    "engine_rate": Metric("tok/s", "higher", "llama.cpp alone, one sequence", per_cell=True),
+    # --- of our server's counters
+    "steps": Metric("steps", None, "steps of the engine", per_cell=True),
+    "step_tokens": Metric("tokens", None, "tokens in their batches", per_cell=True),
+    "device_time": Metric("ms", None, "in llama_decode, and waiting for it", per_cell=True),
+    "host_time": Metric("ms", None, "the host's own part of steps", per_cell=True),
+    "overlapped_time": Metric("ms", None, "host work while a GPU computes", per_cell=True),
+    "verifications": Metric("drafts", None, "drafts verified", per_cell=True),
+    "drafted_tokens": Metric("tokens", None, "tokens drafted", per_cell=True),
+    "accepted_tokens": Metric("tokens", None, "draft tokens accepted", per_cell=True),
+    "drafts_failed": Metric("drafts", "lower", "drafts lost to an error", per_cell=True),
+    "drafts_unready": Metric("drafts", None, "drafts wanted before the drafter was ready", per_cell=True),
+    "sampler_changes": Metric("changes", None, "readouts changed for a request", per_cell=True),
+    "prefix_failed_copies": Metric(
+        "copies", "lower", "checkpoints not taken for want of memory", per_cell=True
+    ),
+    # --- of the client itself
+    "delay": Metric("ms", "lower", "from the server's sending to the client's stamp"),
+    "chunk_rate": Metric("chunks/s", None, "chunks a second", per_cell=True),
+    "client_load": Metric("cores", "lower", "CPU time by wall time", per_cell=True),
+    # --- of a soak
+    "resident_memory": Metric("MiB", "lower", "resident memory of the server", per_cell=True),
+    "aborted": Metric("requests", None, "streams given up by the client", per_cell=True),
+    # --- of the engine without a server
+    "step_time": Metric("ms", "lower", "a step of the engine"),
+    "copy_time": Metric("ms", "lower", "copying, saving or restoring a sequence"),
+    "copy_size": Metric("MiB", None, "a saved sequence", per_cell=True),
 }
 """Further measurements add theirs here."""

@@ -151,7 +151,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.manifest.notes.append(f"STOPPED: {str(error) or type(error).__name__}")
+            why = str(error) if isinstance(error, Exception) else "interrupted"
+            self.manifest.notes.append(f"STOPPED: {why or type(error).__name__}")
         self.close("finished" if error is None else "stopped")
         files = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         if error is not None and files.keys() == {MANIFEST, ROWS} and files[ROWS] == 0:

@@ -16,6 +16,7 @@ from bench.errors import BenchError
 from bench.load.client import Client
 from bench.load.prompts import Kind, Prompts, find_prompts
 from bench.load.vocabulary import Vocabulary, find_vocabulary
+from bench.servers.counters import read_counters, record_growth
 from bench.store import Run
 from bench.terminal import Bar
 
@@ -123,6 +124,16 @@ def record(run: Run, target: Target, cell: Cell, round: int, found: Measured) ->
         run.add(target.name, cell.workload, cell.name, round, values)
 
 
+async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar: Bar) -> Measured:
+    """A round, recorded with what the server's own counters say of it, where it has some of ours."""
+    before = await read_counters(target.client)
+    found = await cell.measure(target, round, bar)
+    record(run, target, cell, round, found)
+    after = await read_counters(target.client) if before else {}
+    record_growth(run, target.name, cell.workload, cell.name, round, before, after)
+    return found
+
+
 async def measure_alone(run: Run, target: Target, cells: Sequence[tuple[Cell, int]]) -> list[str]:
     """One server: cell after cell, each with its number of rounds. Returns the errors of failed requests.
 
@@ -135,8 +146,7 @@ async def measure_alone(run: Run, target: Target, cells: Sequence[tuple[Cell, in
         in_a_row = 0
         with Bar(f"{cell.workload}, {cell.name}", total=rounds * cell.requests()) as bar:
             for round in range(1, rounds + 1):
-                found = await cell.measure(target, round, bar)
-                record(run, target, cell, round, found)
+                found = await measure_counted(run, target, cell, round, bar)
                 errors += found.errors
                 in_a_row = in_a_row + len(found.errors) if found.all_failed else 0
                 if in_a_row >= MOST_FAILURES:

@@ -85,18 +85,18 @@ class LoadCell(Cell):
             self._jobs[round] = await self._load.jobs(wanted, self._clients, rng) if wanted else []
 
     async def warm_up(self, target: Target, *, again: bool = False) -> None:
-        sums = [Sum.draw(self.rng(self._supply.options.seed, 0, at)) for at in range(self._spot_checks)]
+        jobs = self._jobs[0][:WARM_UPS] if again else self._jobs[0]
+        checks = 0 if again else self._spot_checks
+        sums = [Sum.draw(self.rng(self._supply.options.seed, 0, at)) for at in range(checks)]
         beside = min(len(sums), self._clients - 1)
         asked: list[Sent] = []
 
         async def ask(clients: int) -> None:
-            jobs = [Job((one.question,), chat=True) for one in sums]
-            asked.extend(await closed_loop(self._asker(target), jobs, clients, lambda _: None))
+            questions = [Job((one.question,), chat=True) for one in sums]
+            asked.extend(await closed_loop(self._asker(target), questions, clients, lambda _: None))
 
         async def load() -> list[Sent]:
-            return await closed_loop(
-                self._sender(target), self._jobs[0], self._clients - beside, lambda _: None
-            )
+            return await closed_loop(self._sender(target), jobs, self._clients - beside, lambda _: None)
 
         if beside:
             sent, _ = await asyncio.gather(load(), ask(beside))

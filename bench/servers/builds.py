@@ -1,12 +1,11 @@
 """llama.cpp's own sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
 
-    python bench/llama_cpp_build.py llama-server llama-bench llama-batched-bench
+    qwen-bench build llama-server llama-bench llama-batched-bench
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
 lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -17,13 +16,11 @@ from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-if not __package__:  # run as a file
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from cyclopts import Parameter
 
 from bench.errors import BenchError
-from bench.options import HelpFormatter, run
 
 Flavour = Literal["cpu", "cuda"]
 
@@ -35,7 +32,7 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-CACHE = Path(__file__).resolve().parents[1] / ".work" / "llama.cpp"
+CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
 NVCC = "/usr/local/cuda/bin/nvcc"
 
 
@@ -135,21 +132,17 @@ def _run(*command: str | Path) -> None:
         raise BenchError(f"{' '.join(map(str, command))} ended with status {done.returncode}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    parser = argparse.ArgumentParser(
-        prog="python bench/llama_cpp_build.py", description=__doc__, formatter_class=HelpFormatter
-    )
-    parser.add_argument("programs", nargs="+", help="such as llama-server")
-    parser.add_argument("--flavour", choices=("cpu", "cuda"), help="else as this machine allows")
-    return run(parser, build, argv)
+def build(
+    programs: Annotated[tuple[str, ...], Parameter(negative=())], /, *, flavour: Flavour | None = None
+) -> int:
+    """Build llama.cpp's programs and print the folder that they are in.
 
-
-def build(args: argparse.Namespace) -> int:
-    """Builds what is asked for."""
-    print(build_programs(args.programs, args.flavour or this_machines_flavour()))
+    Parameters
+    ----------
+    programs
+        Such as llama-server, llama-bench, llama-batched-bench.
+    flavour
+        cpu or cuda (else as this machine allows).
+    """
+    print(build_programs(programs, flavour or this_machines_flavour()))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

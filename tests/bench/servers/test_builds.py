@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import llama_cpp_build
+from bench.cli import main
 from bench.errors import BenchError
-from bench.llama_cpp_build import build_programs, main, this_machines_flavour
+from bench.servers import builds
+from bench.servers.builds import build_programs, this_machines_flavour
 
 CMAKE = """#!/bin/sh
 PATH=/usr/bin:/bin
@@ -25,8 +26,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The unpacked sdist, with a cmake on PATH that builds empty programs."""
     made = tmp_path / "cache" / f"llama_cpp_python-{version('llama-cpp-python')}"
     (made / "vendor" / "llama.cpp").mkdir(parents=True)
-    monkeypatch.setattr(llama_cpp_build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(llama_cpp_build, "NVCC", "/no/nvcc")
+    monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(builds, "NVCC", "/no/nvcc")
     monkeypatch.setenv("PATH", str(tmp_path / "path"))  # nothing else
     program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin=made / "build" / "bin", status=0))
     return made
@@ -50,7 +51,7 @@ def test_built_once(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_the_verb_prints_the_folder(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["llama-server", "--flavour", "cpu"]) == 0
+    assert main(["build", "llama-server", "--flavour", "cpu"]) == 0
     assert capfd.readouterr().out == f"{root / 'build' / 'bin'}\n"
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from bench.launch.process import ServerProcess, StartError, free_port, start_all
+from bench.servers.launch import ServerProcess, StartError, free_port, start_all
 
 SERVER = """
 import http.server, subprocess, sys

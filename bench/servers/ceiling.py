@@ -7,18 +7,29 @@ detokenising, no HTTP, no cache, no speculation. llama-bench gives the single ra
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import pandas as pd
 
 from bench.errors import BenchError
-from bench.results import Record
+from bench.store import Run
 
 PROGRAMS = ("llama-batched-bench", "llama-bench")
 
+SUBJECT, WORKLOAD = "llama.cpp alone", "ceiling"
+"""Under which both stand in the store: batches in cells such as "512 in, 128 out, 8 sequences", llama-bench's
+tests under their own names."""
 
-class BatchedRow(Record):
+SHAPE = re.compile(r"(\d+) in, (\d+) out, (\d+) sequences")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedRow:
     """``sequences`` prompts of ``prompt_tokens`` each, then ``output_tokens`` steps of all of them."""
 
     prompt_tokens: int
@@ -38,21 +49,54 @@ class BatchedRow(Record):
         return self.sequences * self.output_tokens / self.seconds
 
 
-class RawRow(Record):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
     """One test of llama-bench: ``pp512`` (prefill) or ``tg128`` (decode of one sequence), tokens a second."""
 
     test: str
     rate: float
-    deviation: float
 
 
-class Ceiling(Record):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
     """What both programs measured."""
 
-    commands: list[list[str]]
-    build: str
     batched: list[BatchedRow]
     raw: list[RawRow]
+    build: str = ""
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame) -> Self | None:
+        """As it was recorded; None where a run has none."""
+        rows = frame[frame["workload"] == WORKLOAD]
+        batched: list[BatchedRow] = []
+        raw: list[RawRow] = []
+        for cell, group in rows.groupby("cell", sort=False):
+            value = dict(zip(group["metric"], group["value"], strict=True))
+            if shape := SHAPE.fullmatch(str(cell)):
+                prompt, output, sequences = map(int, shape.groups())
+                batched.append(
+                    BatchedRow(
+                        prompt_tokens=prompt,
+                        output_tokens=output,
+                        sequences=sequences,
+                        prefill_seconds=value["prefill_seconds"],
+                        decode_seconds=value["decode_seconds"],
+                    )
+                )
+            else:
+                raw.append(RawRow(test=str(cell), rate=value["engine_rate"]))
+        return cls(batched=batched, raw=raw) if len(rows) else None
+
+    def record(self, run: Run) -> None:
+        """Append it to a run, as round 1."""
+        run.describe(SUBJECT, build=self.build)
+        for row in self.batched:
+            cell = f"{row.prompt_tokens} in, {row.output_tokens} out, {row.sequences} sequences"
+            values = {"prefill_seconds": row.prefill_seconds, "decode_seconds": row.decode_seconds}
+            run.add(SUBJECT, WORKLOAD, cell, 1, values)
+        for test in self.raw:
+            run.add(SUBJECT, WORKLOAD, test.test, 1, {"engine_rate": test.rate})
 
     def batch(self, prompt_tokens: int, output_tokens: int, sequences: int) -> BatchedRow | None:
         """The row of this shape; None when it was not run."""
@@ -95,7 +139,6 @@ def parse_raw(output: str) -> tuple[str, list[RawRow]]:
             RawRow(
                 test=f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}",
                 rate=test["avg_ts"],
-                deviation=test["stddev_ts"],
             )
             for test in tests
         ]
@@ -131,7 +174,7 @@ async def measure_ceiling(
     raw += ["-n", _list(outputs), "-r", "3", "-o", "json", *thread_flags]
     rows = parse_batched(await _output(batched, binaries, timeout))
     build, tests = parse_raw(await _output(raw, binaries, timeout))
-    return Ceiling(commands=[batched, raw], build=build, batched=rows, raw=tests)
+    return Ceiling(batched=rows, raw=tests, build=build)
 
 
 async def _output(command: list[str], binaries: Path, timeout: float) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.ceiling import BatchedRow, Ceiling, RawRow, measure_ceiling, parse_batched, parse_raw
 from bench.errors import BenchError
-from bench.peers_result import level_ceiling
+from bench.servers.ceiling import BatchedRow, Ceiling, measure_ceiling, parse_batched, parse_raw
+from bench.store import Run
 
 # Printed by the programs themselves, on a CPU, for models/nano at Q4_K_M.
 BATCHED = """
@@ -48,7 +48,8 @@ def write_programs(folder: Path, batched: str = BATCHED, raw: str = RAW, status:
     folder.mkdir(parents=True, exist_ok=True)
     for name, output in (("llama-batched-bench", batched), ("llama-bench", raw)):
         program = folder / name
-        code = f"import sys\nprint({output!r})\nprint('a warning', file=sys.stderr)\nsys.exit({status})\n"
+        code = "import sys\nopen(__file__ + '.flags', 'w').write(' '.join(sys.argv))\n"
+        code += f"print({output!r})\nprint('a warning', file=sys.stderr)\nsys.exit({status})\n"
         program.write_text(f"#!{sys.executable}\n{code}")
         program.chmod(0o755)
 
@@ -85,10 +86,13 @@ async def test_measure(tmp_path: Path) -> None:
     ceiling = await measure_ceiling(
         tmp_path, Path("m.gguf"), prompts=[64], outputs=[16], sequences=[1, 4], threads=1, raw_prompts=[2000]
     )
-    batched, raw = ceiling.commands
+    batched, raw = (
+        (tmp_path / f"{name}.flags").read_text().split() for name in ("llama-batched-bench", "llama-bench")
+    )
     assert batched[batched.index("-npl") + 1] == "1,4"
     assert batched[batched.index("-c") + 1] == str(4 * 80)
     assert raw[raw.index("-p") + 1] == "64,2000"
+    assert ceiling.build == "0c1e570 (CPU; AMD EPYC)"
     assert ceiling.batch(64, 16, 4) is not None
     assert ceiling.batch(64, 16, 8) is None
     assert ceiling.prefill_rate(64) == pytest.approx(2893.977216)
@@ -111,24 +115,9 @@ async def test_measure_fails(tmp_path: Path) -> None:
         os.kill(int(pid.read_text()), 0)
 
 
-def test_what_a_level_can_reach() -> None:
-    row = BatchedRow(
-        prompt_tokens=100, output_tokens=64, sequences=8, prefill_seconds=0.5, decode_seconds=1.5
-    )
-    raw = [RawRow(test="pp2000", rate=10_000.0, deviation=1.0)]
-    ceiling = Ceiling(commands=[], build="", batched=[row], raw=raw)
-    settings: dict[str, int | bool | str] = {
-        "input_tokens": 100,
-        "output_tokens": 64,
-        "requests": 16,
-        "waves": 0,
-    }
-    assert level_ceiling("random", 8, settings, ceiling) == pytest.approx(8 * 64 / 2.0)
-    assert level_ceiling("random", 4, settings, ceiling) is None
-    assert level_ceiling("chat", 8, settings, ceiling) is None
-    shared = {**settings, "prefix_tokens": 2000, "subjects": 4}
-    # four prefixes of 0.2 s, then two batches of 2 s
-    assert level_ceiling("shared-prefix", 8, shared, ceiling) == pytest.approx(16 * 64 / 4.8)
-    assert level_ceiling("shared-prefix", 8, {**shared, "prefix_tokens": 1000}, ceiling) is None
-    # three waves: three batches
-    assert level_ceiling("shared-prefix", 8, {**shared, "waves": 3}, ceiling) == pytest.approx(24 * 64 / 6.8)
+def test_it_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    ceiling = Ceiling(batched=parse_batched(BATCHED), raw=parse_raw(RAW)[1])
+    with Run.begin(tmp_path, "peers", settings={}) as run:
+        ceiling.record(run)
+        assert Ceiling.of(run.results().frame) == ceiling
+    assert Ceiling.of(run.results().of(workload="random")) is None
