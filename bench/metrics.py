@@ -45,5 +45,21 @@ METRICS: dict[str, Metric] = {
     "request_rate": Metric("req/s", "higher", "finished requests a second", per_cell=True),
     "goodput": Metric("req/s", "higher", "requests a second within the limits of --goodput", per_cell=True),
     "spot_checks_failed": Metric("answers", "lower", "sums answered wrongly", per_cell=True),
+    # --- of a conversion
+    "conversion_time": Metric("s", "lower", "time of a conversion", per_cell=True),
+    "cpu_time": Metric("s", "lower", "processor time", per_cell=True),
+    "peak_rss": Metric("GB", "lower", "peak memory", per_cell=True),
+    "peak_anonymous": Metric("GB", "lower", "peak memory that no file backs", per_cell=True),
+    "written": Metric("GB", None, "file written", per_cell=True),
+    # --- of passes of the engine alone, of a batch of sequences
+    "prefill_time": Metric("ms", "lower", "time to read a prompt", per_cell=True),
+    "step_time": Metric("ms", "lower", "time of a decode step", per_cell=True),
+    "step_bytes": Metric("GB", "lower", "bytes a decode step moves, by the tensors", per_cell=True),
+    # --- of the roofline: computed, never measured
+    "predicted_latency": Metric("ms", "lower", "latency, an estimate by the roofline model", per_cell=True),
+    "least_latency": Metric("ms", "lower", "latency by the datasheet: nothing can be below", per_cell=True),
+    "predicted_memory": Metric("ms", None, "of the estimate, bytes being moved", per_cell=True),
+    "predicted_compute": Metric("ms", None, "of the estimate, arithmetic", per_cell=True),
+    "predicted_launches": Metric("ms", None, "of the estimate, launches", per_cell=True),
 }
 """Further measurements add theirs here."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 
 from bench.errors import BenchError
-from bench.latency_result import FILLER
+from bench.load.protocol import FILLER
 from convert.vocab import BYTE_LEVEL_SPACE as SPACE
 from convert.vocab import Vocab
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-NANO = Path(__file__).resolve().parents[1] / "models" / "nano"
+NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
 """Whose special tokens and chat template are borrowed: they are the official ones."""
 
 CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"

@@ -1,34 +1,36 @@
 """What a card really reaches, from measurements of the same engine: bandwidth, compute by rows, launch time.
 
-Measurements are result files: of `bench.peers` with the engine's own ceiling (llama-batched-bench and
-llama-bench), or of `bench.latency`, streamed, of a server that does not speculate. Two of models of different
-sizes tell the bandwidth from the launches; from one alone, the bandwidth is taken as the datasheet's and all
-the rest as launches.
+Measurements are runs in a store: of `steps`, which times the engine alone, or of `latency`, streamed, of a
+server that does not speculate. Two of models of different sizes tell the bandwidth from the launches; from
+one alone, the bandwidth is taken as the datasheet's and all the rest as launches.
 """
 
-from __future__ import annotations
-
-import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
+from bench.analysis.cards import CARDS, Card, preset_of
+from bench.analysis.geometry import Geometry, Work
 from bench.errors import BenchError
-from bench.latency_result import CATEGORIES, LatencyResult
-from bench.peers_result import PeersResult
-from bench.results import Record
-from bench.roofline_model import CARDS, Card, Geometry, Work, preset_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+from bench.load.protocol import CATEGORIES, DISTINCT
+from bench.report.latency import cached_share
+from bench.store import Results, load
 
 APART = 1.3  # how much more bytes one decode step must move than another to tell bandwidth from launches
-ONE_PIECE = 1.1  # more tokens than this in a streamed piece: the server speculates
+ONE_PIECE = 1.1  # more tokens than this in a streamed chunk: the server speculates
 MARGIN = 0.05  # by which a phase must be slower than its memory to be bound by the compute
 UNCACHED = 0.1  # cached share of the prompt up to which its first token counts as a prefill
+CELL = re.compile(r"(?P<sequences>[\d,]+) sequences? of (?P<tokens>[\d,]+)")
+
+
+def sequences_cell(sequences: int, tokens: int) -> str:
+    """The name of a cell of `steps`: so many sequences, each with so many tokens behind it."""
+    return f"{sequences} sequence{'s' if sequences > 1 else ''} of {tokens:,}"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,21 @@ class Point:
     seconds: float
 
     @property
+    def integer(self) -> bool:
+        """Whether the weights are quantized."""
+        return self.passes[0].integer
+
+    @property
     def is_decode(self) -> bool:
         return all(work.rows == 1 for work in self.passes)
 
 
-class Calibration(Record):
-    """Shares of the datasheet's figures that were reached on `card`, and seconds a kernel's launch takes."""
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of the datasheet's figures that were reached on `card`, and seconds a kernel's launch takes.
+
+    `compute_shares`: (rows of a pass, share of the F16 rate), of weights that are quantized if `integer`.
+    """
 
     card: str
     files: list[str]
@@ -53,92 +64,90 @@ class Calibration(Record):
     launch_seconds: float
     compute_shares: list[tuple[float, float]]
     points: list[str]
+    integer: bool
 
     def apply(self, card: Card) -> Card:
         """A card that is used as well as this one was.
 
         The same share of its bandwidth, the same launches, and of the compute the same rates in proportion to
-        the cards' F32 rates (multiprocessors times clock: what feeds the tensor cores), up to its own.
+        the cards' F32 rates (multiprocessors times clock: what feeds the tensor cores), up to its peak.
         """
         measured = CARDS[self.card]
         scale = measured.compute / card.compute * card.vector / measured.vector
+        most = card.peak(self.integer) / card.compute
         return replace(
             card,
             bandwidth=card.bandwidth * self.bandwidth_share,
             launch=self.launch_seconds,
-            compute_shares=tuple((rows, min(1.0, share * scale)) for rows, share in self.compute_shares),
+            compute_shares=tuple((rows, min(most, share * scale)) for rows, share in self.compute_shares),
         )
 
 
-def card_of(path: Path, named: str | None) -> Card:
+def card_of(path: Path, results: Results, named: str | None) -> Card:
     """The preset that the measurement's card is. Raises BenchError when it is none and none is `named`."""
-    try:
-        recorded = json.loads(path.read_bytes()).get("card") or ""
-    except (OSError, ValueError, AttributeError) as error:
-        raise BenchError(f"--calibrate {path}: cannot be read: {error}") from error
-    if card := preset_of(named or recorded):
-        return card
+    recorded = {manifest.card or "no card" for manifest in results.manifests.values()}
+    found = {card.name: card for text in ({named} if named else recorded) if (card := preset_of(text))}
+    if len(found) == 1:
+        return next(iter(found.values()))
     raise BenchError(
-        f"--calibrate {path}: measured on {named or recorded or 'no card'!r}; "
+        f"--calibrate {path}: measured on {named or ', '.join(sorted(recorded))}; "
         f"say which of {', '.join(CARDS)} that is with --calibrate-card"
     )
 
 
-def read_points(path: Path, geometry: Geometry) -> list[Point]:
-    """The phases that a result file tells of a model. Raises BenchError: none, or another kind of file."""
-    try:
-        kind = json.loads(path.read_bytes()).get("kind")
-    except (OSError, ValueError, AttributeError) as error:
-        raise BenchError(f"--calibrate {path}: cannot be read: {error}") from error
-    if kind == "peers":
-        points = list(_ceiling_points(PeersResult.load(path), geometry))
-    elif kind == "latency":
-        points = list(_latency_points(LatencyResult.load(path), geometry, path))
-    else:
-        raise BenchError(f"--calibrate {path}: kind {kind!r}; want a result of bench.peers or bench.latency")
+def read_points(path: Path, geometry: Geometry, named: str | None = None) -> tuple[Card, list[Point]]:
+    """The card and the phases that a store tells of a model. Raises BenchError: there are none."""
+    results = load([path])
+    card = card_of(path, results, named)
+    points = [*_step_points(results.frame, geometry), *_latency_points(results.frame, geometry, path)]
     if not any(point.is_decode for point in points):
         raise BenchError(
-            f"--calibrate {path}: no decode of a single sequence in it; want bench.peers with its ceiling "
-            "(--ceiling) or bench.latency with streamed runs and distinct prompts"
+            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, or one of latency "
+            "with streamed requests and distinct prompts"
         )
-    return points
+    return card, points
 
 
-def _ceiling_points(result: PeersResult, geometry: Geometry) -> Iterator[Point]:
-    if result.ceiling is None:
-        return
-    for row in result.ceiling.batched:
-        context = row.prompt_tokens + (row.output_tokens - 1) / 2
-        step = geometry.decode(context, sequences=row.sequences)
-        name = f"{row.prompt_tokens}/{row.output_tokens} x {row.sequences}"
-        yield Point(f"decode {name}", (step,) * row.output_tokens, row.decode_seconds)
-        if row.sequences == 1:
-            yield Point(f"prefill {name}", tuple(geometry.prefill(row.prompt_tokens)), row.prefill_seconds)
-    for test in result.ceiling.raw:
-        if test.test.startswith("pp"):
-            tokens = int(test.test[2:])
-            yield Point(f"prefill {tokens}", tuple(geometry.prefill(tokens)), tokens / test.rate)
-
-
-def _latency_points(result: LatencyResult, geometry: Geometry, path: Path) -> Iterator[Point]:
-    for line in result.summaries:
-        if line.protocol != "distinct" or line.first_token is None or line.per_token is None:
+def _step_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
+    measured = frame[frame["metric"].isin(("step_time", "prefill_time"))]
+    for (cell, metric), values in measured.groupby(["cell", "metric"], sort=False)["value"]:
+        match = CELL.fullmatch(str(cell))
+        if match is None:
             continue
-        if line.tokens_per_arrival is not None and line.tokens_per_arrival > ONE_PIECE:
+        sequences, tokens = (int(match[name].replace(",", "")) for name in ("sequences", "tokens"))
+        seconds = float(values.median()) / 1000
+        if metric == "step_time":
+            yield Point(f"decode, {cell}", (geometry.decode(tokens, sequences=sequences),), seconds)
+        elif sequences == 1:
+            yield Point(f"prefill, {cell}", tuple(geometry.prefill(tokens)), seconds)
+
+
+def _latency_points(frame: pd.DataFrame, geometry: Geometry, path: Path) -> Iterator[Point]:
+    for name, rows in frame[frame["workload"] == DISTINCT].groupby("cell", sort=False):
+        median_of = rows.groupby("metric")["value"].median()
+        if not {"ttft", "itl", "chunks"} <= set(median_of.index):
+            continue
+        category = CATEGORIES[str(name)]
+        in_a_chunk = category.max_tokens / median_of["chunks"]
+        if in_a_chunk > ONE_PIECE:
             raise BenchError(
-                f"--calibrate {path}: {line.tokens_per_arrival:.1f} tokens in a piece: this server "
-                "speculates; want a run with speculation switched off"
+                f"--calibrate {path}: {in_a_chunk:.1f} tokens in a chunk: this server speculates; want a run "
+                "with speculation switched off"
             )
-        category = CATEGORIES[line.category]
         step = geometry.decode(category.prompt_tokens + category.max_tokens / 2)
-        yield Point(f"decode {line.category}", (step,), line.per_token.p50)
-        if (line.cached_share or 0.0) <= UNCACHED:
+        yield Point(f"decode, {name}", (step,), median_of["itl"] / 1000)
+        if (cached_share(rows) or 0.0) <= UNCACHED:
             passes = tuple(geometry.prefill(category.prompt_tokens))
-            yield Point(f"prefill {line.category}", passes, line.first_token.p50)
+            yield Point(f"prefill, {name}", passes, median_of["ttft"] / 1000)
 
 
-def calibrate(card: Card, points: Sequence[Point], files: Sequence[str]) -> Calibration:
+def calibrate(
+    card: Card, points: Sequence[Point], files: Sequence[str], *, integer: bool = False
+) -> Calibration:
     """Fits the three constants to what was measured on `card`.
+
+    `integer`: the compute is wanted for quantized weights, whose kernels are others than those of F16; where
+    no such file was measured, any has to do.
 
     Raises:
         BenchError: something was faster than the datasheet allows: another card, or another model.
@@ -148,7 +157,7 @@ def calibrate(card: Card, points: Sequence[Point], files: Sequence[str]) -> Cali
     bandwidth = 1 / seconds_per_byte
     # one row is bound by memory: its arithmetic takes no longer than that, which is all that it tells
     shares = {1.0: [max(_share(card, point, _moved(point) / bandwidth) for point in decodes)]}
-    for point in points:
+    for point in [point for point in points if point.integer == integer] or points:
         working = point.seconds - launch * sum(work.kernels for work in point.passes)
         if point.is_decode or working < (1 + MARGIN) * _moved(point) / bandwidth:
             continue
@@ -159,6 +168,7 @@ def calibrate(card: Card, points: Sequence[Point], files: Sequence[str]) -> Cali
         files=list(files),
         bandwidth_share=bandwidth / card.bandwidth,
         launch_seconds=launch,
+        integer=integer,
         compute_shares=sorted((rows, median(values)) for rows, values in shares.items()),
         points=[
             f"{point.what}: {1000 * point.seconds / len(point.passes):.3f} ms a pass" for point in points
@@ -192,7 +202,7 @@ def _moved(point: Point) -> float:
 def _share(card: Card, point: Point, seconds: float) -> float:
     """Of the card's compute, what the point's arithmetic reached in `seconds`."""
     share = sum(work.operations for work in point.passes) / seconds / card.compute
-    _check(card, point, share, "compute")
+    _check(card, point, share * card.compute / card.peak(point.integer), "compute")
     return share
 
 

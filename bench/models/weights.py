@@ -1,6 +1,6 @@
 """The synthetic model's tensors, any rows of them at any time: nothing is kept but small tables.
 
-An embedding is its token's vector (`bench.synthetic_neurons`) and a constant, positive or negative: the mark
+An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
 by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
 FFNs hold their neurons. Everything else is noise: rows at the scale that keeps activations near one, output
 projections small beside the residual stream.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.errors import BenchError
-from bench.synthetic_neurons import (
+from bench.models.neurons import (
     MARK,
     Array,
     MtpNeurons,
@@ -33,7 +33,7 @@ from convert.safetensors import NUMPY_TYPES
 from convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
 
 if TYPE_CHECKING:
-    from bench.synthetic_chain import Chain
+    from bench.models.chain import Chain
     from convert.config import ModelConfig
 
 Rows = Callable[[int, int], Array]

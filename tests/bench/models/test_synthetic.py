@@ -16,8 +16,8 @@ from bench.load.vocabulary import GgufVocabulary
 from bench.options import run
 from bench.prompts import TextPrompts
 from bench.synthetic import FIELDS, SHAPES, Synthetic, model_config, parser, synthetic
-from bench.synthetic_chain import make_chain
-from bench.synthetic_vocab import MOST_WORDS
+from bench.models.chain import make_chain
+from bench.models.vocab import MOST_WORDS
 from convert.gguf_header import read_tensors
 from convert.llama import Batch, Context, Model, Runtime
 from convert.quantize import quantize

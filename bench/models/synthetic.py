@@ -1,50 +1,34 @@
-"""Write a made-up Qwen3.5 as a GGUF: exact shapes, random weights, and a next token that can be foretold.
+"""A made-up Qwen3.5 as a GGUF: exact shapes, random weights, and a next token that can be foretold.
 
-By default the shapes are those of Qwen3.5-4B, in F16 (8.7 GB); --shape small is a model of a few megabytes
-for tests. From any token on, greedy decoding goes through the model's words in one long order that never
-repeats; from the benchmarks' filler sentence on, through that sentence. The MTP block drafts the token that
-follows for a chosen share of the tokens, and a wrong one, as surely, for the others.
-
-Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths:
-    python bench/synthetic.py --out /tmp/synthetic.gguf
-    python bench/latency.py --protocol both --text /tmp/synthetic.words.txt
-With several shares for the MTP block, each holds for a region of that order and has a text of its own, named
-NAME.words-SHARE.txt: the last word of a prompt decides which region its answer goes through.
+From any token on, greedy decoding goes through the model's words in one long order that never repeats; from
+the benchmarks' filler sentence on, through that sentence. The MTP block drafts the token that follows for a
+chosen share of the tokens, and a wrong one, as surely, for the others.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import shutil
-import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
-
-if not __package__:  # run as a file
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from typing import Annotated, Any, Literal, Self
 
 import gguf
 import numpy as np
+from cyclopts import Parameter
 
+from bench.arguments import Natural, Positive, comma_separated
 from bench.errors import BenchError
-from bench.options import HelpFormatter, natural, positive
-from bench.options import run as run_verb
-from bench.synthetic_chain import Chain, make_chain
-from bench.synthetic_checkpoint import qwen35_4b
-from bench.synthetic_vocab import SyntheticVocab, make_vocab
-from bench.synthetic_weights import Weights
+from bench.models.chain import Chain, make_chain
+from bench.models.checkpoint import qwen35_4b
+from bench.models.vocab import SyntheticVocab, make_vocab
+from bench.models.weights import Weights
 from convert.config import FULL, LINEAR, ModelConfig
 from convert.errors import ConvertError
 from convert.gguf_file import write_file
 from convert.metadata import ARCH, add_hyperparameters, add_tokenizer
 from convert.progress import duration, size
 from convert.stages import replacing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 INTERVAL = 4  # every 4th layer is full attention
 K_QUANT_ROW = 256  # k-quants need rows of a multiple of this
@@ -96,7 +80,7 @@ class Synthetic:
     @classmethod
     def make(
         cls, shape: Mapping[str, int], *, mtp_acceptance: float | Sequence[float], seed: int
-    ) -> Synthetic:
+    ) -> Self:
         """`mtp_acceptance`: one share for all tokens, or one for each of as many regions of the chain.
 
         Raises:
@@ -198,69 +182,98 @@ def model_config(shape: Mapping[str, int]) -> ModelConfig:
     return ModelConfig.from_json(config)
 
 
-def synthetic(args: argparse.Namespace) -> int:
-    """The verb: make, write, say what it is."""
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+    """Each of them, where it is given, in place of what --shape says."""
+
+    layers: Positive | None = None
+    """Blocks, every fourth of them full attention."""
+    hidden: Positive | None = None
+    """Width of the residual stream."""
+    ffn: Positive | None = None
+    """Width of the feed-forward network."""
+    heads: Positive | None = None
+    """Query heads."""
+    kv_heads: Positive | None = None
+    """Key and value heads."""
+    head_dim: Positive | None = None
+    """Width of one of them."""
+    linear_key_heads: Positive | None = None
+    """Key heads of the gated delta net."""
+    linear_value_heads: Positive | None = None
+    """Value heads of it."""
+    linear_head_dim: Positive | None = None
+    """Width of one of them."""
+    vocab: Positive | None = None
+    """Tokens."""
+
+
+def synthetic(
+    *,
+    out: Path,
+    mtp_acceptance: Annotated[tuple[str, ...], comma_separated(str)] = ("0.7",),
+    seed: Natural = 0,
+    words: Natural = WORDS,
+    threads: Positive = os.cpu_count() or 1,
+    shape: Literal["4b", "small"] = "4b",
+    sizes: ShapeOptions = ShapeOptions(),
+) -> int:
+    """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
+
+    Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths
+    (`latency --text`). With several shares for the MTP block, each holds for a region of the vocabulary and
+    has a text of its own, NAME.words-SHARE.txt: the last word of a prompt decides which region its answer
+    goes through.
+
+    Parameters
+    ----------
+    out
+        The GGUF; the words go beside it as .words.txt.
+    mtp_acceptance
+        Share of tokens that the MTP block drafts rightly; several shares: one for each region.
+    seed
+        The same seed and options give the same bytes.
+    words
+        Of the text beside the GGUF; 0 for none.
+    threads
+        That make and write tensors.
+    shape
+        Those of Qwen3.5-4B (8.7 GB in F16), or a few megabytes for tests.
+    """
     began = perf_counter()
-    named = {flag: getattr(args, flag) for flag in FIELDS if getattr(args, flag) is not None}
-    shares = [float(share) for share in args.mtp_acceptance]
-    model = Synthetic.make({**SHAPES[args.shape], **named}, mtp_acceptance=shares, seed=args.seed)
-    texts = {region: text_path(args, region) for region in range(len(shares)) if args.words}
+    shares = read_shares(mtp_acceptance)
+    named = {flag: count for flag, count in asdict(sizes).items() if count is not None}
+    model = Synthetic.make({**SHAPES[shape], **named}, mtp_acceptance=list(shares.values()), seed=seed)
+    texts = dict(enumerate(text_path(out, name, alone=len(shares) == 1) for name in shares)) if words else {}
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        n_elements = model.write(args.out, args.threads)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        n_elements = model.write(out, threads)
         for region, text in texts.items():
             with replacing(text) as part:
-                part.write_text(model.words_text(region, args.words), encoding="utf-8")
+                part.write_text(model.words_text(region, words), encoding="utf-8")
     except (ConvertError, OSError) as error:
-        raise BenchError(f"--out {args.out}: {error}") from error
+        raise BenchError(f"--out {out}: {error}") from error
     took = duration(perf_counter() - began)
-    print(f"wrote {args.out}: {n_elements / 1e9:.3g} B weights, {size(args.out.stat().st_size)}, in {took}")
+    print(f"wrote {out}: {n_elements / 1e9:.3g} B weights, {size(out.stat().st_size)}, in {took}")
     chain = model.chain.tokens.size - len(model.vocab.filler)
     print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
     for text in texts.values():
-        print(f"wrote {text}: {args.words:,} words, one token each")
+        print(f"wrote {text}: {words:,} words, one token each")
     return 0
 
 
-def text_path(args: argparse.Namespace, region: int) -> Path:
+def text_path(out: Path, share: str, *, alone: bool) -> Path:
     """Where the text of one region goes: beside the GGUF."""
-    share = f"-{args.mtp_acceptance[region]}" if len(args.mtp_acceptance) > 1 else ""
-    return Path(args.out).with_suffix(f".words{share}.txt")
+    return out.with_suffix(".words.txt" if alone else f".words-{share}.txt")
 
 
-def parse_shares(text: str) -> list[str]:
-    """An argparse type: numbers, comma-separated, no two alike; as they are spelt, for the texts' names."""
-    shares = [part.strip() for part in text.split(",")]
-    if len({float(share) for share in shares}) < len(shares):
-        raise argparse.ArgumentTypeError(f"{text}: want no share twice")
-    return shares
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python bench/synthetic.py", description=__doc__, formatter_class=HelpFormatter
-    )
-    made.add_argument(
-        "--out", type=Path, required=True, help="the GGUF; the words go beside it as .words.txt"
-    )
-    made.add_argument(
-        "--mtp-acceptance",
-        metavar="A,B",
-        type=parse_shares,
-        default="0.7",
-        help="share of tokens the MTP block gets right; several shares: one for each region of the chain",
-    )
-    made.add_argument("--seed", type=natural, default=0, help="the same seed and flags: the same bytes")
-    made.add_argument("--words", type=natural, default=WORDS, help="of the text beside the GGUF; 0 for none")
-    made.add_argument("--threads", type=positive, default=os.cpu_count(), help="that make and write tensors")
-    shape = made.add_argument_group("shape")
-    shape.add_argument("--shape", choices=tuple(SHAPES), default="4b", help="what the flags below start from")
-    for flag in FIELDS:
-        sizes = ", ".join(f"{name}: {values[flag]:,}" for name, values in SHAPES.items())
-        shape.add_argument(f"--{flag.replace('_', '-')}", type=positive, metavar="N", help=sizes)
-    return made
-
-
-if __name__ == "__main__":
-    sys.exit(run_verb(parser(), synthetic))
+def read_shares(texts: Sequence[str]) -> dict[str, float]:
+    """Shares as they are spelt (the texts' names), and their values. Raises BenchError: none, or one twice."""
+    try:
+        found = {text: float(text) for text in texts}
+    except ValueError as error:
+        raise BenchError(f"--mtp-acceptance: {error}; want shares from 0 to 1") from error
+    if not found or len(set(found.values())) < len(texts):
+        raise BenchError(f"--mtp-acceptance {','.join(texts)}: want at least one share, none of them twice")
+    return found

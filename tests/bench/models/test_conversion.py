@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 from bench.conversion import NANO, Program, anonymous_bytes, compare, convert
-from bench.synthetic_checkpoint import qwen35_4b, write_checkpoint
+from bench.models.checkpoint import qwen35_4b, write_checkpoint
 from convert.checkpoint import Checkpoint
 from convert.tensors import plan_tensors
 from convert.vocab import Vocab
