@@ -35,11 +35,13 @@ def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: 
     if paired is not None:
         return Comparison(paired, paired=True)
     medians = by_round(frame, metric)
-    rounds = medians[medians > 0].unstack(["workload", "cell"])
-    known = [name for name in (subject, reference) if name in rounds.index.get_level_values("subject")]
-    if len(known) < 2:
-        return None
-    both = [rounds.xs(name, level="subject").dropna(axis=1, how="all") for name in known]
+    rounds = medians[medians > 0].rename("value").reset_index()
+    both = [
+        rounds[rounds["subject"] == name].pivot(
+            index=["run", "round"], columns=["workload", "cell"], values="value"
+        )
+        for name in (subject, reference)
+    ]
     cells = both[0].columns.intersection(both[1].columns)
     ours, theirs = (np.exp(np.log(one[cells].dropna()).mean(axis=1)) for one in both)
     found = unpaired(ours, theirs, lower_is_better=better == "lower") if len(cells) else None

@@ -9,7 +9,7 @@ import pandas as pd
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from bench.analysis.calibration import Calibration, calibrate, read_points
+from bench.analysis.calibration import Calibration, Point, calibrate, read_points
 from bench.analysis.cards import (
     CARDS,
     Card,
@@ -264,7 +264,8 @@ def _row(one: Prediction) -> dict[str, float]:
 
 
 def _calibrate(given: Sequence[str], named: str | None, geometry: Geometry) -> Calibration | None:
-    points, cards = [], {}
+    points: list[Point] = []
+    cards: dict[str, Card] = {}
     for text in given:
         path, _, gguf = text.partition("=")
         of = Geometry.load(Path(gguf)) if gguf else geometry
@@ -276,7 +277,8 @@ def _calibrate(given: Sequence[str], named: str | None, geometry: Geometry) -> C
     if not cards:
         return None
     files = [Path(text.partition("=")[0]).name for text in given]
-    return calibrate(*cards.values(), points, files, integer=geometry.quantized)
+    (card,) = cards.values()
+    return calibrate(card, points, files, integer=geometry.quantized)
 
 
 def _own_card(
@@ -299,6 +301,6 @@ def _notes(fit: Calibration | None) -> list[str]:
     return [
         f"calibrated on the {fit.card} with {', '.join(fit.files)}: {100 * fit.bandwidth_share:.0f}% of the "
         f"bandwidth, {1e6 * fit.launch_seconds:.2f} us a launch; of the F16 rate {shares}",
-        f"other cards than the {fit.card}: the same share of the bandwidth, the same launches, and the compute "
-        "reached in proportion to F32 rates, which no measurement has confirmed",
+        f"other cards than the {fit.card}: the same share of the bandwidth, the same launches, and the "
+        "compute reached in proportion to F32 rates, which no measurement has confirmed",
     ]

@@ -78,7 +78,8 @@ def conversion(
         try:
             in_turns(run, programs, rounds)
             equal, differing = compare(*(program.output for program in programs))
-            run.note(f"{equal} tensors equal bit by bit, {len(differing)} differ {' '.join(differing)}".strip())
+            names = ": " + ", ".join(differing) if differing else ""
+            run.note(f"{equal} tensors equal bit by bit, {len(differing)} differ{names}")
         finally:
             subjects_table(run.results(), MEASURED, reference=programs[1].name).print()
     return 0

@@ -34,6 +34,7 @@ INTERVAL = 4  # every 4th layer is full attention
 K_QUANT_ROW = 256  # k-quants need rows of a multiple of this
 HEADER_ROOM = 64_000_000
 ANSWER = 512  # words at the end of a region that an answer may need
+CORES = os.cpu_count() or 1
 WORDS = 1_200_000  # enough for `latency --protocol both --runs 50`: 106 prompts of 64, 2,048 and 8,192 tokens
 
 SMALL = {
@@ -78,9 +79,7 @@ class Synthetic:
     seed: int
 
     @classmethod
-    def make(
-        cls, shape: Mapping[str, int], *, mtp_acceptance: float | Sequence[float], seed: int
-    ) -> Self:
+    def make(cls, shape: Mapping[str, int], *, mtp_acceptance: float | Sequence[float], seed: int) -> Self:
         """`mtp_acceptance`: one share for all tokens, or one for each of as many regions of the chain.
 
         Raises:
@@ -215,7 +214,7 @@ def synthetic(
     mtp_acceptance: Annotated[tuple[str, ...], comma_separated(str)] = ("0.7",),
     seed: Natural = 0,
     words: Natural = WORDS,
-    threads: Positive = os.cpu_count() or 1,
+    threads: Positive = CORES,
     shape: Literal["4b", "small"] = "4b",
     sizes: ShapeOptions = ShapeOptions(),
 ) -> int:
@@ -269,7 +268,10 @@ def text_path(out: Path, share: str, *, alone: bool) -> Path:
 
 
 def read_shares(texts: Sequence[str]) -> dict[str, float]:
-    """Shares as they are spelt (the texts' names), and their values. Raises BenchError: none, or one twice."""
+    """Shares as they are spelt (the texts' names), and their values.
+
+    Raises BenchError: none is given, or one twice.
+    """
     try:
         found = {text: float(text) for text in texts}
     except ValueError as error:

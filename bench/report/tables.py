@@ -23,7 +23,7 @@ def subjects_table(
     """
     frame = results.frame
     subjects = list(dict.fromkeys(frame["subject"]))
-    first = reference if reference in subjects else next(iter(subjects), "")
+    first = reference if reference is not None and reference in subjects else next(iter(subjects), "")
     lines: list[list[Cell]] = []
     for workload, rows in frame.groupby("workload", sort=False):
         cells = list(dict.fromkeys(rows["cell"]))
