@@ -102,8 +102,8 @@ def read_points(path: Path, geometry: Geometry, named: str | None = None) -> tup
     points = [*_step_points(results.frame, geometry), *_latency_points(results.frame, geometry, path)]
     if not any(point.is_decode for point in points):
         raise BenchError(
-            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, or one of latency "
-            "with streamed requests and distinct prompts"
+            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, or one of "
+            "latency with streamed requests and distinct prompts"
         )
     return card, points
 

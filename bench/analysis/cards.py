@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
+from typing import Self
 
 from bench.analysis.geometry import UBATCH, Geometry, Work
 
@@ -33,20 +34,22 @@ class Terms:
         """The largest of the three."""
         return max(("memory", "compute", "launch"), key=lambda name: float(getattr(self, name)))
 
-    def __add__(self, other: Terms) -> Terms:
-        return Terms(self.memory + other.memory, self.compute + other.compute, self.launch + other.launch)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            self.memory + other.memory, self.compute + other.compute, self.launch + other.launch
+        )
 
-    def __mul__(self, times: float) -> Terms:
-        return Terms(self.memory * times, self.compute * times, self.launch * times)
+    def __mul__(self, times: float) -> Self:
+        return type(self)(self.memory * times, self.compute * times, self.launch * times)
 
 
 @dataclass(frozen=True)
 class Card:
     """Bytes and operations (of dense F16 on tensor cores) a second, and seconds to launch a kernel.
 
-    `integer`: operations a second of 8-bit integers on tensor cores, dense. `vector`: F32 operations a second outside the tensor cores, by which what one card reaches is carried over
-    to another. `compute_shares`: (rows of a pass, share of `compute` reached), by rows; in between, by their
-    logarithm.
+    `integer`: operations a second of 8-bit integers on tensor cores, dense. `vector`: F32 operations a second
+    outside of them, by which what one card reaches is carried over to another. `compute_shares`: (rows of a
+    pass, share of `compute` reached), by rows; in between, by their logarithm.
     """
 
     name: str
@@ -92,7 +95,7 @@ CARDS = {
         tensor * 1e12,
         vector * 1e12,
         integer * 1e12,
-        source=f"datasheet: {bandwidth:,} GB/s, tensor F16 {tensor:g} and INT8 {integer:g} TOPS, F32 {vector:g}",
+        source=f"datasheet: {bandwidth:,} GB/s; TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
     )
     for name, bandwidth, tensor, vector, integer in (
         ("A10G", 600, 70, 35, 140),

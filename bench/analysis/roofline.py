@@ -21,7 +21,7 @@ from bench.analysis.cards import (
 )
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from bench.analysis.statistics import percentiles
-from bench.arguments import Natural, Positive, StoreOptions, comma_separated, positive_number
+from bench.arguments import Natural, Positive, StoreOptions, comma_separated
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category
 from bench.report.latency import cached_share

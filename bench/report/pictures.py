@@ -57,8 +57,8 @@ def figure(
         part, kind = path.with_name(f".{path.name}.part"), path.suffix.removeprefix(".")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            undated = {"metadata": {"Date": None}} if kind == "svg" else {}
-            drawing.savefig(part, format=kind or "png", dpi=130, **undated)
+            undated = {"Date": None} if kind == "svg" else None
+            drawing.savefig(part, format=kind or "png", dpi=130, metadata=undated)
             part.replace(path)
         except (OSError, ValueError) as error:
             raise BenchError(f"{path}: the picture cannot be written: {error}") from error
@@ -85,9 +85,7 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     present = {name: [one for one in subjects if _has(found, name, one)] for name in protocols}
     height = 1.1 + sum(0.55 + 0.32 * len(names) for names in present.values())
     title = " ".join(filter(None, ("Latency of one request at a time, ms (less is better).", about)))
-    with figure(
-        path, title=title, rows=len(protocols), columns=len(cells), width=11, height=height
-    ) as axes:
+    with figure(path, title=title, rows=len(protocols), columns=len(cells), width=11, height=height) as axes:
         for at, axis in enumerate(axes):
             protocol, cell = protocols[at // len(cells)], cells[at % len(cells)]
             names = present[protocol]
@@ -107,7 +105,9 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
             )
             axis.bar_label(bars, [show(median) for median in medians], padding=4, fontsize=8)
             category = CATEGORIES[cell]
-            axis.set_title(f"{protocol}, {category.prompt_tokens:,} in, {category.max_tokens} out", fontsize=9)
+            axis.set_title(
+                f"{protocol}, {category.prompt_tokens:,} in, {category.max_tokens} out", fontsize=9
+            )
             axis.set_yticks(range(len(names)), names if at % len(cells) == 0 else [""] * len(names))
             axis.set_ylim(len(names) - 0.4, -0.6)
             axis.grid(axis="y", visible=False)

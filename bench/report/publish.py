@@ -36,7 +36,10 @@ def publish_results(
     about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
     pictures = draw_pictures(frame, folder, about=about)
     headline = headline_table(frame, first, about)
-    tables = [*([headline] if headline.rows else []), subjects_table(results, reference=first, title="Everything")]
+    tables = [
+        *([headline] if headline.rows else []),
+        subjects_table(results, reference=first, title="Everything"),
+    ]
     parts = ["# Recorded results", f"Made from a store by `{COMMAND}`."]
     parts += [f"![{title}]({path.name})" for title, path in pictures.items()]
     parts += [table.markdown().strip() for table in tables]
@@ -109,7 +112,11 @@ def model_and_card(manifest: Manifest) -> str:
 
 
 def _latency_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
-    medians = [spread.p50 for (name, _), spread in percentiles(rows, "latency", "subject", "cell").items() if name == subject]
+    medians = [
+        spread.p50
+        for (name, _), spread in percentiles(rows, "latency", "subject", "cell").items()
+        if name == subject
+    ]
     if len(medians) < rows["cell"].nunique() or not medians:
         return None
     return _with_ratio(sum(medians) / len(medians), rows, subject, reference, "latency")
