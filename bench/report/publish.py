@@ -3,6 +3,7 @@ store, so the same command makes it again."""
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from bench.analysis.comparison import compare_subjects
@@ -36,10 +37,8 @@ def publish_results(
     about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
     pictures = draw_pictures(frame, folder, about=about)
     headline = headline_table(frame, first, about)
-    tables = [
-        *([headline] if headline.rows else []),
-        subjects_table(results, reference=first, title="Everything"),
-    ]
+    everything = subjects_table(results, reference=first, title="Everything")
+    tables = [headline, everything] if headline.rows else [everything]
     parts = ["# Recorded results", f"Made from a store by `{COMMAND}`."]
     parts += [f"![{title}]({path.name})" for title, path in pictures.items()]
     parts += [table.markdown().strip() for table in tables]
@@ -68,11 +67,15 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
     rows: list[list[Cell]] = []
     for subject in dict.fromkeys(frame["subject"]):
         row: list[Cell] = [str(subject)]
-        for name in protocols:
-            row.append(_latency_cell(latency[latency["workload"] == name], str(subject), reference))
-        for workload, level in levels:
-            some = rates[(rates["workload"] == workload) & (rates["level"] == level)]
-            row.append(_rate_cell(some, str(subject), reference))
+        row += [
+            _latency_cell(latency[latency["workload"] == name], str(subject), reference) for name in protocols
+        ]
+        row += [
+            _rate_cell(
+                rates[(rates["workload"] == workload) & (rates["level"] == level)], str(subject), reference
+            )
+            for workload, level in levels
+        ]
         if any(row[1:]):
             rows.append(row)
     header = ["server", *(f"{name}, mean ms" for name in protocols)]
@@ -98,7 +101,7 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
     """One row for each run, subject, workload, cell and metric."""
     keys = ["run", "subject", "workload", "cell", "metric", "unit"]
     groups = frame.groupby(keys, sort=False)
-    spread = groups["value"].quantile([0.1, 0.5, 0.9]).unstack()
+    spread = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack()
     spread.columns = pd.Index(["p10", "p50", "p90"])
     counted = groups.agg(rounds=("round", "nunique"), values=("value", "size"))
     return counted.join(spread).reset_index()
@@ -112,11 +115,8 @@ def model_and_card(manifest: Manifest) -> str:
 
 
 def _latency_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
-    medians = [
-        spread.p50
-        for (name, _), spread in percentiles(rows, "latency", "subject", "cell").items()
-        if name == subject
-    ]
+    found = percentiles(rows, "latency", "subject", "cell")
+    medians = [spread.p50 for (name, _), spread in found.items() if name == subject]
     if len(medians) < rows["cell"].nunique() or not medians:
         return None
     return _with_ratio(sum(medians) / len(medians), rows, subject, reference, "latency")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -160,9 +161,9 @@ def markdown(title: str, sections: Sequence[Section], folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _find(where: str) -> Callable[..., object]:
+def _find(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
-    found: Callable[..., object] = getattr(import_module(module), name)
+    found: Callable[..., Any] = getattr(import_module(module), name)
     return found
 
 
