@@ -20,7 +20,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.ratio.low is None:
-            return f"{self.ratio.value:.3g}x (no interval: {self.ratio.rounds} of {LEAST_ROUNDS} rounds)"
+            return f"{self.ratio.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
         known = "" if self.ratio.told_apart else ", not told apart"
         return f"{self.ratio}{known}{'' if self.paired else ', unpaired'}"
 

@@ -1,5 +1,6 @@
 """The pictures: one look, drawn from the store's tidy rows alone."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def figure(
     with mpl.rc_context(STYLE):
         drawing = Figure(figsize=(width, height), layout="constrained")
         if title:
-            drawing.suptitle(title, x=0.01, ha="left", weight="bold")
+            drawing.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=10.5)
         axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
         yield axes
         for axis in axes:
@@ -83,8 +84,8 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     colours = colours_of(frame)
     found = percentiles(rows, "latency", "workload", "cell", "subject")
     present = {name: [one for one in subjects if _has(found, name, one)] for name in protocols}
-    height = 1.1 + sum(0.55 + 0.32 * len(names) for names in present.values())
-    title = " ".join(filter(None, ("Latency of one request at a time, ms (less is better).", about)))
+    height = 1.3 + sum(0.55 + 0.32 * len(names) for names in present.values())
+    title = _titled("Latency of one request at a time, ms (less is better)", about)
     with figure(path, title=title, rows=len(protocols), columns=len(cells), width=11, height=height) as axes:
         for at, axis in enumerate(axes):
             protocol, cell = protocols[at // len(cells)], cells[at % len(cells)]
@@ -127,9 +128,9 @@ def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     """A panel a workload: output tok/s by concurrency, a line a subject, every round a dot."""
     rows, colours = loads(frame), colours_of(frame)
     workloads = list(dict.fromkeys(rows["workload"]))
-    title = " ".join(filter(None, ("Output tok/s by concurrency (more is better).", about)))
+    title = _titled("Output tok/s by concurrency (more is better)", about)
     width = 1.5 + 4.7 * len(workloads)
-    with figure(path, title=title, columns=len(workloads), width=max(width, 7.5), height=4.2) as axes:
+    with figure(path, title=title, columns=len(workloads), width=max(width, 8.5), height=4.2) as axes:
         for axis, workload in zip(axes, workloads, strict=True):
             for subject, some in rows[rows["workload"] == workload].groupby("subject", sort=False):
                 medians = some.groupby("level")["value"].median()
@@ -174,6 +175,10 @@ def colours_of(frame: pd.DataFrame) -> dict[str, str]:
         str(name): PALETTE[number % len(PALETTE)]
         for number, name in enumerate(dict.fromkeys(frame["subject"]))
     }
+
+
+def _titled(what: str, about: str) -> str:
+    return "\n".join(filter(None, (what, *textwrap.wrap(about, 84))))
 
 
 def _measured(frame: pd.DataFrame, metric: str, workloads: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from bench.analysis.comparison import compare_subjects
-from bench.analysis.statistics import percentiles
+from bench.analysis.statistics import LEAST_ROUNDS, percentiles
 from bench.errors import BenchError
 from bench.load.protocol import DISTINCT, OFFICIAL
 from bench.report.pictures import draw_pictures, loads
@@ -16,7 +16,8 @@ from bench.store import Manifest, Results, write_atomically
 from bench.terminal import Cell, Table, show
 
 BEGIN, END = "<!-- headline -->", "<!-- end -->"
-COMMAND = "qwen-bench report STORE --publish docs/results --page docs/benchmarks.md"
+PRIVATE = {"url", "log"}
+"""Of what is known of a subject: where it happened to run, which nobody else has a use for."""
 
 
 def publish_results(
@@ -33,25 +34,43 @@ def publish_results(
     first = reference or subjects[0]
     if first not in subjects:
         raise BenchError(f"--reference {first}: not measured; there are {', '.join(subjects)}")
+    results = Results(in_order(frame, first), results.manifests)
+    frame = results.frame
     folder.mkdir(parents=True, exist_ok=True)
     about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
     pictures = draw_pictures(frame, folder, about=about)
     headline = headline_table(frame, first, about)
     everything = subjects_table(results, reference=first, title="Everything")
     tables = [headline, everything] if headline.rows else [everything]
-    parts = ["# Recorded results", f"Made from a store by `{COMMAND}`."]
+    command = f"qwen-bench report STORE --publish {folder.name if folder.is_absolute() else folder}"
+    command += f" --reference '{first}'" if reference is not None else ""
+    parts = ["# Recorded results", f"Made from a store by `{command}`."]
     parts += [f"![{title}]({path.name})" for title, path in pictures.items()]
     parts += [table.markdown().strip() for table in tables]
     parts += [_run_in_words(manifest) for manifest in results.manifests.values()]
     written = [folder / "README.md", folder / "summary.csv", folder / "runs.json", *pictures.values()]
     write_atomically(written[0], "\n\n".join(parts) + "\n")
     write_atomically(written[1], summarize(frame).to_csv(index=False, float_format="%.6g"))
-    runs = ",\n".join(one.model_dump_json(indent=1) for one in results.manifests.values())
+    runs = ",\n".join(_public(one).model_dump_json(indent=1) for one in results.manifests.values())
     write_atomically(written[2], f"[{runs}]\n")
     if page is not None:
         write_atomically(page, with_headline(page, headline))
         written.append(page)
     return written
+
+
+def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
+    """The reference first, then its kind (what stands before a comma in its name), then kind after kind."""
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in (reference, *frame["subject"])))
+    names = sorted(
+        dict.fromkeys((reference, *frame["subject"])), key=lambda name: kinds.index(name.split(",")[0])
+    )
+    place = {name: number for number, name in enumerate(names)}
+    return (
+        frame.assign(place=frame["subject"].map(place))
+        .sort_values("place", kind="stable")
+        .drop(columns="place")
+    )
 
 
 def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
@@ -80,7 +99,10 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
             rows.append(row)
     header = ["server", *(f"{name}, mean ms" for name in protocols)]
     header += [f"{workload}, {level} at once, tok/s" for workload, level in levels]
-    notes = [f"In brackets: times as good as {reference}, with its 95% interval."]
+    notes = [
+        f"In brackets: times as good as {reference}, [95% interval], paired by round in one run. Without an "
+        f"interval: fewer than {LEAST_ROUNDS} rounds, or of different runs; close to 1, it settles nothing."
+    ]
     return Table(header, rows, title=about, notes=notes)
 
 
@@ -109,7 +131,8 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 
 def model_and_card(manifest: Manifest) -> str:
     """What was measured on what; a made-up model says so in its name."""
-    models = [manifest.settings.get("model"), *(one.get("model") for one in manifest.subjects.values())]
+    said = manifest.settings.get("model")
+    models = [said] if said else [one.get("model") for one in manifest.subjects.values()]
     named = ", ".join(dict.fromkeys(str(name) for name in models if name))
     return " on ".join(filter(None, (named, manifest.card)))
 
@@ -129,10 +152,23 @@ def _rate_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
 
 def _with_ratio(value: float, rows: pd.DataFrame, subject: str, reference: str, metric: str) -> str:
     ratio = compare_subjects(rows, subject, reference, metric)
-    return show(value) if ratio is None else f"{show(value)} ({ratio})"
+    if ratio is None:
+        return show(value)
+    known = ratio.paired and ratio.ratio.low is not None
+    times = ratio.ratio.value
+    return f"{show(value)} ({ratio.ratio if known else f'{times:.2f}x'})"
 
 
 def _run_in_words(manifest: Manifest) -> str:
     told = [f"- {manifest.run}: {manifest.card or 'no card'}, commit {manifest.commit or 'unknown'}"]
     told += [f"  `{' '.join(manifest.command)}`", *(f"  - {note}" for note in manifest.notes)]
     return "\n".join(told)
+
+
+def _public(manifest: Manifest) -> Manifest:
+    subjects = {
+        name: {key: value for key, value in about.items() if key not in PRIVATE}
+        for name, about in manifest.subjects.items()
+    }
+    host = {key: value for key, value in manifest.host.items() if key != "system"}
+    return manifest.model_copy(update={"subjects": subjects, "host": host})

@@ -69,13 +69,15 @@ def _lines(
         if found is None:
             continue
         counted = rounds.xs(subject, level="subject").groupby(["run", "round"]).ngroups
+        ratio = compare_subjects(rows, subject, reference, metric)
+        if not spread and ratio is None:
+            continue
         line: list[Cell] = [where, f"{METRICS[metric].title}, {METRICS[metric].unit}", subject]
         if lines:
             line[:2] = ["", ""]
         line += [found.p50, f"{show(found.p10)} to {show(found.p90)}"] if spread else [None, None]
-        ratio = compare_subjects(rows, subject, reference, metric)
         lines.append([*line, counted, str(ratio) if ratio is not None else None])
-    return lines if spread else [line for line in lines if line[-1] is not None]
+    return lines
 
 
 def _title(results: Results) -> str:
