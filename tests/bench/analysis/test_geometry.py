@@ -1,24 +1,20 @@
-"""The floor model by hand: bytes and operations of passes, and the time a card takes for them."""
+"""The roofline by hand: bytes and operations of passes, and the time a card takes for them."""
 
 from __future__ import annotations
 
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from bench.errors import BenchError
-from bench.roofline_model import (
+from bench.analysis.cards import CARDS, Card, Drafts, Terms, decode_passes, prefill_passes, preset_of
+from bench.analysis.geometry import (
     ATTENTION_KERNELS,
     HEAD_KERNELS,
     LINEAR_KERNELS,
     NEXTN_KERNELS,
-    Card,
-    Drafts,
     Geometry,
-    Terms,
     Work,
-    decode_terms,
-    prefill_terms,
 )
+from bench.errors import BenchError
 from convert.gguf_header import TensorInfo
 
 HIDDEN, FFN, VOCAB = 32, 64, 100
@@ -142,7 +138,7 @@ def test_an_untied_head_is_read_instead_of_the_embedding() -> None:
 def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
     work: Work, expected: Terms, binding: str
 ) -> None:
-    terms = Card("x", bandwidth=1000, compute=10_000, vector=1, launch=0.1).terms(work)
+    terms = Card("x", bandwidth=1000, compute=10_000, vector=1, integer=20_000, launch=0.1).terms(work)
     assert (terms.memory, terms.compute) == (expected.memory, expected.compute)
     assert terms.launch == pytest.approx(expected.launch)
     assert terms.binding == binding
@@ -150,10 +146,10 @@ def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
 
 
 def test_the_share_of_the_compute_follows_the_logarithm_of_the_rows() -> None:
-    card = Card("x", 1, 1, 1, compute_shares=((1, 0.1), (16, 0.5), (512, 0.9)))
+    card = Card("x", 1, 1, 1, 2, compute_shares=((1, 0.1), (16, 0.5), (512, 0.9)))
     assert [card.compute_share(rows) for rows in (1, 16, 512, 4000)] == [0.1, 0.5, 0.9, 0.9]
     assert card.compute_share(4) == pytest.approx(0.3)
-    assert Card("x", 1, 1, 1).compute_share(64) == 1
+    assert Card("x", 1, 1, 1, 2).compute_share(64) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,20 +159,50 @@ def test_expected_tokens_of_a_verification(count: int, acceptance: float, tokens
     assert Drafts(count, acceptance, mtp=False).tokens == pytest.approx(tokens)
 
 
+def test_the_bound_knows_no_launches_and_takes_the_highest_rate_there_is() -> None:
+    card = Card("x", bandwidth=1000, compute=10_000, vector=1, integer=20_000, launch=0.1)
+    assert card.least(Work(2000, 500, 3)) == pytest.approx(2.0)
+    assert card.least(Work(2000, 30_000, 3)) == pytest.approx(3.0)
+    # kernels of quantized weights multiply 8-bit integers: the F16 rate is no bound for them
+    assert card.least(Work(1000, 30_000, 3, integer=True)) == pytest.approx(1.5)
+
+
+def test_the_bound_is_below_every_estimate() -> None:
+    for kind in (Type.F16, Type.Q8_0):
+        geometry = Geometry(tensors(kind))
+        assert geometry.quantized == (kind == Type.Q8_0)
+        for card in CARDS.values():
+            for work in (geometry.decode(5000, sequences=64), *geometry.prefill(8192)):
+                assert card.least(work) <= card.terms(work).total
+
+
+def test_presets_are_found_in_what_nvidia_smi_says() -> None:
+    for text, name in {"NVIDIA H200, 143771 MiB": "H200", "NVIDIA A10G": "A10G", "l4": "L4"}.items():
+        found = preset_of(text)
+        assert found is not None
+        assert found.name == name
+    assert preset_of("NVIDIA RTX 4090") is None
+
+
 def test_a_request_is_the_sum_of_its_steps() -> None:
-    geometry, card = Geometry(tensors()), Card("x", bandwidth=1.0, compute=1e30, vector=1)
-    step = [geometry.decode(100 + i).n_bytes for i in range(4)]
-    assert decode_terms(card, geometry, 100, 5, None).memory == pytest.approx(sum(step))
-    right = decode_terms(card, geometry, 100, 5, Drafts(1, 1.0, mtp=False))
-    assert right.memory == pytest.approx(geometry.verify(2, 100).n_bytes + geometry.verify(2, 102).n_bytes)
-    with_mtp = decode_terms(card, geometry, 100, 3, Drafts(1, 1.0, mtp=True))
+    geometry = Geometry(tensors())
+
+    def moved(count: int, drafts: Drafts | None) -> float:
+        return sum(work.n_bytes * times for work, times in decode_passes(geometry, 100, count, drafts))
+
+    def read(tokens: int, *, cached: bool) -> float:
+        passes = prefill_passes(geometry, tokens, cached=cached)
+        return sum(work.n_bytes * times for work, times in passes)
+
+    assert moved(5, None) == pytest.approx(sum(geometry.decode(100 + i).n_bytes for i in range(4)))
+    right = geometry.verify(2, 100).n_bytes + geometry.verify(2, 102).n_bytes
+    assert moved(5, Drafts(1, 1.0, mtp=False)) == pytest.approx(right)
     draft = geometry.draft_step(100).n_bytes
-    assert with_mtp.memory == pytest.approx(geometry.verify(2, 100).n_bytes + draft)
-    partly = decode_terms(card, geometry, 100, 2, Drafts(3, 1.0, mtp=False))
-    assert partly.memory == pytest.approx(geometry.verify(4, 100).n_bytes / 4)  # one of the four is wanted
-    assert prefill_terms(card, geometry, 100, cached=True).memory == geometry.decode(99).n_bytes
-    read = prefill_terms(card, geometry, 600, cached=False).memory
-    assert read == pytest.approx(sum(work.n_bytes for work in geometry.prefill(600)))
+    assert moved(3, Drafts(1, 1.0, mtp=True)) == pytest.approx(geometry.verify(2, 100).n_bytes + draft)
+    # one of the four is wanted
+    assert moved(2, Drafts(3, 1.0, mtp=False)) == pytest.approx(geometry.verify(4, 100).n_bytes / 4)
+    assert read(100, cached=True) == geometry.decode(99).n_bytes
+    assert read(600, cached=False) == pytest.approx(sum(work.n_bytes for work in geometry.prefill(600)))
 
 
 def test_another_architecture_is_refused() -> None:

@@ -1,19 +1,16 @@
 """Decode steps side by side: the bytes are the file's own, the times are what the program says."""
 
-import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
 
-from bench import steps as verb
-from bench.options import run
-from bench.steps import StepsResult, describe, tables
+from bench.analysis.geometry import Geometry
+from bench.analysis.steps import about
+from bench.cli import main
+from bench.models.synthetic import SHAPES, Synthetic
+from bench.store import load
 
-WIDTH, TOKENS = 256, 40
 PROGRAM = """\
 #!{python}
 # steps of sequences milliseconds, twice that for a file called slow
@@ -25,28 +22,16 @@ factor = 0.002 if "slow" in flags["-m"] else 0.001
 for sequences in map(int, flags["-npl"].split(",")):
     steps = int(flags["-ntg"])
     row = {{"pp": int(flags["-npp"]), "tg": steps, "pl": sequences}}
-    row |= {{"t_pp": 1, "t_tg": factor * sequences * steps}}
+    row |= {{"t_pp": 0.25, "t_tg": factor * sequences * steps}}
     print(json.dumps(row))
 """
 
 
-def write_model(path: Path, *, tied: bool = True, mtp: bool = True) -> None:
-    """A file of two blocks, the second one for drafts where ``mtp``; no model that runs."""
-    writer = GGUFWriter(path, "qwen35")
-    rows = np.zeros((TOKENS, WIDTH), np.float32)
-    kind = GGMLQuantizationType.Q8_0
-    writer.add_tensor("token_embd.weight", quantize(rows, kind), raw_dtype=kind)
-    writer.add_tensor("output_norm.weight", np.zeros(WIDTH, np.float32))
-    if not tied:
-        writer.add_tensor("output.weight", rows.astype(np.float16))
-    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((8, WIDTH), np.float16))
-    if mtp:
-        writer.add_tensor("blk.1.nextn.eh_proj.weight", np.zeros((4, WIDTH), np.float16))
-        writer.add_tensor("blk.1.ffn_up.weight", np.zeros((2, WIDTH), np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("steps") / "fast.gguf"
+    Synthetic.make(SHAPES["small"], mtp_acceptance=0.7, seed=0).write(path, threads=1)
+    return path
 
 
 @pytest.fixture
@@ -59,55 +44,57 @@ def binaries(tmp_path: Path) -> Path:
     return folder
 
 
-def command(*arguments: object) -> int:
-    return run(verb.parser(), verb.steps, [str(argument) for argument in arguments])
+def test_bytes_of_a_step_hold_each_sequences_state(model: Path, tmp_path: Path, binaries: Path) -> None:
+    flags = ["--binaries", str(binaries), "--sequences", "1,64", "--rounds", "1", "--output-tokens", "10"]
+    assert main(["steps", str(model), *flags, "--out", str(tmp_path / "store")]) == 0
+    moved = load([tmp_path / "store"]).of(metric="step_bytes").set_index("cell")["value"]
+    geometry = Geometry.load(model)
+    one, many = moved["1 sequence of 21"], moved["64 sequences of 21"]
+    each = 2 * geometry.state_bytes + geometry.kv_token_bytes * (21 + 2)
+    assert (many - one) * 1e9 / 63 == pytest.approx(each, rel=0.01)
+    known = about(model, geometry)
+    assert known["head"] == "F16"
+    assert known["draft_bytes"] > known["head_bytes"]
+    assert known["state_bytes"] == geometry.state_bytes
 
 
-def test_bytes_of_a_step_and_of_a_draft(tmp_path: Path) -> None:
-    q8_row = WIDTH // 32 * 34
-    for tied in (True, False):
-        write_model(tmp_path / "m.gguf", tied=tied)
-        one = describe(tmp_path / "m.gguf")
-        head = TOKENS * q8_row if tied else 2 * TOKENS * WIDTH
-        assert (one.head_type, one.head_bytes) == ("Q8_0" if tied else "F16", head)
-        assert one.step_bytes == head + 2 * 8 * WIDTH + 4 * WIDTH
-        assert one.draft_bytes == head + 2 * 6 * WIDTH
-    write_model(tmp_path / "m.gguf", mtp=False)
-    assert describe(tmp_path / "m.gguf").draft_bytes is None
+def test_files_take_turns(
+    model: Path, tmp_path: Path, binaries: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "slow.gguf"
+    slow.write_bytes(model.read_bytes())
+    flags = ["--binaries", str(binaries), "--sequences", "1,8", "--rounds", "5", "--output-tokens", "5"]
+    flags += ["--out", str(tmp_path / "store"), "--card", "a card"]
+    assert main(["steps", str(model), str(slow), *flags]) == 0
+    results = load([tmp_path / "store"])
+    times = results.of(metric="step_time")
+    for name, factor in (("fast.gguf", 1.0), ("slow.gguf", 2.0)):
+        for cell, count in (("1 sequence of 18", 1), ("8 sequences of 18", 8)):
+            own = times[(times["subject"] == name) & (times["cell"] == cell)]
+            assert own["round"].tolist() == [1, 2, 3, 4, 5]
+            assert own["value"].tolist() == pytest.approx([factor * count] * 5)
+    read = results.of(metric="prefill_time", cell="1 sequence of 16")["value"]
+    assert read.tolist() == [250.0] * 10
+    order = times[times["cell"] == "1 sequence of 18"]["subject"].tolist()
+    assert order[:4] == ["slow.gguf", "fast.gguf", "fast.gguf", "slow.gguf"]
+    shown = capsys.readouterr().out
+    assert "0.5x [0.5, 0.5]" in shown
+    assert "a card" in shown
 
 
-def test_files_take_turns(tmp_path: Path, binaries: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "fast.gguf", tmp_path / "slow.gguf"]
-    for path in files:
-        write_model(path)
-    out = tmp_path / "steps.json"
-    flags = ["--binaries", binaries, "--sequences", "1,8", "--rounds", 3, "--output-tokens", 5, "--out", out]
-    assert command(*files, *flags, "--card", "a card") == 0
-    result = StepsResult.load(out)
-    assert [one.file for one in result.files] == ["fast.gguf", "slow.gguf"]
-    for one, factor in zip(result.files, (1, 2), strict=True):
-        assert [step.sequences for step in one.steps] == [1, 8]
-        assert [step.seconds for step in one.steps] == pytest.approx([factor * 0.001, factor * 0.008])
-        assert [len(step.rounds) for step in one.steps] == [3, 3]
-    (table,) = tables(result)
-    assert str(table) in capsys.readouterr().out
-    assert "+100.0%" in str(table)
-    assert "a card" in str(table)
-    assert json.loads(out.read_text())["kind"] == "steps"
-    assert out.with_suffix(".png").is_file()
-
-
-def test_what_cannot_be_measured(tmp_path: Path, binaries: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, broken, text = tmp_path / "m.gguf", tmp_path / "broken.gguf", tmp_path / "text.gguf"
-    write_model(good)
-    write_model(broken)
+def test_what_cannot_be_measured(
+    model: Path, tmp_path: Path, binaries: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, text = tmp_path / "broken.gguf", tmp_path / "text.gguf"
+    broken.write_bytes(model.read_bytes())
     text.write_text("no model")
     for arguments, message in (
-        ([text, "--binaries", binaries], f"error: {text}: not a whole GGUF file"),
-        ([tmp_path / "none.gguf", "--binaries", binaries], "none.gguf: cannot be read: No such file"),
-        ([good, "--binaries", tmp_path], "error: --binaries: cannot run"),
-        ([good, good, "--binaries", binaries], "error: two files have one name"),
+        ([text, "--binaries", binaries], f"error: {text}: "),
+        ([tmp_path / "none.gguf", "--binaries", binaries], "none.gguf: "),
+        ([model, "--binaries", tmp_path], "error: --binaries: cannot run"),
+        ([model, model, "--binaries", binaries], "error: two files have one name"),
         ([broken, "--binaries", binaries], "failed:\ncannot load"),
     ):
-        assert command(*arguments, "--rounds", 1) == 1
+        words = ["steps", *map(str, arguments), "--rounds", "1", "--out", str(tmp_path / "store")]
+        assert main(words) == 1
         assert message in capsys.readouterr().err

@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gguf import GGUFWriter
 
-from bench.conversion import NANO, Program, anonymous_bytes, compare, convert
+from bench.cli import main
+from bench.models import conversion
 from bench.models.checkpoint import qwen35_4b, write_checkpoint
+from bench.models.conversion import Program, anonymous_bytes, compare, convert, in_turns
+from bench.models.vocab import NANO
+from bench.store import Run, load
 from convert.checkpoint import Checkpoint
 from convert.tensors import plan_tensors
 from convert.vocab import Vocab
@@ -34,10 +39,32 @@ def test_a_run_is_watched(tmp_path: Path) -> None:
     steps = ["import pathlib, time", "held = bytearray(100_000_000)", "time.sleep(0.3)"]
     code = "; ".join([*steps, f"pathlib.Path({str(output)!r}).touch()"])
     watched = convert(Program("a program", output, ["-c", code]))
-    assert watched.seconds > 0.3
-    assert watched.rss_bytes > 100_000_000
-    assert watched.anonymous_bytes > 100_000_000
+    assert watched["conversion_time"] > 0.3
+    assert watched["peak_rss"] > 0.1
+    assert watched["peak_anonymous"] > 0.1
     assert anonymous_bytes(os.getpid()) > 0
+
+
+def test_programs_take_turns_and_each_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def note(program: Program) -> dict[str, float]:
+        order.append(program.name)
+        return {"conversion_time": 2.0, "peak_rss": 0.5}
+
+    monkeypatch.setattr(conversion, "convert", note)
+    programs = [Program(name, tmp_path / name / "out", []) for name in ("a", "b")]
+    with Run.begin(tmp_path / "store", "conversion", settings={}, local=False) as run:
+        in_turns(run, programs, 2)
+    assert order == ["b", "a", "a", "b"]
+    times = load([tmp_path / "store"]).of(metric="conversion_time")
+    assert times.groupby("subject")["round"].apply(list).to_dict() == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_missing_sources_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conversion", "--llama-cpp", str(tmp_path), "--out", str(tmp_path / "store")]) == 1
+    assert f"error: --llama-cpp {tmp_path}: has no convert_hf_to_gguf.py" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
 
 
 def test_the_comparison_names_what_differs(tmp_path: Path) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.cli import main
 from bench.errors import BenchError
-from bench.latency_result import CATEGORIES, FILLER, FILLER_TOKENS
+from bench.load.prompts import TextPrompts
+from bench.load.protocol import CATEGORIES, FILLER, FILLER_TOKENS
 from bench.load.vocabulary import GgufVocabulary
-from bench.options import run
-from bench.prompts import TextPrompts
-from bench.synthetic import FIELDS, SHAPES, Synthetic, model_config, parser, synthetic
 from bench.models.chain import make_chain
+from bench.models.synthetic import FIELDS, SHAPES, ShapeOptions, Synthetic, model_config
 from bench.models.vocab import MOST_WORDS
 from convert.gguf_header import read_tensors
 from convert.llama import Batch, Context, Model, Runtime
@@ -42,7 +44,7 @@ def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("synthetic") / "small.gguf"
     command = ["--out", str(path), "--shape", "small", "--words", "20000", "--threads", "2"]
     command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
-    assert run(parser(), synthetic, command) == 0
+    assert main(["synthetic", *command]) == 0
     return path
 
 
@@ -130,7 +132,8 @@ def test_words_are_one_token_each_and_the_rest_falls_back_to_bytes(f16: Path, ma
 async def test_prompts_of_exact_length_are_cut_from_the_words(f16: Path) -> None:
     vocabulary = GgufVocabulary(f16)
     prompts = await TextPrompts.build(vocabulary, f16.with_suffix(".words.txt"))
-    made = [await prompts.make(category.prompt_tokens) for category in CATEGORIES.values()]
+    rng = random.Random(0)
+    made = [await prompts.make(category.prompt_tokens, rng) for category in CATEGORIES.values()]
     assert [await vocabulary.count(prompt) for prompt in made] == [64, 2048, 8192]
 
 
@@ -146,7 +149,7 @@ def test_the_text_never_tells_what_follows_a_word(f16: Path, made: Synthetic) ->
 def test_each_share_holds_for_a_region_with_a_text_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "two.gguf"
     command = ["--out", str(out), "--shape", "small", "--words", "500", "--mtp-acceptance", "1.0,0.3"]
-    assert run(parser(), synthetic, command) == 0
+    assert main(["synthetic", *command]) == 0
     chain = Synthetic.make(SHAPES["small"], mtp_acceptance=[1, 0.3], seed=0).chain
     assert chain.drafted[chain.tokens[:FILLER_TOKENS]].all()
     for share, region in zip(("1.0", "0.3"), chain.regions, strict=True):
@@ -198,7 +201,7 @@ def test_same_seed_same_bytes(f16: Path, tmp_path: Path) -> None:
     }.items():
         path = tmp_path / f"{name}.gguf"
         command = ["--out", str(path), "--shape", "small", "--words", "20000", *flags]
-        assert run(parser(), synthetic, [*command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
+        assert main(["synthetic", *command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
         files[name] = path
     assert files["again"].read_bytes() == f16.read_bytes()
     assert files["again"].with_suffix(".words.txt").read_bytes() == f16.with_suffix(".words.txt").read_bytes()
@@ -239,6 +242,11 @@ def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> No
         (["--layers", "6"], "--layers 6: want a multiple of 4"),
         (["--mtp-acceptance", "1.5"], "--mtp-acceptance 1.5: want a share from 0 to 1"),
         (["--mtp-acceptance", "0.7,0.5,0.3"], "--mtp-acceptance: 3 shares of a chain of 3,072 tokens leave"),
+        (
+            ["--mtp-acceptance", "0.7,0.70"],
+            "--mtp-acceptance 0.7,0.70: want at least one share, none of them",
+        ),
+        (["--mtp-acceptance", "most"], "--mtp-acceptance: could not convert string to float: 'most'"),
         (["--mtp-acceptance", "nan"], "--mtp-acceptance nan: want a share from 0 to 1"),
         (["--hidden", "300"], "--hidden: 300: want a multiple of 256"),
         (["--heads", "3"], "--heads times --head-dim: 192: want a multiple of 256"),
@@ -252,14 +260,14 @@ def test_a_wrong_flag_is_named(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.gguf"
-    assert run(parser(), synthetic, ["--out", str(out), "--shape", "small", *flags]) == 1
+    assert main(["synthetic", "--out", str(out), "--shape", "small", *flags]) == 1
     assert f"error: {message}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert run(parser(), synthetic, ["--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
+    assert main(["synthetic", "--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
     assert f"error: --out {tmp_path}/file/x.gguf: " in capsys.readouterr().err
 
 
@@ -275,3 +283,4 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 def test_every_shape_has_every_flag() -> None:
     assert all(set(shape) == set(FIELDS) for shape in SHAPES.values())
+    assert [option.name for option in fields(ShapeOptions)] == list(FIELDS)

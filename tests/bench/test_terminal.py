@@ -1,6 +1,8 @@
 """Tables line up, show three digits, and never show a figure that was not measured."""
 
-from bench.table import Table, show
+import pytest
+
+from bench.terminal import Table, show
 
 TABLE = Table(
     ["category", "ms", "share"],
@@ -15,15 +17,16 @@ def test_cells() -> None:
     assert shown == ["-", "0", "0.012", "1.23", "12.3", "123", "12,346", "12,345", "text"]
 
 
-def test_terminal() -> None:
-    assert str(TABLE).splitlines() == [
+def test_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    TABLE.print()
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "Latency",
-        "category     ms  share",
-        "--------  -----  -----",
-        "short      12.3    98%",
-        "a|b       1,234      -",
-        "long          7     0%",
+        " category     ms  share",
+        " short      12.3    98%",
+        " a|b       1,234      -",
+        " long          7     0%",
         "  one note",
+        "",
     ]
 
 
