@@ -4,11 +4,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pandas as pd
 
-from bench.analysis.statistics import percentiles
+from bench.analysis.statistics import Ratio, percentiles
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
 from bench.metrics import METRICS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
+VERDICTS = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1]}
 STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -33,6 +34,25 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text as text: smaller, and it can be searched
     "svg.hashsalt": "qwen-bench",  # the same figures give the same bytes
 }
+
+DRAWN = ("step_time", "prefill_time", "conversion_time")
+"""Metrics that get a picture of their own, if there are few enough cells."""
+MOST_PANELS = 6
+
+
+class Placed(Protocol):
+    """Where a variant of a sweep stands: speed against the baseline, and points over the tightest gate."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def speed(self) -> Ratio | None: ...
+    @property
+    def quality(self) -> float | None: ...
+    @property
+    def verdict(self) -> str | None: ...
+    @property
+    def front(self) -> bool: ...
 
 
 @contextmanager
@@ -72,6 +92,12 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
     if len(loads(frame)):
         made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
+    if {"kld_mean", "bits_per_weight"} <= set(frame["metric"]):
+        made["Divergence"] = draw_divergence(frame, folder / f"{prefix}divergence.svg")
+    for metric in DRAWN:
+        if 0 < len(panels_of(frame, metric)) <= MOST_PANELS:
+            title = METRICS[metric].title.capitalize()
+            made[title] = draw_metric(frame, metric, folder / f"{prefix}{metric}.svg", about)
     return made
 
 
@@ -148,13 +174,19 @@ def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     return path
 
 
-def draw_metric(frame: pd.DataFrame, metric: str, path: Path) -> Path:
+def panels_of(frame: pd.DataFrame, metric: str) -> list[tuple[str, str]]:
+    """Every workload and cell that a metric was measured in."""
+    rows = frame[frame["metric"] == metric]
+    return list(dict.fromkeys(zip(rows["workload"], rows["cell"], strict=True)))
+
+
+def draw_metric(frame: pd.DataFrame, metric: str, path: Path, about: str = "") -> Path:
     """Any metric: a panel a workload and cell, a bar a subject, every round a dot."""
     rows = frame[frame["metric"] == metric]
-    panels = list(dict.fromkeys(zip(rows["workload"], rows["cell"], strict=True)))
+    panels = panels_of(frame, metric)
     subjects, colours = list(dict.fromkeys(rows["subject"])), colours_of(frame)
-    height = 1.2 + 0.4 * len(subjects)
-    title = f"{METRICS[metric].title}, {METRICS[metric].unit}"
+    height = 1.3 + 0.4 * len(subjects)
+    title = _titled(f"{METRICS[metric].title}, {METRICS[metric].unit}", about)
     with figure(path, title=title, columns=len(panels), width=2 + 3.2 * len(panels), height=height) as axes:
         for axis, (workload, cell) in zip(axes, panels, strict=True):
             some = rows[(rows["workload"] == workload) & (rows["cell"] == cell)]
@@ -167,6 +199,62 @@ def draw_metric(frame: pd.DataFrame, metric: str, path: Path) -> Path:
             axis.set_title(f"{workload}, {cell}", fontsize=9)
             axis.grid(axis="y", visible=False)
     return path
+
+
+def draw_divergence(frame: pd.DataFrame, path: Path) -> Path:
+    """Mean KL divergence against bits per weight, a point a file; files alike share one."""
+    wanted = frame[frame["metric"].isin(("bits_per_weight", "kld_mean", "kld_p99"))]
+    wide = wanted.pivot_table(index="subject", columns="metric", values="value", aggfunc="median").dropna(
+        subset=["bits_per_weight", "kld_mean"]
+    )
+    with figure(path, title="KL divergence from the whole model, nats (less is better)") as (axis,):
+        points = wide.sort_values("bits_per_weight")
+        for metric, style, label in (("kld_mean", "o-", "mean"), ("kld_p99", "o--", "99% of tokens below")):
+            if metric in points:
+                axis.plot(points["bits_per_weight"], points[metric], style, label=label)
+        axis.set_yscale("log")
+        alike: dict[tuple[float, float], list[str]] = {}
+        for name, at in zip(points.index, points[["bits_per_weight", "kld_mean"]].to_numpy(), strict=True):
+            alike.setdefault((float(at[0]), float(at[1])), []).append(str(name))
+        for (bits, kld), names in alike.items():
+            _name(axis, bits, kld, ", ".join(names), right=True)
+        axis.set_xlabel("bits per weight")
+        axis.margins(x=0.12)
+        axis.legend()
+    return path
+
+
+def draw_speed_quality(places: Sequence[Placed], recommended: str | None, path: Path) -> Path:
+    """Speed with its interval against the margin at the tightest gate; the front a line, a star what to
+    ship."""
+    from matplotlib.lines import Line2D
+
+    known = [(one.quality, one.speed, one) for one in places if one.speed and one.quality is not None]
+    front = sorted((x, speed.value) for x, speed, one in known if one.front)
+    with figure(path, title="Speed against quality (up and right is better)", width=8.5) as (axis,):
+        axis.plot([x for x, _ in front], [y for _, y in front], drawstyle="steps-pre", linewidth=1)
+        for number, (x, speed, one) in enumerate(sorted(known, key=lambda point: point[1].value)):
+            ship, colour = one.name == recommended, VERDICTS.get(one.verdict, PALETTE[6])
+            if speed.low is not None and speed.high is not None:
+                axis.plot([x, x], [speed.low, speed.high], color=colour, alpha=0.5, linewidth=1)
+            axis.plot([x], [speed.value], "*" if ship else "o", ms=13 if ship else 6, color=colour)
+            _name(axis, x, speed.value, one.name, right=number % 2 == 0)  # neighbours on different sides
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_xlabel("points over the threshold at the tightest gate")
+        axis.set_ylabel("speed")
+        axis.margins(x=0.15, y=0.12)
+        marks = {str(one.verdict): VERDICTS.get(one.verdict, PALETTE[6]) for _, _, one in known}
+        key = [Line2D([], [], ls="", marker="o", color=colour, label=name) for name, colour in marks.items()]
+        if recommended is not None:
+            key.append(Line2D([], [], ls="", marker="*", ms=11, color="black", label="ship"))
+        key.append(Line2D([], [], linewidth=1, label="Pareto front"))
+        axis.legend(handles=key, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return path
+
+
+def _name(axis: "Axes", x: float, y: float, text: str, *, right: bool) -> None:
+    side, at = ("left", 7) if right else ("right", -7)
+    axis.annotate(text, (x, y), xytext=(at, 4), textcoords="offset points", ha=side, fontsize=8)
 
 
 def colours_of(frame: pd.DataFrame) -> dict[str, str]:

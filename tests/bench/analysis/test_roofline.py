@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -225,7 +226,7 @@ def test_the_command_estimates_bounds_and_puts_measured_beside_it(
     assert "nothing here was measured" in shown
     assert "Measured, beside the estimates for the same card" in shown
     beside = [line for line in shown.splitlines() if line.strip().startswith("ours")]
-    assert [line.split("  ")[1].strip() for line in beside] == [
+    assert [re.split(r"\s{2,}", line.strip())[1] for line in beside] == [
         "short, distinct: prompt read",
         "short, distinct: prompt read, drafts",
         "long, official: prompt cached",
