@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
-VERDICTS = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1]}
+VERDICTS: dict[str | None, str] = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1]}
 STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,

@@ -21,13 +21,18 @@ from bench.terminal import Table, show
 VIEWS = {
     "latency": "bench.report.latency:latency_tables",
     "throughput": "bench.report.throughput:throughput_tables",
+    "peers": "bench.report.peers:peers_tables",
+    "quality": "bench.report.quality:quality_tables",
+    "perplexity": "bench.report.perplexity:perplexity_tables",
+    "conformance": "bench.report.conformance:conformance_tables",
+    "sweep": "bench.report.sweep:sweep_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
 
-ADVICE: dict[str, str] = {}
+ADVICE = {"sweep": "bench.report.sweep:sweep_advice"}
 """By verb, where sentences are made that stand above the tables: a function of `Results`."""
 
-PICTURES: dict[str, str] = {}
+PICTURES = {"sweep": "bench.report.sweep_pictures:sweep_pictures"}
 """By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix
 that returns files by title."""
 
