@@ -1,88 +1,21 @@
-"""The pictures: one look, drawn from the store's tidy rows alone."""
+"""Pictures that are drawn from the store's tidy rows alone."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import pandas as pd
 
-from bench.analysis.statistics import Ratio, percentiles
-from bench.errors import BenchError
+from bench.analysis.statistics import percentiles
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
 from bench.metrics import METRICS
+from bench.plot import PALETTE, figure
 from bench.terminal import show
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
-VERDICTS: dict[str | None, str] = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1]}
-STYLE: dict[Any, Any] = {
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "figure.titlesize": 12,
-    "font.size": 9.5,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text as text: smaller, and it can be searched
-    "svg.hashsalt": "qwen-bench",  # the same figures give the same bytes
-}
 
 DRAWN = ("step_time", "prefill_time", "conversion_time")
 """Metrics that get a picture of their own, if there are few enough cells."""
 MOST_PANELS = 6
-
-
-class Placed(Protocol):
-    """Where a variant of a sweep stands: speed against the baseline, and points over the tightest gate."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def speed(self) -> Ratio | None: ...
-    @property
-    def quality(self) -> float | None: ...
-    @property
-    def verdict(self) -> str | None: ...
-    @property
-    def front(self) -> bool: ...
-
-
-@contextmanager
-def figure(
-    path: Path, *, title: str = "", rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
-) -> Iterator[Sequence["Axes"]]:
-    """Axes to draw on, row by row; the picture lies at ``path`` (its suffix says png, svg or pdf) afterwards.
-
-    ``width`` and ``height`` are inches. Raises BenchError when the suffix or the folder will not do.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        drawing = Figure(figsize=(width, height), layout="constrained")
-        if title:
-            drawing.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=10.5)
-        axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
-        yield axes
-        for axis in axes:
-            if axis.get_ylim()[1] >= 1000 and axis.get_yscale() == "linear":
-                axis.yaxis.set_major_formatter("{x:,.0f}")
-        part, kind = path.with_name(f".{path.name}.part"), path.suffix.removeprefix(".")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            undated = {"Date": None} if kind == "svg" else None
-            drawing.savefig(part, format=kind or "png", dpi=130, metadata=undated)
-            part.replace(path)
-        except (OSError, ValueError) as error:
-            raise BenchError(f"{path}: the picture cannot be written: {error}") from error
 
 
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
@@ -92,8 +25,8 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
     if len(loads(frame)):
         made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
-    if {"kld_mean", "bits_per_weight"} <= set(frame["metric"]):
-        made["Divergence"] = draw_divergence(frame, folder / f"{prefix}divergence.svg")
+    if len(open_loops(frame)):
+        made["Goodput"] = draw_open_loops(frame, folder / f"{prefix}goodput.svg", about)
     for metric in DRAWN:
         if 0 < len(panels_of(frame, metric)) <= MOST_PANELS:
             title = METRICS[metric].title.capitalize()
@@ -144,31 +77,51 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
 
 
 def loads(frame: pd.DataFrame) -> pd.DataFrame:
-    """Output tok/s of closed loops, with the level as a column."""
-    rows = frame[frame["metric"] == "output_rate"]
-    levels = rows["cell"].str.extract(r"^(\d+) concurrent$")[0]
-    return rows.assign(level=levels).dropna(subset=["level"]).astype({"level": "int64"})
+    """Output tok/s of closed loops, with their concurrency as a column, `level`."""
+    return _with_level(frame[frame["metric"] == "output_rate"], r"^(\d+) concurrent$")
+
+
+def open_loops(frame: pd.DataFrame) -> pd.DataFrame:
+    """Goodput of open loops (without limits, the request rate), with the offered rate as `level`."""
+    metric = "goodput" if (frame["metric"] == "goodput").any() else "request_rate"
+    return _with_level(frame[frame["metric"] == metric], r"^([\d.]+) req/s$")
 
 
 def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """A panel a workload: output tok/s by concurrency, a line a subject, every round a dot."""
-    rows, colours = loads(frame), colours_of(frame)
-    workloads = list(dict.fromkeys(rows["workload"]))
+    """Output tok/s by concurrency."""
     title = _titled("Output tok/s by concurrency (more is better)", about)
+    return _draw_levels(loads(frame), colours_of(frame), path, title, "requests at once")
+
+
+def draw_open_loops(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
+    """Goodput by request rate: what stays below the rate offered came late, or not at all."""
+    rows = open_loops(frame)
+    title = _titled(f"{METRICS[str(rows['metric'].iloc[0])].title} (more is better)", about)
+    return _draw_levels(rows, colours_of(frame), path, title, "requests a second, offered")
+
+
+def _with_level(rows: pd.DataFrame, pattern: str) -> pd.DataFrame:
+    levels = rows["cell"].str.extract(pattern)[0]
+    return rows.assign(level=levels).dropna(subset=["level"]).astype({"level": "float64"})
+
+
+def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, title: str, what: str) -> Path:
+    """A panel a workload: a line a subject, every round a dot."""
+    workloads = list(dict.fromkeys(rows["workload"]))
     width = 1.5 + 4.7 * len(workloads)
     with figure(path, title=title, columns=len(workloads), width=max(width, 8.5), height=4.2) as axes:
         for axis, workload in zip(axes, workloads, strict=True):
-            for subject, some in rows[rows["workload"] == workload].groupby("subject", sort=False):
-                medians = some.groupby("level")["value"].median()
-                colour = colours[str(subject)]
+            own = rows[rows["workload"] == workload]
+            for subject, some in own.groupby("subject", sort=False):
+                medians, colour = some.groupby("level")["value"].median(), colours[str(subject)]
                 axis.plot(medians.index, medians, "-", color=colour, label=str(subject), linewidth=1.6)
                 axis.plot(some["level"], some["value"], "o", color=colour, markersize=3.5)
-            levels = sorted(rows[rows["workload"] == workload]["level"].unique())
+            levels = sorted(own["level"].unique())
             axis.set_xscale("log", base=2)
-            axis.set_xticks(levels, [str(level) for level in levels])
+            axis.set_xticks(levels, [f"{level:g}" for level in levels])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
-            axis.set_xlabel("requests at once")
+            axis.set_xlabel(what)
             axis.set_title(f"{workload} prompts", fontsize=9)
         axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return path
@@ -199,62 +152,6 @@ def draw_metric(frame: pd.DataFrame, metric: str, path: Path, about: str = "") -
             axis.set_title(f"{workload}, {cell}", fontsize=9)
             axis.grid(axis="y", visible=False)
     return path
-
-
-def draw_divergence(frame: pd.DataFrame, path: Path) -> Path:
-    """Mean KL divergence against bits per weight, a point a file; files alike share one."""
-    wanted = frame[frame["metric"].isin(("bits_per_weight", "kld_mean", "kld_p99"))]
-    wide = wanted.pivot_table(index="subject", columns="metric", values="value", aggfunc="median").dropna(
-        subset=["bits_per_weight", "kld_mean"]
-    )
-    with figure(path, title="KL divergence from the whole model, nats (less is better)") as (axis,):
-        points = wide.sort_values("bits_per_weight")
-        for metric, style, label in (("kld_mean", "o-", "mean"), ("kld_p99", "o--", "99% of tokens below")):
-            if metric in points:
-                axis.plot(points["bits_per_weight"], points[metric], style, label=label)
-        axis.set_yscale("log")
-        alike: dict[tuple[float, float], list[str]] = {}
-        for name, at in zip(points.index, points[["bits_per_weight", "kld_mean"]].to_numpy(), strict=True):
-            alike.setdefault((float(at[0]), float(at[1])), []).append(str(name))
-        for (bits, kld), names in alike.items():
-            _name(axis, bits, kld, ", ".join(names), right=True)
-        axis.set_xlabel("bits per weight")
-        axis.margins(x=0.12)
-        axis.legend()
-    return path
-
-
-def draw_speed_quality(places: Sequence[Placed], recommended: str | None, path: Path) -> Path:
-    """Speed with its interval against the margin at the tightest gate; the front a line, a star what to
-    ship."""
-    from matplotlib.lines import Line2D
-
-    known = [(one.quality, one.speed, one) for one in places if one.speed and one.quality is not None]
-    front = sorted((x, speed.value) for x, speed, one in known if one.front)
-    with figure(path, title="Speed against quality (up and right is better)", width=8.5) as (axis,):
-        axis.plot([x for x, _ in front], [y for _, y in front], drawstyle="steps-pre", linewidth=1)
-        for number, (x, speed, one) in enumerate(sorted(known, key=lambda point: point[1].value)):
-            ship, colour = one.name == recommended, VERDICTS.get(one.verdict, PALETTE[6])
-            if speed.low is not None and speed.high is not None:
-                axis.plot([x, x], [speed.low, speed.high], color=colour, alpha=0.5, linewidth=1)
-            axis.plot([x], [speed.value], "*" if ship else "o", ms=13 if ship else 6, color=colour)
-            _name(axis, x, speed.value, one.name, right=number % 2 == 0)  # neighbours on different sides
-        axis.axvline(0, color="black", linewidth=1)
-        axis.set_xlabel("points over the threshold at the tightest gate")
-        axis.set_ylabel("speed")
-        axis.margins(x=0.15, y=0.12)
-        marks = {str(one.verdict): VERDICTS.get(one.verdict, PALETTE[6]) for _, _, one in known}
-        key = [Line2D([], [], ls="", marker="o", color=colour, label=name) for name, colour in marks.items()]
-        if recommended is not None:
-            key.append(Line2D([], [], ls="", marker="*", ms=11, color="black", label="ship"))
-        key.append(Line2D([], [], linewidth=1, label="Pareto front"))
-        axis.legend(handles=key, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return path
-
-
-def _name(axis: "Axes", x: float, y: float, text: str, *, right: bool) -> None:
-    side, at = ("left", 7) if right else ("right", -7)
-    axis.annotate(text, (x, y), xytext=(at, 4), textcoords="offset points", ha=side, fontsize=8)
 
 
 def colours_of(frame: pd.DataFrame) -> dict[str, str]:

@@ -32,7 +32,11 @@ VIEWS = {
 ADVICE = {"sweep": "bench.report.sweep:sweep_advice"}
 """By verb, where sentences are made that stand above the tables: a function of `Results`."""
 
-PICTURES = {"sweep": "bench.report.sweep_pictures:sweep_pictures"}
+PICTURES = {
+    "quality": "bench.report.quality_pictures:quality_pictures",
+    "perplexity": "bench.report.quality_pictures:perplexity_pictures",
+    "sweep": "bench.report.sweep_pictures:sweep_pictures",
+}
 """By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix
 that returns files by title."""
 

@@ -2,16 +2,14 @@
 
 import json
 import re
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from bench.analysis.statistics import Ratio
 from bench.cli import main
-from bench.report.pictures import draw_pictures, draw_speed_quality
+from bench.report.pictures import draw_pictures
 from bench.report.report import ADVICE, PICTURES, VIEWS
 from bench.store import load
 from tests.bench.made import Row, made_run
@@ -129,33 +127,20 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path, capsys: pytest.Capture
     assert page.read_text() == "no marks"
 
 
+def test_open_loops_are_drawn_by_the_rate_offered(tmp_path: Path) -> None:
+    rows: list[Row] = [("s", "random", f"{rate} req/s", 1, {"goodput": rate * 0.9}) for rate in (2, 4.5)]
+    made_run(tmp_path, rows)
+    made = draw_pictures(load([tmp_path]).frame, tmp_path)
+    assert [path.name for path in made.values()] == ["goodput.svg"]
+    assert ">4.5<" in (tmp_path / "goodput.svg").read_text()
+
+
 def test_what_the_engine_alone_took_is_drawn(tmp_path: Path) -> None:
     rows: list[Row] = [(name, "decode", "8 sequences", 1, {"step_time": 7.5}) for name in ("a", "b")]
     made_run(tmp_path, rows)
     made = draw_pictures(load([tmp_path]).frame, tmp_path)
     assert [path.name for path in made.values()] == ["step_time.svg"]
     assert "decode, 8 sequences" in (tmp_path / "step_time.svg").read_text()
-
-
-@dataclass
-class Place:
-    name: str
-    speed: Ratio | None
-    quality: float | None
-    verdict: str | None
-    front: bool
-
-
-def test_speed_against_quality_marks_what_to_ship(tmp_path: Path) -> None:
-    places = [
-        Place("Q8_0", Ratio(1.0, 1.0, 1.0, 10), 5.0, "pass", True),
-        Place("Q4_K_M", Ratio(1.4, 1.3, 1.5, 10), 2.0, "pass", True),
-        Place("Q2_K", Ratio(1.2, None, None, 3), -1.0, "fail", False),
-        Place("broken", None, None, None, False),
-    ]
-    text = draw_speed_quality(places, "Q4_K_M", tmp_path / "x.svg").read_text()
-    assert all(f">{name}<" in text for name in ("Q8_0", "Q4_K_M", "Q2_K", "ship", "fail"))
-    assert "broken" not in text
 
 
 @pytest.mark.parametrize("where", [*VIEWS.values(), *ADVICE.values(), *PICTURES.values()])
