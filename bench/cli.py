@@ -33,6 +33,12 @@ COMMANDS = {
     "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
     "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
     "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
+    "compare": ("bench.report.compare:compare", "Subjects of one run or of several side by side."),
+    "report": ("bench.report.report:report", "Tables, pictures and one page from what a store holds."),
+    "synthetic": ("bench.models.synthetic:synthetic", "Write a made-up model for measuring speed alone."),
+    "roofline": ("bench.analysis.roofline:roofline", "What a request would take on a card: an estimate."),
+    "steps": ("bench.analysis.steps:steps", "What a step of the engine alone costs, file beside file."),
+    "conversion": ("bench.models.conversion:conversion", "Speed of the converter beside llama.cpp's."),
 }
 """By name: where it is, and what it answers."""
 

@@ -75,8 +75,23 @@ METRICS: dict[str, Metric] = {
     "resident_memory": Metric("MiB", "lower", "resident memory of the server", per_cell=True),
     "aborted": Metric("requests", None, "streams given up by the client", per_cell=True),
     # --- of the engine without a server
-    "step_time": Metric("ms", "lower", "a step of the engine"),
     "copy_time": Metric("ms", "lower", "copying, saving or restoring a sequence"),
     "copy_size": Metric("MiB", None, "a saved sequence", per_cell=True),
+    # --- of a conversion
+    "conversion_time": Metric("s", "lower", "time of a conversion", per_cell=True),
+    "cpu_time": Metric("s", "lower", "processor time", per_cell=True),
+    "peak_rss": Metric("GB", "lower", "peak memory", per_cell=True),
+    "peak_anonymous": Metric("GB", "lower", "peak memory that no file backs", per_cell=True),
+    "written": Metric("GB", None, "file written", per_cell=True),
+    # --- of passes of the engine alone, of a batch of sequences
+    "prefill_time": Metric("ms", "lower", "time to read a prompt", per_cell=True),
+    "step_time": Metric("ms", "lower", "time of a step", per_cell=True),
+    "step_bytes": Metric("GB", "lower", "bytes a decode step moves, by the tensors", per_cell=True),
+    # --- of the roofline: computed, never measured
+    "predicted_latency": Metric("ms", "lower", "latency, an estimate by the roofline model", per_cell=True),
+    "least_latency": Metric("ms", "lower", "latency by the datasheet: nothing can be below", per_cell=True),
+    "predicted_memory": Metric("ms", None, "of the estimate, bytes being moved", per_cell=True),
+    "predicted_compute": Metric("ms", None, "of the estimate, arithmetic", per_cell=True),
+    "predicted_launches": Metric("ms", None, "of the estimate, launches", per_cell=True),
 }
 """Further measurements add theirs here."""

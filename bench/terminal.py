@@ -41,7 +41,7 @@ class Table:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else FULL_WIDTH)
         made = RichTable(title=self.title or None, title_justify="left", box=None, header_style="bold")
         for number, name in enumerate(self.header):
-            made.add_column(name, justify="left" if self._is_text(number) else "right")
+            made.add_column(name, justify="left" if self.is_text(number) else "right")
         for row in self.rows:
             made.add_row(*(show(cell) for cell in row))
         console.print(made, markup=False)
@@ -51,13 +51,14 @@ class Table:
 
     def markdown(self) -> str:
         """The same as a Markdown table, title and notes as paragraphs."""
-        rule = ["---" if self._is_text(number) else "---:" for number in range(len(self.header))]
+        rule = ["---" if self.is_text(number) else "---:" for number in range(len(self.header))]
         rows = [list(self.header), rule, *([show(cell) for cell in row] for row in self.rows)]
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
         parts = [f"**{self.title}**"] if self.title else []
         return "\n\n".join([*parts, body, *self.notes]) + "\n"
 
-    def _is_text(self, column: int) -> bool:
+    def is_text(self, column: int) -> bool:
+        """Whether a column stands left: the first one, and those that hold words."""
         cells = [row[column] for row in self.rows]
         return column == 0 or any(isinstance(cell, str) and not cell[:1].isdigit() for cell in cells)
 

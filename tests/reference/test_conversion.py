@@ -73,7 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     command = [
         sys.executable,
         "-m",
-        "bench.llama_cpp_converter",
+        "bench.models.llama_cpp_converter",
         str(llama_cpp_sources()),
         str(source.folder),
     ]
