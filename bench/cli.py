@@ -20,6 +20,22 @@ COMMANDS = {
         "bench.load.throughput:throughput",
         "Many requests: levels of concurrency, or request rates.",
     ),
+    "quality": (
+        "bench.gates.quality:quality",
+        "Quality gates through lm-eval, with 95% intervals.",
+    ),
+    "perplexity": (
+        "bench.gates.perplexity:perplexity",
+        "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
+    ),
+    "conformance": (
+        "bench.checks.conformance:conformance",
+        "The server's contract as checks, pass or fail a line each.",
+    ),
+    "sweep": (
+        "bench.variants.sweep:sweep",
+        "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+    ),
 }
 """By name: where it is, and what it answers."""
 
