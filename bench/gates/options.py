@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from bench.arguments import Natural, Positive, ServerOptions, comma_separated, parsed_by
+from bench.arguments import Natural, Positive, ServerOptions, parsed_by, repeated
 from bench.gates.gate import NANO_FOLDER
 
 ALL = "all"
@@ -34,7 +34,7 @@ def gate_folder(text: str) -> tuple[str, Path]:
 
 
 Limit = Annotated[float | None, parsed_by(read_limit)]
-Data = Annotated[tuple[tuple[str, Path], ...], comma_separated(gate_folder)]
+Data = Annotated[tuple[tuple[str, Path], ...], repeated(gate_folder)]
 
 
 @Parameter(name="*")

@@ -1,7 +1,7 @@
 """What a gate's answers were worth: to the store, and back from it."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import pandas as pd
 
@@ -73,13 +73,11 @@ class GateScore:
     @classmethod
     def of_values(cls, gate: str, values: dict[str, float]) -> Self:
         """The inverse of `values`."""
-        fields = {field: values.get(metric) for field, metric in METRIC_OF.items()}
-        shares = {name: None if fields[name] is None else fields[name] / 100 for name in SHARES}
-        counts = {
-            name: int(fields[name] or 0)
-            for name in ("items", "items_in_all", "cut", "truncated_thinking", "empty", "retries")
-        }
-        return cls(gate=gate, **shares, **counts, seconds=fields["seconds"] or 0.0)  # type: ignore[arg-type]
+        known = {field: values[metric] for field, metric in METRIC_OF.items() if metric in values}
+        shares = {field: known[field] / 100 if field in known else None for field in SHARES}
+        counts = {field: int(value) for field, value in known.items() if field not in (*SHARES, "seconds")}
+        fields: dict[str, Any] = {**shares, **counts}
+        return cls(gate=gate, **fields, seconds=known.get("seconds", 0.0))
 
 
 def gate_scores(rows: pd.DataFrame) -> list[GateScore]:
