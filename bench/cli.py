@@ -47,6 +47,7 @@ def make_app(asked: str | None) -> App:
         help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
         result_action="return_value",
         version_flags=(),
+        suppress_keyboard_interrupt=False,  # main says what it says of it
     )
     for name, (where, what) in COMMANDS.items():
         app.command(where, name=name, help=None if name == asked else what)

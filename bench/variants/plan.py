@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import provenance
-from bench.analysis.statistics import DEFAULT_ROUNDS, LEAST_ROUNDS
+from bench.analysis.statistics import DEFAULT_ROUNDS
 from bench.errors import BenchError
 from bench.gates.gate import NANO_FOLDER
 from bench.gates.options import GateOptions
@@ -35,8 +35,8 @@ class Effort:
 
 
 FULL = Effort(rounds=DEFAULT_ROUNDS, runs=5, warmup=2, stream_runs=1)
-LIGHT = Effort(rounds=LEAST_ROUNDS, runs=1, warmup=1, stream_runs=0)
-"""For nano: a minute or two a variant on two cores."""
+LIGHT = Effort(rounds=7, runs=1, warmup=1, stream_runs=0)
+"""For nano: a minute or two a variant on two cores. Intervals of fewer rounds are somewhat too narrow."""
 
 
 @dataclass(frozen=True, slots=True)

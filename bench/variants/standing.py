@@ -200,12 +200,13 @@ def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
     if ratio is None or ratio.told_apart:
         return None
     too = " passes too, and" if best.verdict == "pass" else ":"
-    why = "are too few to tell" if ratio.low is None else "do not tell"
+    if ratio.low is None:
+        rounds = "one round is" if ratio.rounds == 1 else f"{ratio.rounds} rounds are"
+        why, times = f"{rounds} too few to tell", f"{ratio.value:.2f}x"
+    else:
+        why, times = f"{ratio.rounds} rounds do not tell", str(ratio)
     quality = f"; its margin is {other.quality:+.1f} points" if other.verdict is not None else ""
-    return (
-        f"{other.name}{too} {ratio.rounds} rounds {why} its speed from {best.name}'s ({ratio} of it)"
-        f"{quality}."
-    )
+    return f"{other.name}{too} {why} its speed from {best.name}'s ({times} of it){quality}."
 
 
 def _undecided(standing: Standing, *, faster: bool) -> str:

@@ -126,7 +126,7 @@ def sweep(
     data
         GATE=FOLDER: a dataset's local copy; may be repeated.
     rounds
-        Visit all variants so many times, so that drift of the machine hits all alike (10; 5 for nano).
+        Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano).
     runs
         Timed requests per category, protocol and round (5; 1 for nano).
     warmup
@@ -139,7 +139,7 @@ def sweep(
         Some of short, medium and long.
     baseline
         What speed is relative to: first (the first variant; for nano), another variant, official (BF16 on an
-        A10G; for others), or short=MS,medium=MS,long=MS.
+        A10G; for others), none, or short=MS,medium=MS,long=MS.
     force
         Measure everything again.
     seed
@@ -419,7 +419,12 @@ def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, 
     if text == FIRST:
         return text
     by_name = {variant.name.lower(): variant.name for variant in variants}
-    return by_name.get(text.lower()) or read_baseline(text)
+    if text.lower() in by_name:
+        return by_name[text.lower()]
+    if "=" not in text and text not in ("official", NONE):
+        names = ", ".join(by_name.values())
+        raise BenchError(f"--baseline {text}: want first, one of {names}, official, none or short=MS,...")
+    return read_baseline(text)
 
 
 def say(*parts: str) -> None:

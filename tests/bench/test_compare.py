@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.conformance import ConformanceResult, Outcome
+from bench.gates.result import QualityResult
+from bench.perplexity_result import Estimate, Histogram, Kld, PerplexityResult
 
 from bench import compare
-from bench.conformance import ConformanceResult, Outcome
 from bench.errors import BenchError
 from bench.figures import READERS, Figure, figures_of, kind_of
-from bench.gates.result import QualityResult
 from bench.latency_result import LatencyResult
 from bench.measures import Spread
 from bench.options import run
@@ -19,7 +20,6 @@ from bench.overhead import Level as OverheadLevel
 from bench.overhead import OverheadResult
 from bench.peers_result import Figure as PeerFigure
 from bench.peers_result import PeersResult
-from bench.perplexity_result import Estimate, Histogram, Kld, PerplexityResult
 from bench.results import Record
 from bench.steps import FileSteps, Step, StepsResult
 from bench.throughput_result import Level, Score, ThroughputResult
