@@ -139,7 +139,7 @@ def sweep(
         Some of short, medium and long.
     baseline
         What speed is relative to: first (the first variant; for nano), another variant, official (BF16 on an
-        A10G; for others), none, or short=MS,medium=MS,long=MS.
+        A10G; for others), or short=MS,medium=MS,long=MS.
     force
         Measure everything again.
     seed
@@ -421,9 +421,9 @@ def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, 
     by_name = {variant.name.lower(): variant.name for variant in variants}
     if text.lower() in by_name:
         return by_name[text.lower()]
-    if "=" not in text and text not in ("official", NONE):
+    if "=" not in text and text != "official":
         names = ", ".join(by_name.values())
-        raise BenchError(f"--baseline {text}: want first, one of {names}, official, none or short=MS,...")
+        raise BenchError(f"--baseline {text}: want first, one of {names}, official or short=MS,...")
     return read_baseline(text)
 
 
