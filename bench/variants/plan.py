@@ -89,7 +89,7 @@ class Plan:
 
     def gates_fingerprint(self, variant: Variant, sha256: str) -> str:
         """Of one variant's scores: they do not depend on the others', nor on its name."""
-        asked = None if self.gates is None else {**self.gates.settings(), "concurrency": None}
+        asked = None if self.gates is None else self.gates.settings()
         served = [sha256, self.server_settings(variant)]
         return _digest({"served": served, "gates": asked, **_machine()})
 

@@ -362,7 +362,7 @@ class Sweep:
         for number, variant in enumerate(variants, 1):
             say(f"{stage} [{number}/{len(variants)}] {variant.name}")
             began = perf_counter()
-            error = attempt(run.folder, lambda one=variant: measure(one))  # type: ignore[misc]
+            error = attempt(measure, variant, run.folder)
             spent.append(perf_counter() - began)
             if error is not None:
                 self._fail(variant, error)
@@ -387,10 +387,10 @@ class Sweep:
         return stages
 
 
-def attempt(folder: Path, measure: Callable[[], None]) -> str | None:
+def attempt(measure: Callable[[Variant], None], variant: Variant, folder: Path) -> str | None:
     """One stage of one variant; why it failed, or None."""
     try:
-        measure()
+        measure(variant)
     except BenchError as error:
         return str(error)
     except Exception as error:  # whatever lm-eval or a dataset throws is not the others' matter

@@ -12,6 +12,7 @@ from bench.cli import main
 from bench.errors import BenchError
 from bench.gates.perplexity import Measured, Reading, estimate, measure
 from bench.report.perplexity import WORKLOAD
+from bench.report.quality_pictures import perplexity_pictures
 from bench.store import load
 from convert import kld
 from convert.chunks import read_chunks
@@ -138,6 +139,9 @@ def test_the_command(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture
     assert set(results.frame["cell"]) == {"positions 48 to 94 of 96"}, "what the mean is over"
     shown = capsys.readouterr()
     (mean,) = results.of(metric="kld_mean")["value"]
+    ((title, picture),) = perplexity_pictures(results, tmp_path / "pictures").items()
+    assert title == "KL divergence of two-F32.gguf from one-F32.gguf"
+    assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")
     assert f"{mean:.5f}" in shown.out
     assert "two-F32.gguf against one-F32.gguf" in shown.out and "positions 48 to 94 of 96" in shown.out
     assert "tokens: the 99% quantile rests on a handful" in shown.out

@@ -8,6 +8,7 @@ from bench.cli import main
 from bench.gates.quality import SAMPLES
 from bench.gates.samples import Sample, read_samples
 from bench.gates.score import SUBTASKS, GateScore, gate_scores
+from bench.report.quality_pictures import quality_pictures
 from bench.store import Results, load
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, thinks
 from tests.bench.gates.data import all_right, answering, nano_folder
@@ -66,6 +67,8 @@ def test_scores_are_what_the_answers_are_worth(
     assert [gate.verdict for gate in gates] == ["fail", "fail", "fail"]
     shown = capsys.readouterr().out
     assert "nano_reasoning" in shown and "75.0" in shown and "fail" in shown
+    (picture,) = quality_pictures(results, tmp_path / "pictures").values()
+    assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
 
 def test_modes_are_the_contracts(nano: Path, tmp_path: Path) -> None:
