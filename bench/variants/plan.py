@@ -85,7 +85,7 @@ class Plan:
         """Of a comparison: all variants, how they are timed, and on what machine. Rounds of the same
         comparison belong together, whenever they were measured."""
         served = {one.name: [sha256[one.name], self.server_settings(one)] for one in variants}
-        return _digest({"served": served, "timing": self.timing(), **_machine()})
+        return _digest({"source": self.source, "served": served, "timing": self.timing(), **_machine()})
 
     def gates_fingerprint(self, variant: Variant, sha256: str) -> str:
         """Of one variant's scores: they do not depend on the others', nor on its name."""

@@ -278,8 +278,13 @@ class Sweep:
             run.describe(variant.name, file=have.path.name, sha256=have.report.sha256)
             run.add(variant.name, WEIGHTS, FILE, 1, have.values)
             run.add(variant.name, DIVERGENCE, EVERY_POSITION, 1, have.divergence)
-            if not self._has_scores(run.manifest, variant):
-                run.describe(variant.name, asked=self._asked[variant.name], gates=None)
+            if self._plan.gates is not None and not self._has_scores(run.manifest, variant):
+                asked = self._asked[variant.name]
+                before = run.manifest.subjects[variant.name].get("asked", asked)
+                replies = samples_of(run.folder, variant.name)
+                if before != asked and replies.is_file():
+                    replies.rename(samples_of(run.folder, f"{variant.name}-{before}"))
+                run.describe(variant.name, asked=asked, gates=None)
                 self._adopt_scores(run, variant, known)
 
     def _resume(self, folder: Path, before: Manifest) -> Run:
@@ -303,7 +308,8 @@ class Sweep:
             return round_stage(row["round"]) in whole
 
         run = Run.resume(folder, keep)
-        run.manifest.settings = dict(self._settings)
+        asked = self._settings["gates"] or before.settings.get("gates")  # scores stay where none are asked
+        run.manifest.settings = {**self._settings, "gates": asked}
         if (now := provenance.commit()) != before.commit:
             run.note(f"begun at commit {before.commit}, gone on with at {now}")
             run.manifest.commit = now
@@ -319,8 +325,6 @@ class Sweep:
 
     def _adopt_scores(self, run: Run, variant: Variant, known: Mapping[Path, Manifest]) -> None:
         """Take a variant's scores from another sweep of the store, where the same was asked."""
-        if self._plan.gates is None:
-            return
         for folder, manifest in reversed(list(known.items())):
             if folder.resolve() == run.folder.resolve():
                 continue

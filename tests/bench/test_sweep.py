@@ -211,6 +211,13 @@ def test_what_another_sweep_may_use(world: World, sweeping: Sweeping, tmp_path: 
     assert world.settings["Q4_K_M"] == {"parallel": 4}
     assert sweeping("--quants", "Q4_K_M", *options, "--limit", "3") == 0
     assert world.take_served() == [("gates", "Q4_K_M")], "the items have nothing to do with the times"
+    assert sweeping("--quants", "Q4_K_M", "--tasks", "none", "--rounds", "1") == 0
+    assert world.take_served() == []
+    results, run, manifest = stored(tmp_path / "out")
+    (replies,) = (tmp_path / "out").glob("*/Q4_K_M-*.samples.jsonl")
+    assert len(read_samples(replies)) == 8, "what was asked before is kept"
+    (kept,) = gate_scores(results.of(run=replies.parent.name, subject="Q4_K_M"))
+    assert (kept.items, results.manifests[replies.parent.name].settings["gates"]["limit"]) == (3, 3.0)
     world.bytes = b"other weights"
     for more in ((), ("--force",)):
         assert sweeping("--quants", "Q4_K_M", *options, *more) == 0
