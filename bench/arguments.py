@@ -29,6 +29,15 @@ def comma_separated(read: Callable[[str], T]) -> Parameter:
     return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=(), show_default=show)
 
 
+def repeated(read: Callable[[str], T]) -> Parameter:
+    """For a tuple whose option may be repeated, each value with a syntax of its own: NAME=VALUE."""
+
+    def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
+        return tuple(read(token.value) for token in tokens)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=())
+
+
 def parsed_by(read: Callable[[str], T]) -> Parameter:
     """For a value with a syntax of its own: ``Annotated[Limits, parsed_by(read_limits)]``."""
 

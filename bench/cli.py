@@ -39,6 +39,22 @@ COMMANDS = {
     "roofline": ("bench.analysis.roofline:roofline", "What a request would take on a card: an estimate."),
     "steps": ("bench.analysis.steps:steps", "What a step of the engine alone costs, file beside file."),
     "conversion": ("bench.models.conversion:conversion", "Speed of the converter beside llama.cpp's."),
+    "quality": (
+        "bench.gates.quality:quality",
+        "Quality gates through lm-eval, with 95% intervals.",
+    ),
+    "perplexity": (
+        "bench.gates.perplexity:perplexity",
+        "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
+    ),
+    "conformance": (
+        "bench.checks.conformance:conformance",
+        "The server's contract as checks, pass or fail a line each.",
+    ),
+    "sweep": (
+        "bench.variants.sweep:sweep",
+        "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+    ),
 }
 """By name: where it is, and what it answers."""
 
@@ -50,6 +66,7 @@ def make_app(asked: str | None) -> App:
         help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
         result_action="return_value",
         version_flags=(),
+        suppress_keyboard_interrupt=False,  # main says what it says of it
     )
     for name, (where, what) in COMMANDS.items():
         app.command(where, name=name, help=None if name == asked else what)

@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from bench.metrics import METRICS
 
 COLUMNS = ("run", "subject", "workload", "cell", "round", "metric", "value", "unit")
 MANIFEST, ROWS = "manifest.json", "rows.jsonl"
+STOPPED = "STOPPED: "
 
 Status = Literal["running", "finished", "stopped"]
 
@@ -72,7 +73,7 @@ class Run:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._began = perf_counter()
+        self._began = perf_counter() - manifest.seconds
         self._rows = os.open(folder / ROWS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._save()
 
@@ -97,7 +98,7 @@ class Run:
             Manifest(
                 run=folder.name,
                 verb=verb,
-                command=["qwen-bench", verb, *_without_secrets(sys.argv[1:], verb)],
+                command=_command_line(verb),
                 started=started,
                 commit=provenance.commit(),
                 card=card or found,
@@ -108,6 +109,21 @@ class Run:
                 notes=list(notes),
             ),
         )
+
+    @classmethod
+    def resume(cls, folder: Path, keep: Callable[[Mapping[str, Any]], bool]) -> Self:
+        """Go on with a run that was measured in part, or is to be measured further. Rows that are not to be
+        kept, such as those of a round that was cut, are dropped.
+
+        Raises BenchError for a folder that holds no run, or a broken one.
+        """
+        manifest = _read_manifest(folder)
+        kept = "".join(json.dumps(row) + "\n" for row in _rows_of(folder) if keep(row))
+        write_atomically(folder / ROWS, kept)
+        manifest.status = "running"
+        manifest.command = _command_line(manifest.verb)
+        manifest.notes = [note for note in manifest.notes if not note.startswith(STOPPED)]
+        return cls(folder, manifest)
 
     def add(self, subject: str, workload: str, cell: str, round: int, values: Mapping[str, float]) -> None:
         """Append the values of one request, or of a whole cell, by the names of `METRICS`.
@@ -152,7 +168,7 @@ class Run:
     ) -> None:
         if error is not None:
             why = str(error) if isinstance(error, Exception) else "interrupted"
-            self.manifest.notes.append(f"STOPPED: {why or type(error).__name__}")
+            self.manifest.notes.append(f"{STOPPED}{why or type(error).__name__}")
         self.close("finished" if error is None else "stopped")
         files = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         if error is not None and files.keys() == {MANIFEST, ROWS} and files[ROWS] == 0:
@@ -195,15 +211,23 @@ def load(paths: Sequence[Path]) -> Results:
     return Results(frame, manifests)
 
 
-def _without_secrets(words: Sequence[str], verb: str) -> list[str]:
-    """The command line's options, without the verb that stands before them and with the API key masked."""
+def manifests(store: Path) -> dict[Path, Manifest]:
+    """Every run in a store by its folder, oldest first, without its rows; none in a folder that is not there.
+    Raises BenchError for a manifest that is none."""
+    found = {path.parent: _read_manifest(path.parent) for path in store.rglob(MANIFEST)}
+    return dict(sorted(found.items(), key=lambda one: (one[1].started, one[1].run)))
+
+
+def _command_line(verb: str) -> list[str]:
+    """This process's, without the verb that stands before the options and with the API key masked."""
+    words = sys.argv[1:]
     options = list(words[1:] if words[:1] == [verb] else words)
     for number, word in enumerate(options):
         if word == "--api-key" and number + 1 < len(options):
             options[number + 1] = "***"
         elif word.startswith("--api-key="):
             options[number] = "--api-key=***"
-    return options
+    return ["qwen-bench", verb, *options]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ DOORS = ("server/engine/llama/", "convert/llama/")
 REASONS = {
     "server/engine/mailbox.py": {"ctypes"},  # libc's write(), with the interpreter's lock held
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
-    "bench/perplexity.py": {"llama_cpp"},  # the same
+    "bench/gates/perplexity.py": {"llama_cpp"},  # the same
     "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
-from bench.store import COLUMNS, MANIFEST, ROWS, Run, load
+from bench.store import COLUMNS, MANIFEST, ROWS, Run, load, manifests
 
 
 def begin(store: Path, verb: str = "latency") -> Run:
@@ -103,3 +103,31 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     (run.folder / MANIFEST).write_text(json.dumps({"run": "x", "verb": "latency", "command": []}))
     with pytest.raises(BenchError, match="not a manifest: started"):
         load([tmp_path])
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), begin(tmp_path, "sweep") as run:
+        run.add("ours", "official", "short", 1, {"latency": 12.5})
+        run.add("ours", "official", "short", 2, {"latency": 99.0})
+        raise KeyboardInterrupt
+    (before,) = manifests(tmp_path).values()
+    with Run.resume(run.folder, lambda row: row["round"] == 1) as again:
+        assert again.manifest.status == "running"
+        again.add("ours", "official", "short", 2, {"latency": 13.5})
+    results = load([tmp_path])
+    assert results.of(metric="latency")[["round", "value"]].to_numpy().tolist() == [[1, 12.5], [2, 13.5]]
+    (manifest,) = results.manifests.values()
+    assert (manifest.status, manifest.notes, manifest.run) == ("finished", ["beside a compiler"], before.run)
+    assert manifest.seconds > before.seconds > 0, "the time of both"
+
+
+def test_manifests_alone(tmp_path: Path) -> None:
+    assert manifests(tmp_path / "nowhere") == {}
+    folders = []
+    for name in ("b", "a"):
+        with begin(tmp_path / name) as run:
+            run.add("ours", "official", "short", 1, {"latency": 12.5})
+        folders.append(run.folder)
+    found = manifests(tmp_path)
+    assert set(found) == set(folders)
+    assert [one.started for one in found.values()] == sorted(one.started for one in found.values())
