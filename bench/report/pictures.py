@@ -10,7 +10,7 @@ import pandas as pd
 from bench.analysis.statistics import percentiles
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
 from bench.metrics import METRICS
-from bench.plot import PALETTE, figure
+from bench.report.plot import PALETTE, figure
 from bench.terminal import show
 
 DRAWN = ("step_time", "prefill_time", "conversion_time")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gates.score import WORKLOAD, gate_scores
-from bench.plot import PALETTE, figure
+from bench.report.plot import PALETTE, figure
 from bench.store import Results
 
 if TYPE_CHECKING:

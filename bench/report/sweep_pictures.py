@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from bench.plot import PALETTE, figure
+from bench.report.plot import PALETTE, figure
 from bench.report.sweep import VERB, gate_names, weights_of
 from bench.store import Results
 from bench.variants.standing import Ranking, Standing, rank

@@ -11,11 +11,11 @@ from bench import provenance
 from bench.arguments import PromptOptions
 from bench.errors import BenchError
 from bench.gates.options import GateServer
-from bench.launch.process import ServerProcess, free_port
 from bench.load.cell import Cell, Supply, Target, record
 from bench.load.client import Client
 from bench.load.latency import LatencyCell
 from bench.load.vocabulary import GgufVocabulary, Vocabulary
+from bench.servers.launch import ServerProcess, free_port
 from bench.store import Run
 from bench.terminal import Bar
 from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
