@@ -39,7 +39,7 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
     assert results.frame["value"].tolist() == [12.5]
     (manifest,) = results.manifests.values()
     assert manifest.status == "stopped"
-    assert manifest.notes[-1] == "STOPPED: KeyboardInterrupt"
+    assert manifest.notes[-1] == "STOPPED: interrupted"
 
 
 def test_a_killed_process_loses_at_most_the_row_it_was_writing(tmp_path: Path) -> None:
