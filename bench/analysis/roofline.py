@@ -182,7 +182,7 @@ def predictions_table(subject: str, found: Sequence[Prediction]) -> Table:
         terms = (one.estimate.memory, one.estimate.compute, one.estimate.launch, one.estimate.total)
         rows.append([f"{one.category}, {one.case}", *(1000 * term for term in terms), 1000 * one.least])
     header = ["one request", "memory ms", "compute ms", "launches ms", "estimate ms", "never below ms"]
-    return Table(header, rows, title=f"{subject}: nothing here was measured on this card's own model")
+    return Table(header, rows, title=f"{subject}: computed from the file's tensors, not measured")
 
 
 def passes_table(
