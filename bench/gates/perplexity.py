@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bench.arguments import Natural, Positive, StoreOptions
 from bench.errors import BenchError
-from bench.report.perplexity import FEW_TOKENS, WORKLOAD, positions, show_perplexity
+from bench.report.perplexity import FEW_TOKENS, HISTOGRAM, WORKLOAD, nats, positions, show_perplexity
 from bench.store import Run
 from convert.chunks import read_chunks
 from convert.errors import ConvertError
@@ -61,9 +61,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``values`` by the names of `bench.metrics`; ``about``: what else is known of the comparison."""
+    """``values`` by the names of `bench.metrics`; ``histogram``: tokens by range of divergence; ``about``:
+    what else is known of the comparison."""
 
     values: dict[str, float]
+    histogram: dict[str, int]
     about: dict[str, Any]
 
 
@@ -105,6 +107,8 @@ def perplexity(
             tokens = measured.values["scored_tokens"]
             run.note(f"only {tokens:,.0f} tokens: the 99% quantile rests on a handful")
         run.add(gguf.name, WORKLOAD, reading.cell, 1, measured.values)
+        for cell, count in measured.histogram.items():
+            run.add(gguf.name, HISTOGRAM, cell, 1, {"scored_tokens": count})
         show_perplexity(run.results())
     return 0
 
@@ -136,6 +140,7 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
         raise BenchError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return Measured(
         {"size": gguf.stat().st_size / 1e6, **summarize(scores)},
+        histogram(scores),
         {
             "reference": reference.name,
             "reference_bytes": reference.stat().st_size,
@@ -143,7 +148,6 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
             "text_tokens": text_tokens,
             "reference_text_tokens": reference_text_tokens,
             "chunks": len(chunks),
-            "histogram": histogram(scores),
         },
     )
 
@@ -170,16 +174,13 @@ def summarize(scores: Scores) -> dict[str, float]:
     }
 
 
-def histogram(scores: Scores) -> dict[str, Any]:
-    """``counts`` of tokens between neighbouring ``edges`` in nats; ``zero``: those below the first edge."""
+def histogram(scores: Scores) -> dict[str, int]:
+    """Tokens by range of divergence, as `nats` names it; the first range begins at 0."""
     divergence = scores.divergence[:, :-1]
     edges = np.logspace(LOWEST, HIGHEST, (HIGHEST - LOWEST) * BINS_A_DECADE + 1)
-    counts = np.histogram(divergence.clip(max=edges[-1]), edges)[0]
-    return {
-        "edges": edges.tolist(),
-        "counts": counts.tolist(),
-        "zero": int((divergence < edges[0]).sum()),
-    }
+    bounds = [0.0, *edges.tolist()]
+    counts = np.histogram(divergence.clip(max=edges[-1]), bounds)[0].tolist()
+    return {nats(low, high): count for low, high, count in zip(bounds, bounds[1:], counts, strict=False)}
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:

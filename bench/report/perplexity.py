@@ -6,7 +6,9 @@ from typing import Any
 from bench.store import Results
 from bench.terminal import Cell, Table
 
-WORKLOAD = "divergence"
+WORKLOAD, HISTOGRAM = "divergence", "divergence by size"
+"""The store's workloads: a cell each range of positions, and a cell each range of nats."""
+
 FEW_TOKENS = 10_000  # below, the last hundredth of the tokens is fewer than a hundred
 
 LINES = {
@@ -30,6 +32,11 @@ def positions(first: int, last: int, context: int) -> str:
     return f"positions {first} to {last} of {context}"
 
 
+def nats(low: float, high: float) -> str:
+    """A cell of the histogram."""
+    return f"{low:.6g} to {high:.6g} nats"
+
+
 def show_perplexity(results: Results) -> None:
     """Print the tables of every run and file; nothing where nothing was measured."""
     for table in perplexity_tables(results):
@@ -39,7 +46,8 @@ def show_perplexity(results: Results) -> None:
 def perplexity_tables(results: Results) -> list[Table]:
     """For each run, file and range of positions a row a figure, with its standard error."""
     made: list[Table] = []
-    rows = results.frame[results.frame["run"].map(lambda run: results.manifests[run].verb == "perplexity")]
+    runs = [name for name, manifest in results.manifests.items() if manifest.verb == "perplexity"]
+    rows = results.of(run=runs, workload=WORKLOAD)
     for (run, subject, cell), of_cell in rows.groupby(["run", "subject", "cell"], sort=False):
         manifest = results.manifests[str(run)]
         about = manifest.subjects.get(str(subject), {})

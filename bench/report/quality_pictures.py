@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench.gates.score import WORKLOAD, gate_scores
+import pandas as pd
+
+from bench.gates.score import WORKLOAD as GATES
+from bench.gates.score import gate_scores
+from bench.report.perplexity import HISTOGRAM, WORKLOAD
 from bench.report.plot import PALETTE, figure
 from bench.store import Results
 
@@ -17,7 +21,7 @@ COLOURS = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1], None
 def quality_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
     """The gates of every subject: title -> SVG file."""
     made: dict[str, Path] = {}
-    asked = results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False)
+    asked = results.of(workload=GATES).groupby(["run", "subject"], sort=False)
     for number, ((_, subject), rows) in enumerate(asked, 1):
         path = folder / f"{prefix}gates-{number}.svg"
         made[f"Quality gates: {subject}"] = draw_gates(gate_scores(rows), path)
@@ -27,14 +31,13 @@ def quality_pictures(results: Results, folder: Path, prefix: str = "") -> dict[s
 def perplexity_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
     """The KL divergence of every file, token by token: title -> SVG file."""
     made: dict[str, Path] = {}
-    for (run, subject), rows in results.of(metric="kld_mean").groupby(["run", "subject"], sort=False):
-        about = results.manifests[str(run)].subjects.get(str(subject), {})
-        if "histogram" in about:
-            values = results.of(run=str(run), subject=str(subject), cell=str(rows["cell"].iloc[0]))
-            known = dict(zip(values["metric"], values["value"], strict=True))
-            path = folder / f"{prefix}divergence-{len(made) + 1}.svg"
-            title = f"KL divergence of {subject} from {about.get('reference')}"
-            made[title] = draw_histogram(about["histogram"], known, path)
+    counted = results.of(workload=HISTOGRAM)
+    for (run, subject), bars in counted.groupby(["run", "subject"], sort=False):
+        figures = results.of(run=str(run), subject=str(subject), workload=WORKLOAD)
+        values = dict(zip(figures["metric"], figures["value"], strict=True))
+        reference = results.manifests[str(run)].subjects.get(str(subject), {}).get("reference")
+        path = folder / f"{prefix}divergence-{len(made) + 1}.svg"
+        made[f"KL divergence of {subject} from {reference}"] = draw_histogram(bars, values, path)
     return made
 
 
@@ -64,9 +67,10 @@ def draw_gates(scores: "Sequence[GateScore]", path: Path) -> Path:
     return path
 
 
-def draw_histogram(bars: Mapping[str, Any], values: Mapping[str, float], path: Path) -> Path:
+def draw_histogram(bars: pd.DataFrame, values: Mapping[str, float], path: Path) -> Path:
     """Two panels: how many tokens lie how far from the reference, and the share that lies further."""
-    edges, counts = bars["edges"], bars["counts"]
+    bounds = bars["cell"].str.extract(r"^(\S+) to (\S+) nats$").astype("float64")
+    (nearest, *counts), edges = bars["value"].tolist(), bounds[1].tolist()  # those near 0 have no place
     marks = (("median", "kld_median", "-"), ("mean", "kld_mean", "--"), ("99%", "kld_p99", ":"))
     with figure(path, columns=2, width=11, height=4) as (left, right):
         left.stairs(counts, edges, fill=True, color=PALETTE[0], alpha=0.8)
@@ -80,7 +84,7 @@ def draw_histogram(bars: Mapping[str, Any], values: Mapping[str, float], path: P
                 if values[metric] >= edges[0]:
                     label = f"{name} {values[metric]:.2g}"
                     axis.axvline(values[metric], color=colour, linestyle=style, label=label)
-        left.set_title(f"Tokens ({bars['zero']:,} below {edges[0]:.0e} not shown)")
+        left.set_title(f"Tokens ({nearest:,.0f} below {edges[0]:.0e} not shown)")
         right.set_title("Share of tokens further away than")
         left.legend(loc="upper left")
     return path

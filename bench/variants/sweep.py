@@ -7,11 +7,9 @@ the quality gates have a fingerprint for each variant, so those of another sweep
 
 import os
 import shlex
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile
 from time import perf_counter
@@ -188,14 +186,13 @@ def sweep(
     for variable in [variable for variable in os.environ if variable.startswith(ENV_PREFIX)]:
         say(f"{variable} is left out: a variant's settings are in its file")
         del os.environ[variable]
-    with _terminable():
-        try:
-            say(f"weights of {len(chosen)} variants in {plan.models}")
-            weights = make_weights(plan, chosen)
-            failed = Sweep(plan, chosen, weights, against, store, force=force).run()
-        except KeyboardInterrupt:
-            say("the same command goes on from here")
-            raise
+    try:
+        say(f"weights of {len(chosen)} variants in {plan.models}")
+        weights = make_weights(plan, chosen)
+        failed = Sweep(plan, chosen, weights, against, store, force=force).run()
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM: main turns it into this
+        say("the same command goes on from here")
+        raise
     if failed:
         raise BenchError(f"{len(failed)} of {len(chosen)} variants failed: {', '.join(failed)}")
     return 0
@@ -434,13 +431,3 @@ def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, 
 def say(*parts: str) -> None:
     """Progress over variants and stages, on stderr; a stage's own bar comes below it."""
     print(": ".join(parts), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that no server is left behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ import pytest
 from bench.cli import main
 from bench.errors import BenchError
 from bench.gates.perplexity import Measured, Reading, estimate, measure
-from bench.report.perplexity import WORKLOAD
+from bench.report.perplexity import HISTOGRAM, WORKLOAD
 from bench.report.quality_pictures import perplexity_pictures
 from bench.store import load
 from convert import kld
@@ -76,8 +76,7 @@ def test_against_figures_by_hand(files: Files, measured: Measured) -> None:
     assert measured.values["kld_max"] == pytest.approx(divergence.max(), **near)
     same = (p.argmax(axis=2) == q.argmax(axis=2)).mean()
     assert measured.values["same_top"] == pytest.approx(100 * same, abs=2)
-    histogram = measured.about["histogram"]
-    assert sum(histogram["counts"]) + histogram["zero"] == measured.values["scored_tokens"]
+    assert sum(measured.histogram.values()) == measured.values["scored_tokens"]
 
 
 def test_of_a_file_with_itself(files: Files) -> None:
@@ -86,7 +85,7 @@ def test_of_a_file_with_itself(files: Files) -> None:
     assert (found["kld_mean"], found["kld_max"], found["same_top"]) == (0, 0, 100)
     assert (found["log_ratio"], found["log_ratio_error"]) == (0, 0)
     assert found["perplexity"] == found["reference_perplexity"]
-    assert (result.about["histogram"]["zero"], found["dropped"]) == (found["scored_tokens"], 0)
+    assert (result.histogram["0 to 1e-08 nats"], found["dropped"]) == (found["scored_tokens"], 0)
 
 
 @pytest.mark.parametrize("tokens", [7, 50, 300], ids=["parts of a chunk", "half a chunk", "three chunks"])
@@ -135,8 +134,8 @@ def test_the_command(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture
     assert manifest.settings == {"context": CONTEXT, "skip": CONTEXT // 2, "text": "text.txt"}
     about = manifest.subjects["two-F32.gguf"]
     assert (about["reference"], about["chunks"]) == ("one-F32.gguf", 4)
-    assert set(results.frame["workload"]) == {WORKLOAD}
-    assert set(results.frame["cell"]) == {"positions 48 to 94 of 96"}, "what the mean is over"
+    assert set(results.of(workload=WORKLOAD)["cell"]) == {"positions 48 to 94 of 96"}, "what means are over"
+    assert set(results.frame["workload"]) == {WORKLOAD, HISTOGRAM}
     shown = capsys.readouterr()
     (mean,) = results.of(metric="kld_mean")["value"]
     ((title, picture),) = perplexity_pictures(results, tmp_path / "pictures").items()
