@@ -51,7 +51,6 @@ METRICS: dict[str, Metric] = {
     "compared_answers": Metric("answers", None, "prompts that both answered", per_cell=True),
     "prefill_seconds": Metric("s", "lower", "llama.cpp alone reads the prompts", per_cell=True),
     "decode_seconds": Metric("s", "lower", "llama.cpp alone decodes the answers", per_cell=True),
-    "engine_rate": Metric("tok/s", "higher", "llama.cpp alone, one sequence", per_cell=True),
     # --- of our server's counters
     "steps": Metric("steps", None, "steps of the engine", per_cell=True),
     "step_tokens": Metric("tokens", None, "tokens in their batches", per_cell=True),

@@ -208,14 +208,12 @@ def _alone(ceiling: Ceiling) -> Table:
             1000 * row.decode_seconds,
             row.output_rate,
         ]
-        for row in ceiling.batched
+        for row in ceiling.batches
     ]
-    raw = ", ".join(f"{row.test} {row.rate:,.0f}" for row in ceiling.raw)
     return Table(
         ["shape", "prefill ms", "decode ms", "output tok/s"],
         lines,
         title="llama.cpp without a server (llama-batched-bench)",
-        notes=[f"llama-bench, tok/s: {raw}"],
     )
 
 

@@ -1,6 +1,6 @@
 """llama.cpp's own sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
 
-    qwen-bench build llama-server llama-bench llama-batched-bench
+    qwen-bench build llama-server llama-batched-bench
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
 lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake.
@@ -140,7 +140,7 @@ def build(
     Parameters
     ----------
     programs
-        Such as llama-server, llama-bench, llama-batched-bench.
+        Such as llama-server, llama-batched-bench.
     flavour
         cpu or cuda (else as this machine allows).
     """

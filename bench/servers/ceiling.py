@@ -1,7 +1,7 @@
-"""The engine's own ceiling: what llama.cpp does with no server around it, from its two benchmark programs.
+"""The engine's own ceiling: llama-batched-bench, llama.cpp with no server around it.
 
-llama-batched-bench reads ``sequences`` prompts and then decodes one token of each a step: no sampling, no
-detokenising, no HTTP, no cache, no speculation. llama-bench gives the single rates with their spread.
+It reads ``sequences`` prompts and then decodes one token of each a step: no sampling, no detokenising, no
+HTTP, no cache, no speculation.
 """
 
 import asyncio
@@ -12,24 +12,23 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pandas as pd
 
 from bench.errors import BenchError
 from bench.store import Run
 
-PROGRAMS = ("llama-batched-bench", "llama-bench")
+PROGRAM = "llama-batched-bench"
 
 SUBJECT, WORKLOAD = "llama.cpp alone", "ceiling"
-"""Under which both stand in the store: batches in cells such as "512 in, 128 out, 8 sequences", llama-bench's
-tests under their own names."""
+"""Under which it stands in the store, in cells such as "512 in, 128 out, 8 sequences"."""
 
-SHAPE = re.compile(r"(\d+) in, (\d+) out, (\d+) sequences")
+CELL = re.compile(r"(\d+) in, (\d+) out, (\d+) sequences")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchedRow:
+@dataclass(frozen=True, slots=True)
+class Batch:
     """``sequences`` prompts of ``prompt_tokens`` each, then ``output_tokens`` steps of all of them."""
 
     prompt_tokens: int
@@ -49,132 +48,76 @@ class BatchedRow:
         return self.sequences * self.output_tokens / self.seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawRow:
-    """One test of llama-bench: ``pp512`` (prefill) or ``tg128`` (decode of one sequence), tokens a second."""
-
-    test: str
-    rate: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What both programs measured."""
+    """Batches of several shapes."""
 
-    batched: list[BatchedRow]
-    raw: list[RawRow]
-    build: str = ""
+    batches: Sequence[Batch]
 
     @classmethod
     def of(cls, frame: pd.DataFrame) -> Self | None:
         """As it was recorded; None where a run has none."""
-        rows = frame[frame["workload"] == WORKLOAD]
-        batched: list[BatchedRow] = []
-        raw: list[RawRow] = []
-        for cell, group in rows.groupby("cell", sort=False):
-            value = dict(zip(group["metric"], group["value"], strict=True))
-            if shape := SHAPE.fullmatch(str(cell)):
-                prompt, output, sequences = map(int, shape.groups())
-                batched.append(
-                    BatchedRow(
-                        prompt_tokens=prompt,
-                        output_tokens=output,
-                        sequences=sequences,
-                        prefill_seconds=value["prefill_seconds"],
-                        decode_seconds=value["decode_seconds"],
-                    )
-                )
-            else:
-                raw.append(RawRow(test=str(cell), rate=value["engine_rate"]))
-        return cls(batched=batched, raw=raw) if len(rows) else None
+        rows = frame[frame["workload"] == WORKLOAD].pivot_table(
+            index="cell", columns="metric", values="value"
+        )
+        if rows.empty:
+            return None
+        shapes = [match.groups() for cell in rows.index if (match := CELL.fullmatch(cell))]
+        times = rows[["prefill_seconds", "decode_seconds"]].to_numpy().tolist()
+        return cls([Batch(*map(int, shape), *each) for shape, each in zip(shapes, times, strict=True)])
 
     def record(self, run: Run) -> None:
         """Append it to a run, as round 1."""
-        run.describe(SUBJECT, build=self.build)
-        for row in self.batched:
-            cell = f"{row.prompt_tokens} in, {row.output_tokens} out, {row.sequences} sequences"
-            values = {"prefill_seconds": row.prefill_seconds, "decode_seconds": row.decode_seconds}
-            run.add(SUBJECT, WORKLOAD, cell, 1, values)
-        for test in self.raw:
-            run.add(SUBJECT, WORKLOAD, test.test, 1, {"engine_rate": test.rate})
+        for batch in self.batches:
+            cell = f"{batch.prompt_tokens} in, {batch.output_tokens} out, {batch.sequences} sequences"
+            times = {"prefill_seconds": batch.prefill_seconds, "decode_seconds": batch.decode_seconds}
+            run.add(SUBJECT, WORKLOAD, cell, 1, times)
 
-    def batch(self, prompt_tokens: int, output_tokens: int, sequences: int) -> BatchedRow | None:
-        """The row of this shape; None when it was not run."""
+    def batch(self, prompt_tokens: int, output_tokens: int, sequences: int) -> Batch | None:
+        """That of this shape; None when it was not run."""
         shape = (prompt_tokens, output_tokens, sequences)
-        found = (r for r in self.batched if (r.prompt_tokens, r.output_tokens, r.sequences) == shape)
+        found = (b for b in self.batches if (b.prompt_tokens, b.output_tokens, b.sequences) == shape)
         return next(found, None)
 
     def prefill_rate(self, tokens: int) -> float | None:
-        """Tokens a second that llama-bench reads a prompt of this length with; None when it was not run."""
-        return next((row.rate for row in self.raw if row.test == f"pp{tokens}"), None)
+        """Tokens a second at which one prompt of this length is read; None when it was not run."""
+        found = (b for b in self.batches if (b.prompt_tokens, b.sequences) == (tokens, 1))
+        return next((tokens / batch.prefill_seconds for batch in found), None)
 
 
-def parse_batched(output: str) -> list[BatchedRow]:
-    """The rows of ``llama-batched-bench --output-format jsonl``. Raises BenchError when there is none."""
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    try:
-        rows = [json.loads(line) for line in lines]
-        made = [
-            BatchedRow(
-                prompt_tokens=row["pp"],
-                output_tokens=row["tg"],
-                sequences=row["pl"],
-                prefill_seconds=row["t_pp"],
-                decode_seconds=row["t_tg"],
-            )
-            for row in rows
-        ]
-    except (ValueError, LookupError, TypeError) as error:
-        raise BenchError(f"llama-batched-bench: its output is not as expected: {error!r}") from error
-    if not made:
-        raise BenchError("llama-batched-bench: no results in its output")
-    return made
-
-
-def parse_raw(output: str) -> tuple[str, list[RawRow]]:
-    """(build, rows) of ``llama-bench -o json``. Raises BenchError when it is something else."""
-    try:
-        tests: list[dict[str, Any]] = json.loads(output)
-        rows = [
-            RawRow(
-                test=f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}",
-                rate=test["avg_ts"],
-            )
-            for test in tests
-        ]
-        first = tests[0]
-        build = f"{first['build_commit']} ({first['backends']}; {first['gpu_info'] or first['cpu_info']})"
-    except (ValueError, LookupError, TypeError) as error:
-        raise BenchError(f"llama-bench: its output is not as expected: {error!r}") from error
-    return build, rows
-
-
-async def measure_ceiling(
+async def run_batches(
     binaries: Path,
     gguf: Path,
     *,
     prompts: Sequence[int],
     outputs: Sequence[int],
     sequences: Sequence[int],
-    threads: int,
-    raw_prompts: Sequence[int] = (),
+    threads: int = 0,
+    options: Sequence[str] = (),
     timeout: float = 600.0,
-) -> Ceiling:
-    """Run both programs: every combination of the three batched, each length of a prompt alone.
+) -> list[Batch]:
+    """Every combination of the three, all layers on the GPU where there is one.
 
-    Raises BenchError when one is missing, fails, or takes more than ``timeout`` seconds.
+    Raises BenchError when the program is missing, fails, takes more than ``timeout`` seconds, or answers
+    something else than rows.
     """
     cells = max(sequences) * (max(prompts) + max(outputs))
-    thread_flags = ["-t", str(threads)] if threads else []
-    batched = [str(binaries / "llama-batched-bench"), "-m", str(gguf), "-ngl", "99", "-c", str(cells)]
-    batched += ["-npp", _list(prompts), "-ntg", _list(outputs), "-npl", _list(sequences)]
-    batched += ["--output-format", "jsonl", *thread_flags]
-    lengths = sorted({*prompts, *raw_prompts})
-    raw = [str(binaries / "llama-bench"), "-m", str(gguf), "-ngl", "99", "-p", _list(lengths)]
-    raw += ["-n", _list(outputs), "-r", "3", "-o", "json", *thread_flags]
-    rows = parse_batched(await _output(batched, binaries, timeout))
-    build, tests = parse_raw(await _output(raw, binaries, timeout))
-    return Ceiling(batched=rows, raw=tests, build=build)
+    command = [str(binaries / PROGRAM), "-m", str(gguf), "-ngl", "99", "-c", str(cells)]
+    command += ["-npp", _list(prompts), "-ntg", _list(outputs), "-npl", _list(sequences)]
+    command += ["-t", str(threads), "-tb", str(threads)] if threads else []
+    return read_batches(await _output([*command, *options, "--output-format", "jsonl"], binaries, timeout))
+
+
+def read_batches(output: str) -> list[Batch]:
+    """The rows of ``--output-format jsonl``. Raises BenchError when there is none."""
+    try:
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        made = [Batch(row["pp"], row["tg"], row["pl"], row["t_pp"], row["t_tg"]) for row in rows]
+    except (ValueError, LookupError, TypeError) as error:
+        raise BenchError(f"{PROGRAM}: its output is not as expected: {error!r}") from error
+    if not made:
+        raise BenchError(f"{PROGRAM}: no results in its output")
+    return made
 
 
 async def _output(command: list[str], binaries: Path, timeout: float) -> str:
@@ -187,17 +130,17 @@ async def _output(command: list[str], binaries: Path, timeout: float) -> str:
             env={**os.environ, "LD_LIBRARY_PATH": libraries},
         )
     except OSError as error:
-        raise BenchError(f"cannot run {command[0]}: {error.strerror}") from error
+        raise BenchError(f"--binaries: cannot run {command[0]}: {error.strerror}") from error
     try:
         out, err = await asyncio.wait_for(process.communicate(), timeout)
     except TimeoutError as error:
-        raise BenchError(f"{command[0]}: not done within {timeout:g} s") from error
+        raise BenchError(f"{command[0]}: not done within {timeout:g} s (--timeout)") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        raise BenchError(f"{command[0]} failed:\n{err.decode(errors='replace')[-1500:]}")
+        raise BenchError(f"{' '.join(command)} failed:\n{err.decode(errors='replace')[-1500:]}")
     return out.decode(errors="replace")
 
 

@@ -29,8 +29,8 @@ from bench.load.tasks import HELDOUT, task_cells
 from bench.load.throughput import CHATS, LoadCell, make_workload
 from bench.report.peers import show_peers
 from bench.servers.builds import build_programs, this_machines_flavour
-from bench.servers.ceiling import PROGRAMS as CEILING_PROGRAMS
-from bench.servers.ceiling import measure_ceiling
+from bench.servers.ceiling import PROGRAM as BATCHES
+from bench.servers.ceiling import Ceiling, run_batches
 from bench.servers.commands import Setup, allocated
 from bench.servers.peer import SYNTAX, Peer, parse_peer
 from bench.servers.presets import HELP
@@ -279,7 +279,7 @@ async def peers(
 peers.__doc__ = f"""Several servers in turns on one model and one workload, with ratios against one of them.
 
 Each server is started on a free port with the same slots, context and threads, and stopped in the end; its
-output is in the run's folder. llama-batched-bench and llama-bench give the ceiling that the engine sets.
+output is in the run's folder. llama-batched-bench gives the ceiling that the engine sets.
 
     qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned
 
@@ -312,7 +312,7 @@ def make_setup(who: PeerOptions, work: Work, found: Sequence[Peer]) -> Setup:
     """The same resources for all. Builds llama.cpp's programs where they are needed and not given."""
     needed = ["llama-server"] if any(peer.program == "llama-server" for peer in found) else []
     if who.gguf is not None and who.ceiling:
-        needed += CEILING_PROGRAMS
+        needed += [BATCHES]
     binaries = who.binaries
     if needed and binaries is None:
         binaries = build_programs(needed, this_machines_flavour())
@@ -384,18 +384,17 @@ async def _ceiling(run: Run, who: PeerOptions, work: Work, setup: Setup) -> None
         levels = [level for level, _ in work.loads if level is not None]
     if not levels:
         return
+    given: dict[str, Any] = {"threads": who.threads, "timeout": who.timeout}
     try:
-        measured = await measure_ceiling(
-            setup.binaries,
-            who.gguf,
-            prompts=prompts,
-            outputs=outputs,
-            sequences=levels,
-            threads=who.threads,
-            raw_prompts=[work.prefix_tokens] if work.workload == "shared-prefix" else [],
-            timeout=who.timeout,
+        batches = await run_batches(
+            setup.binaries, who.gguf, prompts=prompts, outputs=outputs, sequences=levels, **given
         )
+        if work.workload == "shared-prefix":
+            prefix = [work.prefix_tokens]
+            batches += await run_batches(
+                setup.binaries, who.gguf, prompts=prefix, outputs=[1], sequences=[1], **given
+            )
     except BenchError as error:
         run.note(f"no ceiling: {error}")
     else:
-        measured.record(run)
+        Ceiling(batches).record(run)

@@ -16,10 +16,10 @@ import pytest
 from bench.analysis.statistics import times_as_good
 from bench.cli import main
 from bench.report.peers import engine_ms, engine_rate, peers_tables
-from bench.servers.ceiling import BatchedRow, Ceiling, RawRow
+from bench.servers.ceiling import Batch, Ceiling
 from bench.store import Results, load
 from tests.bench.fake_server import FakeServer, Script
-from tests.bench.servers.test_ceiling import BATCHED, write_programs
+from tests.bench.servers.test_ceiling import BATCHED, write_program
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = ["--tokenizer", str(ROOT / "models" / "nano")]
@@ -44,7 +44,7 @@ with FakeServer(script, port=int(flags[flags.index("--port") + 1])):
 def binaries(tmp_path: Path) -> Path:
     """A folder of llama.cpp's programs, none of them real."""
     folder = tmp_path / "bin"
-    write_programs(folder, BATCHED.replace('"tg": 16', '"tg": 128'))
+    write_program(folder, BATCHED.replace('"tg": 16', '"tg": 128'))
     program = folder / "llama-server"
     program.write_text(PROGRAM.format(python=sys.executable, root=str(ROOT)))
     program.chmod(0o755)
@@ -232,13 +232,13 @@ def test_programs_are_started_and_stopped(
 
 
 def test_without_the_programs_there_is_no_ceiling(tmp_path: Path, binaries: Path) -> None:
-    (binaries / "llama-bench").unlink()
+    (binaries / "llama-batched-bench").unlink()
     options = ["--gguf", str(tmp_path / "model.gguf"), "--binaries", str(binaries), *QUICK]
     with FakeServer() as server:
         results = compare(tmp_path, *options, "--peer", f"x={server.url}")
     assert Ceiling.of(results.frame) is None
     (manifest,) = results.manifests.values()
-    assert any("cannot run" in note and "llama-bench" in note for note in manifest.notes)
+    assert any("cannot run" in note and "llama-batched-bench" in note for note in manifest.notes)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -336,10 +336,8 @@ def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_a_level_can_reach() -> None:
-    row = BatchedRow(
-        prompt_tokens=100, output_tokens=64, sequences=8, prefill_seconds=0.5, decode_seconds=1.5
-    )
-    ceiling = Ceiling(batched=[row], raw=[RawRow(test="pp2000", rate=10_000.0)])
+    row = Batch(100, 64, 8, prefill_seconds=0.5, decode_seconds=1.5)
+    ceiling = Ceiling([row, Batch(2000, 1, 1, prefill_seconds=0.2, decode_seconds=0.01)])
     settings = {"input_tokens": 100, "output_tokens": 64, "requests": 16, "waves": 0}
     assert engine_rate(ceiling, "random", 8, settings) == pytest.approx(8 * 64 / 2.0)
     assert engine_rate(ceiling, "random", 4, settings) is None
