@@ -4,8 +4,11 @@ rates."""
 import asyncio
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from bench.arguments import (
     Natural,
@@ -22,7 +25,7 @@ from bench.load.cell import Cell, Measured, Supply, Target, describe, measure_al
 from bench.load.client import Client, clip
 from bench.load.generator import Sender, Sent, closed_loop, open_loop, values_of
 from bench.load.goodput import Limits, read_limits
-from bench.load.protocol import TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
+from bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
 from bench.load.workloads import Chat, Job, SharedPrefix, SinglePrompts, Workload
 from bench.provenance import is_local
 from bench.report.throughput import show_throughput
@@ -34,6 +37,7 @@ CHATS = ("shared-prefix", "chat")
 AT_A_RATE = 8
 """Requests at once in the warm-up of an open loop, whose concurrency is not known before."""
 SUM_TOKENS = 64
+LEAST_REQUESTS = 4
 
 
 class LoadCell(Cell):
@@ -200,90 +204,121 @@ class Sum:
         return bool(numbers) and numbers[-1] == str(self.left + self.right)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """A load, for one server or for several."""
+
+    levels: Positives | None = None
+    """Concurrent requests, such as 1,4,16."""
+    rate: Rates | None = None
+    """Requests a second: 0.5,2,4 (conversations, for chat)."""
+    goodput: Annotated[Limits | None, parsed_by(read_limits)] = None
+    """Limits such as ttft=500ms,itl=50ms: also count the requests a second that keep them all."""
+    requests: Positive = REQUESTS
+    """In each level or rate and round."""
+    waves: Natural = 0
+    """Not 0: so many requests for each of a level's clients, at least 4, in place of --requests."""
+    warmup: Natural | None = None
+    """Untimed requests before each, as many at once as the load will be (the level; 8 for a rate)."""
+    input_tokens: Positive | None = None
+    """Of a prompt, question or turn (1,024; 100 for shared-prefix and chat)."""
+    output_tokens: Positive | None = None
+    """Of an answer (1,024; 128 for shared-prefix and chat)."""
+    prefix_tokens: Positive = 2000
+    """shared-prefix: of each prefix."""
+    prefixes: Positive = 4
+    """shared-prefix: different prefixes."""
+    turns: Positive = 4
+    """chat: turns of a conversation."""
+    spot_checks: Natural = 2
+    """Sums asked during the first warm-up of each level or rate, to see that answers are still answers."""
+    endpoint: str | None = None
+    """/v1/completions for random and distinct, /v1/chat/completions else."""
+    stream: bool = True
+    """Without it whole answers: no TTFT, no ITL."""
+
+    def lengths(self, kind: Kind) -> tuple[int, int]:
+        """Tokens in and out of a request."""
+        chat = kind in CHATS
+        return self.input_tokens or (100 if chat else TOKENS), self.output_tokens or (128 if chat else TOKENS)
+
+    def chosen_levels(self, default: Sequence[int]) -> tuple[int, ...]:
+        """Those named; else the default, unless rates are."""
+        return self.levels if self.levels is not None else () if self.rate else tuple(default)
+
+    def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
+        """What a manifest records of it."""
+        names = ["requests", "waves", "warmup", "spot_checks", "stream"]
+        names += {"shared-prefix": ["prefix_tokens", "prefixes"], "chat": ["turns"]}.get(kind, [])
+        tokens_in, tokens_out = self.lengths(kind)
+        return {
+            "levels": self.chosen_levels(default),
+            "rates": self.rate or (),
+            "goodput": str(self.goodput) if self.goodput is not None else None,
+            "input_tokens": tokens_in,
+            "output_tokens": tokens_out,
+            **{name: getattr(self, name) for name in names},
+        }
+
+    async def cells(self, kind: Kind, supply: Supply, default: Sequence[int]) -> list[LoadCell]:
+        """One for each level, then one for each rate."""
+        load = await self._workload(kind, supply)
+
+        def cell(concurrency: int | None, rate: float | None) -> LoadCell:
+            waves = self.waves * (concurrency or 0)
+            return LoadCell(
+                load,
+                supply,
+                concurrency=concurrency,
+                rate=rate,
+                requests=max(LEAST_REQUESTS, waves) if waves else self.requests,
+                warmup=self.warmup,
+                output_tokens=self.lengths(kind)[1],
+                stream=self.stream,
+                endpoint=self.endpoint,
+                spot_checks=self.spot_checks,
+                limits=self.goodput,
+            )
+
+        levels = [cell(level, None) for level in self.chosen_levels(default)]
+        return levels + [cell(None, rate) for rate in self.rate or ()]
+
+    async def _workload(self, kind: Kind, supply: Supply) -> Workload:
+        """A kind of traffic out of the supply's prompts; the hackathon's are random tokens."""
+        prompts = await supply.prompts("tokens" if kind == "random" else None)
+        tokens = self.lengths(kind)[0]
+        if kind == "shared-prefix":
+            return SharedPrefix(prompts, tokens, prefix_tokens=self.prefix_tokens, prefixes=self.prefixes)
+        if kind == "chat":
+            return Chat(prompts, tokens, turns=self.turns)
+        return SinglePrompts(kind, prompts, tokens)
+
+
 async def throughput(
     *,
     server: ServerOptions = ServerOptions(),
     store: StoreOptions = StoreOptions(),
     prompts: PromptOptions = PromptOptions(),
     workload: Kind = "random",
-    levels: Positives | None = None,
-    rate: Rates | None = None,
-    goodput: Annotated[Limits | None, parsed_by(read_limits)] = None,
-    requests: Positive = 64,
+    load: LoadOptions = LoadOptions(),
     rounds: Positive = 1,
-    warmup: Natural | None = None,
-    input_tokens: Positive | None = None,
-    output_tokens: Positive | None = None,
-    prefix_tokens: Positive = 2000,
-    prefixes: Positive = 4,
-    turns: Positive = 4,
-    spot_checks: Natural = 2,
-    endpoint: str | None = None,
-    stream: bool = True,
 ) -> int:
     """Throughput and latency under load, with token counts that are verified.
 
-    A closed loop keeps --levels requests under way; an open one (--rate) sends at Poisson arrivals whatever
-    is under way, so that queueing shows, and times a request from its arrival. Workloads: random is the
-    hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests a level, a score); distinct sends
-    natural prompts; shared-prefix questions behind long prefixes, as few-shot benchmarks do; chat holds
-    conversations that grow turn by turn.
+    A closed loop keeps --levels requests under way (1,2,4,8,16,32,64, unless --rate is given); an open one
+    (--rate) sends at Poisson arrivals whatever is under way, so that queueing shows, and times a request from
+    its arrival. Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests
+    a level, a score); distinct sends natural prompts; shared-prefix questions behind long prefixes, as
+    few-shot benchmarks do; chat holds conversations that grow turn by turn.
 
     Parameters
     ----------
-    levels
-        Concurrent requests: 1,4,16 (1,2,4,8,16,32,64, unless --rate is given).
-    rate
-        Requests a second: 0.5,2,4 (conversations, for chat).
-    goodput
-        Limits such as ttft=500ms,itl=50ms: also count the requests a second that keep them all.
-    requests
-        In each level or rate and round.
     rounds
         Times that each level or rate is measured.
-    warmup
-        Untimed requests before each, as many at once as the load will be (the level; 8 for a rate).
-    input_tokens
-        Of a prompt, question or turn (1,024; 100 for shared-prefix and chat).
-    output_tokens
-        Of an answer (1,024; 128 for shared-prefix and chat).
-    prefix_tokens
-        shared-prefix: of each prefix.
-    prefixes
-        shared-prefix: different prefixes.
-    turns
-        chat: turns of a conversation.
-    spot_checks
-        Sums asked during each warm-up, to see that answers are still answers.
-    endpoint
-        /v1/completions for random and distinct, /v1/chat/completions else.
-    stream
-        Without it whole answers: no TTFT, no ITL.
     """
-    chat = workload in CHATS
-    tokens_in, tokens_out = (
-        input_tokens or (100 if chat else TOKENS),
-        output_tokens or (128 if chat else TOKENS),
-    )
-    chosen = levels if levels is not None else () if rate else tuple(WEIGHTS)
-    shape = {
-        "shared-prefix": {"prefix_tokens": prefix_tokens, "prefixes": prefixes},
-        "chat": {"turns": turns},
-    }
-    settings = {
-        "levels": chosen,
-        "rates": rate or (),
-        "goodput": str(goodput) if goodput is not None else None,
-        "requests": requests,
-        "rounds": rounds,
-        "warmup": warmup,
-        "input_tokens": tokens_in,
-        "output_tokens": tokens_out,
-        **shape.get(workload, {}),
-        "spot_checks": spot_checks,
-        "stream": stream,
-        **prompts.settings(),
-    }
+    levels = tuple(WEIGHTS)
+    settings = {"rounds": rounds, **load.settings(workload, levels), **prompts.settings()}
     async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
         target = await Target.of(server, client, chat=True)
         with Run.begin(
@@ -296,31 +331,7 @@ async def throughput(
         ) as run:
             supply = await Supply.of(client, target.model, prompts)
             await describe(run, target, supply)
-            load = await make_workload(
-                workload,
-                supply,
-                tokens_in,
-                prefix_tokens=prefix_tokens,
-                prefixes=prefixes,
-                turns=turns,
-            )
-
-            def cell(concurrency: int | None, rate: float | None) -> LoadCell:
-                return LoadCell(
-                    load,
-                    supply,
-                    concurrency=concurrency,
-                    rate=rate,
-                    requests=requests,
-                    warmup=warmup,
-                    output_tokens=tokens_out,
-                    stream=stream,
-                    endpoint=endpoint,
-                    spot_checks=spot_checks,
-                    limits=goodput,
-                )
-
-            cells = [*(cell(level, None) for level in chosen), *(cell(None, one) for one in rate or ())]
+            cells = await load.cells(workload, supply, levels)
             try:
                 errors = await measure_alone(run, target, [(one, rounds) for one in cells])
             finally:
@@ -328,15 +339,3 @@ async def throughput(
     if errors:
         raise BenchError(f"{len(errors)} requests or spot checks failed; the first: {errors[0]}")
     return 0
-
-
-async def make_workload(
-    kind: Kind, supply: Supply, input_tokens: int, *, prefix_tokens: int, prefixes: int, turns: int
-) -> Workload:
-    """A kind of traffic out of the supply's prompts; the hackathon's are random tokens."""
-    prompts = await supply.prompts("tokens" if kind == "random" else None)
-    if kind == "shared-prefix":
-        return SharedPrefix(prompts, input_tokens, prefix_tokens=prefix_tokens, prefixes=prefixes)
-    if kind == "chat":
-        return Chat(prompts, input_tokens, turns=turns)
-    return SinglePrompts(kind, prompts, input_tokens)

@@ -165,6 +165,8 @@ def _cells(rows: pd.DataFrame, workload: str, manifest: Manifest, ceiling: Ceili
         notes.append("at a request rate the ratio is of latencies: the rate is given")
     if goodput:
         notes.append(f"goodput: requests a second that keep {settings['goodput']}")
+    wrong = rows[rows["metric"] == "spot_checks_failed"].groupby("subject")["value"].sum()
+    notes += [f"{subject}: {count:.0f} spot checks FAILED" for subject, count in wrong.items() if count]
     return Table(header, lines, title=f"{workload}{told}, {_model(manifest)}", notes=notes)
 
 

@@ -13,20 +13,16 @@ from bench.analysis.statistics import DEFAULT_ROUNDS
 from bench.arguments import (
     Natural,
     Positive,
-    Positives,
     PromptOptions,
-    Rates,
     StoreOptions,
     comma_separated,
-    parsed_by,
 )
 from bench.errors import BenchError
 from bench.load.cell import Cell, Supply, Target
-from bench.load.goodput import Limits, read_limits
 from bench.load.latency import LatencyCell, read_baseline
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category, category
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, WARM_UPS, Category, category
 from bench.load.tasks import HELDOUT, task_cells
-from bench.load.throughput import CHATS, LoadCell, make_workload
+from bench.load.throughput import Kind, LoadOptions
 from bench.report.peers import show_peers
 from bench.servers.builds import build_programs, this_machines_flavour
 from bench.servers.ceiling import PROGRAM as BATCHES
@@ -44,7 +40,10 @@ ROOM = 2
 """Context beyond what the running requests need, as a factor: our server keeps cached prompts in it,
 llama-server a slot's last prompt."""
 
-Kind = Literal["latency", "random", "distinct", "shared-prefix", "chat", "tasks"]
+LEVELS = (1, 8, 64)
+SLOTS_AT_A_RATE = 32
+LONGEST_TASK = 2048
+"""Tokens of a held-out task, with room."""
 
 
 @Parameter(name="*")
@@ -85,12 +84,10 @@ class PeerOptions:
 class Work:
     """What the servers do in every round."""
 
-    workload: Kind = "latency"
+    workload: Literal["latency", "tasks"] | Kind = "latency"
     """One request at a time, a load, or held-out tasks."""
     rounds: Positive = DEFAULT_ROUNDS
     """Times that every server has its turn at every part; fewer than 10 settle nothing below 10%."""
-    warmup: Natural = 2
-    """Untimed requests of each server in each part, once it is up; one or two in later rounds."""
     protocol: Literal["both", "official", "distinct"] = "both"
     """latency: the same prompt again, another each time, or both."""
     categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values())
@@ -99,32 +96,8 @@ class Work:
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
     """latency: streamed ones beside them, for TTFT and ITL."""
-    endpoint: str = "/v1/completions"
-    """latency: every server has this one."""
     baseline: str = "none"
     """latency: what speed-ups are against: official, none, short=MS,..., or a run of this command."""
-    levels: Positives | None = None
-    """Loads: concurrent requests (1,8,64, unless --rate is given)."""
-    rate: Rates | None = None
-    """Loads: requests a second, at Poisson arrivals."""
-    goodput: Annotated[Limits | None, parsed_by(read_limits)] = None
-    """Loads: limits such as ttft=500ms,itl=50ms."""
-    requests: Positive = 64
-    """Loads: of each level or rate in each round."""
-    waves: Natural = 0
-    """Loads: not 0: this many times the level, at least 4, in place of --requests."""
-    input_tokens: Positive | None = None
-    """Loads: of a prompt, question or turn (1,024; 100 for shared-prefix and chat)."""
-    output_tokens: Positive | None = None
-    """Loads: of an answer (1,024; 128 for shared-prefix and chat)."""
-    prefix_tokens: Positive = 2000
-    """shared-prefix: of each prefix."""
-    prefixes: Positive = 4
-    """shared-prefix: different prefixes."""
-    turns: Positive = 4
-    """chat: turns of a conversation."""
-    spot_checks: Natural = 0
-    """Loads: sums asked during the first warm-up of each part."""
     tasks: Path = HELDOUT
     """tasks: the folder of held-out tasks."""
     items: Positive = 20
@@ -132,84 +105,37 @@ class Work:
     max_tokens: Positive = 256
     """tasks: of an answer."""
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Tokens in and out of a load's request."""
-        chat = self.workload in CHATS
-        return self.input_tokens or (100 if chat else 1024), self.output_tokens or (128 if chat else 1024)
-
-    @property
-    def loads(self) -> list[tuple[int | None, float | None]]:
-        """(level, rate), one of them None."""
-        levels = self.levels if self.levels is not None else () if self.rate else (1, 8, 64)
-        return [*((level, None) for level in levels), *((None, rate) for rate in self.rate or ())]
-
-    def requests_at(self, level: int | None) -> int:
-        """In a round."""
-        return max(4, self.waves * level) if self.waves and level is not None else self.requests
-
-    def size(self) -> tuple[int, int]:
+    def size(self, load: LoadOptions) -> tuple[int, int]:
         """(tokens of the longest request with its answer, most requests at once)."""
         if self.workload == "latency":
             return max(one.prompt_tokens + one.max_tokens for one in self.categories) + TEMPLATE_TOKENS, 1
         if self.workload == "tasks":
-            return 2048 + self.max_tokens, 1
-        turn = sum(self.lengths) + TEMPLATE_TOKENS
-        turn += self.prefix_tokens if self.workload == "shared-prefix" else 0
-        most = max((level or 32) for level, _ in self.loads)
-        return turn * (self.turns if self.workload == "chat" else 1), most
+            return LONGEST_TASK + self.max_tokens, 1
+        turn = sum(load.lengths(self.workload)) + TEMPLATE_TOKENS
+        turn += load.prefix_tokens if self.workload == "shared-prefix" else 0
+        most = max(*load.chosen_levels(LEVELS), *([SLOTS_AT_A_RATE] if load.rate else []), 1)
+        return turn * (load.turns if self.workload == "chat" else 1), most
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, load: LoadOptions) -> dict[str, Any]:
         """What the manifest records: the parts that count for this workload."""
-        names = ["workload", "rounds", "warmup"]
+        made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds}
         if self.workload == "latency":
-            categories = {"categories": [one.name for one in self.categories]}
-            names += ["protocol", "runs", "stream_runs", "endpoint"]
-            return {name: getattr(self, name) for name in names} | categories
+            categories = [one.name for one in self.categories]
+            made |= {"protocol": self.protocol, "categories": categories, "runs": self.runs}
+            return {**made, "stream_runs": self.stream_runs, "warmup": load.warmup}
         if self.workload == "tasks":
-            return {name: getattr(self, name) for name in (*names, "items", "max_tokens")}
-        names += ["requests", "waves", "spot_checks"]
-        names += ["prefix_tokens", "prefixes"] if self.workload == "shared-prefix" else []
-        names += ["turns"] if self.workload == "chat" else []
-        tokens_in, tokens_out = self.lengths
-        return {
-            **{name: getattr(self, name) for name in names},
-            "input_tokens": tokens_in,
-            "output_tokens": tokens_out,
-            "goodput": str(self.goodput) if self.goodput is not None else None,
-        }
+            return {**made, "items": self.items, "max_tokens": self.max_tokens}
+        return {**made, **load.settings(self.workload, LEVELS)}
 
-    async def cells(self, supply: Supply) -> list[Cell]:
+    async def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
         """One for each category and protocol, level or rate, or family of tasks."""
         if self.workload == "latency":
-            return self._latency_cells(supply)
+            return self._latency_cells(supply, load)
         if self.workload == "tasks":
             return task_cells(self.tasks, self.items, supply, max_tokens=self.max_tokens)
-        tokens_in, tokens_out = self.lengths
-        traffic = await make_workload(
-            self.workload,
-            supply,
-            tokens_in,
-            prefix_tokens=self.prefix_tokens,
-            prefixes=self.prefixes,
-            turns=self.turns,
-        )
-        return [
-            LoadCell(
-                traffic,
-                supply,
-                concurrency=level,
-                rate=rate,
-                requests=self.requests_at(level),
-                warmup=max(self.warmup, level or 0) if self.warmup else 0,
-                output_tokens=tokens_out,
-                spot_checks=self.spot_checks,
-                limits=self.goodput,
-            )
-            for level, rate in self.loads
-        ]
+        return await load.cells(self.workload, supply, LEVELS)
 
-    def _latency_cells(self, supply: Supply) -> list[Cell]:
+    def _latency_cells(self, supply: Supply, load: LoadOptions) -> list[Cell]:
         protocols = (OFFICIAL, DISTINCT) if self.protocol == "both" else (self.protocol,)
         counts = [(False, self.runs), *([(True, self.stream_runs)] if self.stream_runs else [])]
         return [
@@ -217,9 +143,9 @@ class Work:
                 one,
                 protocol,
                 supply,
-                endpoint=self.endpoint,
+                endpoint=load.endpoint or "/v1/completions",  # every server has this one
                 streamed=streamed,
-                warmup=self.warmup,
+                warmup=WARM_UPS if load.warmup is None else load.warmup,
                 count=count,
             )
             for one in self.categories
@@ -232,6 +158,7 @@ async def peers(
     *,
     who: PeerOptions,
     work: Work = Work(),
+    load: LoadOptions = LoadOptions(),
     prompts: PromptOptions = PromptOptions(),
     store: StoreOptions = StoreOptions(),
 ) -> int:
@@ -239,10 +166,10 @@ async def peers(
     if prompts.tokenizer is None and who.gguf is not None:
         prompts = replace(prompts, tokenizer=str(who.gguf))
     baseline = any_baseline(work.baseline)
-    setup = make_setup(who, work, found)
+    setup = make_setup(who, work.size(load), found)
     resident = fits_at_once(who, setup, found)
     settings = {
-        **work.settings(),
+        **work.settings(load),
         **prompts.settings(),
         "baseline": baseline,
         "reference": reference,
@@ -256,7 +183,7 @@ async def peers(
 
     async def make_cells(target: Target) -> tuple[Supply, Sequence[Cell]]:
         supply = await Supply.of(target.client, target.model, prompts)
-        return supply, await work.cells(supply)
+        return supply, await work.cells(supply, load)
 
     with Run.begin(store.out, "peers", settings=settings, card=store.card, notes=store.note) as run:
         setup = replace(setup, logs=run.folder / "logs")
@@ -264,7 +191,7 @@ async def peers(
             Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in found
         ]
         try:
-            await _ceiling(run, who, work, setup)
+            await _ceiling(run, who, work, load, setup)
             await Turns(run, contenders, reference, work.rounds, resident, make_cells).hold()
         finally:
             show_peers(run.results())
@@ -308,7 +235,7 @@ def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
     return found, reference
 
 
-def make_setup(who: PeerOptions, work: Work, found: Sequence[Peer]) -> Setup:
+def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -> Setup:
     """The same resources for all. Builds llama.cpp's programs where they are needed and not given."""
     needed = ["llama-server"] if any(peer.program == "llama-server" for peer in found) else []
     if who.gguf is not None and who.ceiling:
@@ -316,7 +243,7 @@ def make_setup(who: PeerOptions, work: Work, found: Sequence[Peer]) -> Setup:
     binaries = who.binaries
     if needed and binaries is None:
         binaries = build_programs(needed, this_machines_flavour())
-    tokens, most = work.size()
+    tokens, most = size
     slots = who.slots or most
     return Setup(
         gguf=who.gguf or Path(),
@@ -372,16 +299,16 @@ def _free_memory() -> float:
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-async def _ceiling(run: Run, who: PeerOptions, work: Work, setup: Setup) -> None:
-    if who.gguf is None or not who.ceiling or work.workload in ("chat", "tasks"):
+async def _ceiling(run: Run, who: PeerOptions, work: Work, load: LoadOptions, setup: Setup) -> None:
+    if who.gguf is None or not who.ceiling or work.workload == "chat" or work.workload == "tasks":
         return
     if work.workload == "latency":
         prompts = [one.prompt_tokens for one in work.categories]
         outputs = [one.max_tokens for one in work.categories]
         levels = [1]
     else:
-        prompts, outputs = ([tokens] for tokens in work.lengths)
-        levels = [level for level, _ in work.loads if level is not None]
+        prompts, outputs = ([tokens] for tokens in load.lengths(work.workload))
+        levels = list(load.chosen_levels(LEVELS))
     if not levels:
         return
     given: dict[str, Any] = {"threads": who.threads, "timeout": who.timeout}
@@ -390,7 +317,7 @@ async def _ceiling(run: Run, who: PeerOptions, work: Work, setup: Setup) -> None
             setup.binaries, who.gguf, prompts=prompts, outputs=outputs, sequences=levels, **given
         )
         if work.workload == "shared-prefix":
-            prefix = [work.prefix_tokens]
+            prefix = [load.prefix_tokens]
             batches += await run_batches(
                 setup.binaries, who.gguf, prompts=prefix, outputs=[1], sequences=[1], **given
             )

@@ -191,6 +191,7 @@ def test_waves_follow_the_level_and_text_is_cut_the_same_for_all(tmp_path: Path)
     text = tmp_path / "words.txt"
     text.write_text(" and one or two" * 400, encoding="utf-8")
     options = ["--workload", "distinct", *MANY, "--waves", "2", "--text", str(text), "--warmup", "0"]
+    options += ["--spot-checks", "0"]
     with FakeServer() as one, FakeServer() as two:
         named = ["--peer", f"a={one.url}", "--peer", f"b={two.url}", "--rounds", "1"]
         results = compare(tmp_path, *options, *named, *TOKENIZER)
