@@ -1,8 +1,9 @@
 """What a card really reaches, from measurements of the same engine: bandwidth, compute by rows, launch time.
 
-Measurements are runs in a store: of `steps` or of `peers` with its ceiling, which time the engine alone, or of
-`latency`, streamed, of a server that does not speculate. Two of models of different sizes tell the bandwidth from the launches; from
-one alone, the bandwidth is taken as the datasheet's and all the rest as launches.
+Measurements are runs in a store: of `steps`, or of `peers` with its ceiling, which time the engine alone, or
+of `latency`, streamed, of a server that does not speculate. Two of models of different sizes tell the
+bandwidth from the launches; from one alone, the bandwidth is taken as the datasheet's and all the rest as
+launches.
 """
 
 import re
