@@ -1,8 +1,9 @@
 """What a card really reaches, from measurements of the same engine: bandwidth, compute by rows, launch time.
 
-Measurements are runs in a store: of `steps`, which times the engine alone, or of `latency`, streamed, of a
-server that does not speculate. Two of models of different sizes tell the bandwidth from the launches; from
-one alone, the bandwidth is taken as the datasheet's and all the rest as launches.
+Measurements are runs in a store: of `steps`, or of `peers` with its ceiling, which time the engine alone, or
+of `latency`, streamed, of a server that does not speculate. Two of models of different sizes tell the
+bandwidth from the launches; from one alone, the bandwidth is taken as the datasheet's and all the rest as
+launches.
 """
 
 import re
@@ -19,6 +20,7 @@ from bench.analysis.geometry import Geometry, Work
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES, DISTINCT
 from bench.report.latency import cached_share
+from bench.servers.ceiling import Ceiling
 from bench.store import Results, load
 
 APART = 1.3  # how much more bytes one decode step must move than another to tell bandwidth from launches
@@ -99,11 +101,13 @@ def read_points(path: Path, geometry: Geometry, named: str | None = None) -> tup
     """The card and the phases that a store tells of a model. Raises BenchError: there are none."""
     results = load([path])
     card = card_of(path, results, named)
-    points = [*_step_points(results.frame, geometry), *_latency_points(results.frame, geometry, path)]
+    frame = results.frame
+    points = [*_step_points(frame, geometry), *_ceiling_points(frame, geometry)]
+    points += _latency_points(frame, geometry, path)
     if not any(point.is_decode for point in points):
         raise BenchError(
-            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, or one of "
-            "latency with streamed requests and distinct prompts"
+            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, of peers "
+            "with its ceiling, or of latency with streamed requests and distinct prompts"
         )
     return card, points
 
@@ -120,6 +124,19 @@ def _step_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
             yield Point(f"decode, {cell}", (geometry.decode(tokens, sequences=sequences),), seconds)
         elif sequences == 1:
             yield Point(f"prefill, {cell}", tuple(geometry.prefill(tokens)), seconds)
+
+
+def _ceiling_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
+    for _, rows in frame.groupby("run", sort=False):
+        ceiling = Ceiling.of(rows)
+        for row in ceiling.batched if ceiling is not None else ():
+            context = row.prompt_tokens + (row.output_tokens - 1) / 2
+            step = geometry.decode(context, sequences=row.sequences)
+            name = sequences_cell(row.sequences, row.prompt_tokens)
+            yield Point(f"decode, {name}", (step,) * row.output_tokens, row.decode_seconds)
+            if row.sequences == 1:
+                passes = tuple(geometry.prefill(row.prompt_tokens))
+                yield Point(f"prefill, {name}", passes, row.prefill_seconds)
 
 
 def _latency_points(frame: pd.DataFrame, geometry: Geometry, path: Path) -> Iterator[Point]:

@@ -100,7 +100,8 @@ def roofline(
     launch_us
         Microseconds a kernel's launch takes (calibrated, else 0).
     calibrate_with
-        A store with runs of steps or latency, of --model; STORE=GGUF for another file; may be repeated.
+        A store with runs of steps, of latency, or of peers with its ceiling, of --model; STORE=GGUF for
+        another file; may be repeated.
     calibrate_card
         The card they were measured on, where the manifest does not say.
     kv

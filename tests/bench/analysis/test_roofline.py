@@ -16,6 +16,7 @@ from bench.cli import main
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES
 from bench.models.synthetic import SHAPES, Synthetic
+from bench.servers.ceiling import SUBJECT, WORKLOAD
 from bench.store import load
 from convert.gguf_header import TensorInfo
 from convert.tensors import TensorPlan
@@ -174,6 +175,17 @@ def test_a_latency_run_calibrates_too(both: dict[str, Geometry], tmp_path: Path)
     passes = prefill_passes(geometry, 2048, cached=False)
     read = sum(fit.apply(card).terms(work).total * times for work, times in passes)
     assert read == pytest.approx(0.2, rel=0.01)
+
+
+def test_the_ceiling_of_a_comparison_calibrates_too(both: dict[str, Geometry], tmp_path: Path) -> None:
+    geometry = both["Q4_K"]
+    step = TRUE.terms(geometry.decode(512 + 127 / 2)).total
+    read = sum(TRUE.terms(work).total for work in geometry.prefill(512))
+    values = {"prefill_seconds": read, "decode_seconds": 128 * step}
+    made_run(tmp_path, [(SUBJECT, WORKLOAD, "512 in, 128 out, 1 sequences", 1, values)], card=H200)
+    card, points = read_points(tmp_path, geometry)
+    fit = calibrate(card, points, ["run"])
+    assert fit.apply(card).terms(geometry.decode(575)).total == pytest.approx(step, rel=0.01)
 
 
 def test_measurements_that_cannot_calibrate_say_why(both: dict[str, Geometry], tmp_path: Path) -> None:
