@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli import main
 from bench.gates.estimate import Outcomes, estimate
 from bench.gates.gate import NANO_FOLDER, NANO_NAMES
-from bench.gates.result import Sample, read_samples
-from bench.options import run
-from bench.quality import parser, quality
+from bench.gates.quality import SAMPLES
+from bench.gates.samples import Sample, read_samples
+from bench.store import load
 from tests.server.serving import ServerProcess
 
 # of 1,200 items a family
@@ -30,14 +31,15 @@ Answers = dict[tuple[str, str], Sample]
 
 def answers(gguf: Path, folder: Path, *, gates: str = "nano", share: float = SHARE) -> Answers:
     """The gates' samples, by gate and item, from our server with this model."""
-    out = folder / f"{gguf.stem}.json"
+    out = folder / gguf.stem
     server = ServerProcess("--model", gguf)
     try:
         argv = ["--url", server.wait_ready(), "--tasks", gates, "--limit", str(share), "--out", str(out)]
-        assert run(parser(), quality, argv) == 0, server.log
+        assert main(["quality", *argv]) == 0, server.log
     finally:
         server.kill()
-    return {(sample.gate, sample.id): sample for sample in read_samples(out)}
+    (run,) = load([out]).manifests
+    return {(sample.gate, sample.id): sample for sample in read_samples(out / run / SAMPLES)}
 
 
 @pytest.fixture(scope="module")

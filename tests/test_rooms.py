@@ -15,8 +15,8 @@ DOORS = ("server/engine/llama/", "convert/llama/")
 
 REASONS = {
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
-    "bench/perplexity.py": {"llama_cpp"},  # the same
-    "bench/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, where a benchmark has the GGUF but no server
+    "bench/gates/perplexity.py": {"llama_cpp"},  # the same
+    "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 
 OTHERS = {

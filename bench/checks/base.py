@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.client import Client, clip, error_text
-from bench.vocabulary import Vocabulary
+from bench.load.client import Client, clip, error_text
+from bench.load.vocabulary import Vocabulary
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -19,8 +19,8 @@ from bench.checks.base import (
     check,
     expect,
 )
-from bench.client import Reply, clip
 from bench.errors import UnreachableError
+from bench.load.client import Reply, clip
 
 SECONDS = 60
 USER = {"role": "user", "content": "Hello"}

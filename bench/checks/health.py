@@ -3,7 +3,7 @@
 import re
 
 from bench.checks.base import INVOCATIONS, Target, check, expect, expect_equal
-from bench.client import clip
+from bench.load.client import clip
 
 SAMPLE = re.compile(
     r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? +([-+]?[0-9.]+([eE][-+]?[0-9]+)?|[-+]?Inf|NaN)( +[0-9]+)?"

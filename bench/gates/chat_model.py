@@ -14,9 +14,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from bench.client import Client, Completion, Usage
 from bench.errors import BenchError, ServerError, UnreachableError
-from bench.progress import Progress
+from bench.load.client import Client, Completion, Usage
+from bench.terminal import Bar
 
 PATH = "/v1/chat/completions"
 THINK_START, THINK_END = "<think>", "</think>"
@@ -111,7 +111,7 @@ class ChatModel(LM):  # type: ignore[misc]
 
     async def _ask_all(self, requests: Sequence[Instance]) -> list[Answer]:
         places = asyncio.Semaphore(self.concurrency)
-        with Progress(self.label, total=len(requests), unit="answer") as bar:
+        with Bar(self.label, total=len(requests), unit="answers") as bar:
             async with Client(self.url, timeout=self.timeout, api_key=self.api_key) as client:
 
                 async def ask(request: Instance) -> Answer:

@@ -1,71 +1,66 @@
-"""The whole measurement: load everything, ask gate by gate, print, save."""
+"""All gates through one server: load everything, then ask gate by gate and record each when it is done."""
 
-import argparse
 import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
-from bench.client import Client
-from bench.environment import header
+from bench import provenance
+from bench.arguments import ServerOptions
 from bench.errors import BenchError
 from bench.gates import nano
 from bench.gates.chat_model import PATH, ChatModel
 from bench.gates.gate import NANO_NAMES, OFFICIAL, Gate
-from bench.gates.report import draw, quality_table
-from bench.gates.result import QualityResult, samples_path
-from bench.gates.runner import GateRun, run_gate
+from bench.gates.options import GateOptions
+from bench.gates.runner import run_gate
+from bench.gates.samples import append_samples
+from bench.gates.score import SUBTASKS, WORKLOAD
 from bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
-from bench.options import picture_path
+from bench.load.client import Client
+from bench.store import Run
 
 
-def measure(args: argparse.Namespace) -> int:
-    """What ``bench.quality`` does with its options. Exit status 0 whatever the verdicts."""
-    began = perf_counter()
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A gate with its data. ``recorded``: outcomes of the full-precision model by item id, where known."""
+
+    gate: Gate
+    tasks: Tasks
+    recorded: nano.Recorded | None
+
+
+def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
+    """One short chat: the model's name for requests, and what the server says of itself.
+
+    Raises BenchError if nothing answers, or not rightly.
+    """
+
+    async def ask() -> tuple[str, dict[str, str]]:
+        async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
+            model = server.model or await client.model() or "default"
+            question = [{"role": "user", "content": "Hello"}]
+            body = {"model": model, "messages": question, "max_tokens": 1, "temperature": 0.0}
+            await client.complete(PATH, body)
+            return model, await provenance.about_server(client)
+
+    return asyncio.run(ask())
+
+
+def load_gates(options: GateOptions) -> list[Loaded]:
+    """Every gate with its datasets: one that cannot be loaded should not end a run of hours. BenchError."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    head = asyncio.run(probe(args))
-    gates, reference = choose_gates(args.tasks, args.nano)
-    # every dataset first: one that cannot be loaded should not end a run of hours
-    loaded = [(gate, load(gate, args)) for gate in gates]
-    result = QualityResult(
-        **head,
-        kind="quality",
-        seconds=0.0,
-        limit=args.limit,
-        seed=args.seed,
-        first=args.first,
-        concurrency=args.concurrency,
-        fewshot_as_multiturn=not args.single_turn,
-        samples=None if args.out is None else samples_path(args.out).name,
-        gates=[],
-    )
-    done: list[GateRun] = []
-    for gate, tasks in loaded:
-        recorded = None if reference is None else reference.outcomes.get(gate.name)
-        done.append(ask(args, gate, tasks, head["model"], recorded))
-        result = result.model_copy(
-            update={"gates": [run.score for run in done], "seconds": perf_counter() - began}
+    gates, reference = choose_gates(options.tasks, options.nano)
+    return [
+        Loaded(
+            gate,
+            nano.nano_tasks(gate, options.nano)
+            if gate.name in NANO_NAMES
+            else hub_tasks(gate, dict(options.data)),
+            None if reference is None else reference.outcomes.get(gate.name),
         )
-        save(result, done, args.out)  # what is done is safe from what comes
-    print(quality_table(result))
-    picture = picture_path(args)
-    if picture is not None:
-        draw(result, picture)
-    for path in filter(None, (args.out, picture)):
-        print(f"wrote {path}")
-    return 0
-
-
-async def probe(args: argparse.Namespace) -> dict[str, Any]:
-    """One short chat, and the result file's head. Raises BenchError if nothing answers, or not rightly."""
-    async with Client(args.url, timeout=args.timeout, api_key=args.api_key) as client:
-        model = args.model or await client.model() or "default"
-        question = [{"role": "user", "content": "Hello"}]
-        await client.complete(
-            PATH, {"model": model, "messages": question, "max_tokens": 1, "temperature": 0.0}
-        )
-        return await header(args, client, model)
+        for gate in gates
+    ]
 
 
 def choose_gates(names: str, folder: Path) -> tuple[list[Gate], nano.Reference | None]:
@@ -84,47 +79,49 @@ def choose_gates(names: str, folder: Path) -> tuple[list[Gate], nano.Reference |
     return list({gate.name: gate for gate in gates}.values()), reference
 
 
-def load(gate: Gate, args: argparse.Namespace) -> Tasks:
-    """The gate's tasks with their data."""
-    return (
-        nano.nano_tasks(gate, args.nano)
-        if gate.name in NANO_NAMES
-        else hub_tasks(gate, dict(args.data or ()))
-    )
-
-
-def ask(
-    args: argparse.Namespace,
-    gate: Gate,
-    tasks: Tasks,
+def ask_gates(
+    run: Run,
+    subject: str,
+    loaded: Sequence[Loaded],
+    options: GateOptions,
+    *,
+    server: ServerOptions,
     model: str,
-    recorded: nano.Recorded | None,
-) -> GateRun:
-    """Put one gate through the server."""
-    chat = ChatModel(
-        args.url,
-        model=model,
-        thinking=gate.thinking,
-        stream=gate.streamed,
-        concurrency=args.concurrency,
-        retries=args.retries,
-        timeout=args.timeout,
-        api_key=args.api_key,
-        label=gate.name,
-    )
-    chosen = {
-        name: sample(task, args.limit, seed=args.seed, first=args.first) for name, task in tasks.items()
-    }
-    return run_gate(gate, tasks, chat, chosen=chosen, multiturn=not args.single_turn, reference=recorded)
+    samples: Path,
+) -> None:
+    """Put each gate through the server; its rows and replies are safe from what comes after it.
 
-
-def save(result: QualityResult, done: list[GateRun], out: Path | None) -> None:
-    """Write the result file and the replies, each under a temporary name first."""
-    if out is None:
-        return
-    result.save(out)
-    path = samples_path(out)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(one.model_dump_json() + "\n" for run in done for one in run.samples)
-    part.replace(path)
+    Raises BenchError when an answer cannot be had.
+    """
+    about: dict[str, object] = {}
+    for one in loaded:
+        gate = one.gate
+        chat = ChatModel(
+            server.url,
+            model=model,
+            thinking=gate.thinking,
+            stream=gate.streamed,
+            concurrency=options.concurrency,
+            retries=options.retries,
+            timeout=server.timeout,
+            api_key=server.api_key,
+            label=gate.name,
+        )
+        chosen = {
+            name: sample(task, options.limit, seed=options.seed, first=options.first)
+            for name, task in one.tasks.items()
+        }
+        done = run_gate(
+            gate,
+            one.tasks,
+            chat,
+            chosen=chosen,
+            multiturn=not options.single_turn,
+            reference=one.recorded,
+        )
+        append_samples(samples, done.samples)
+        run.add(subject, WORKLOAD, gate.name, 1, done.score.values())
+        for task, score in done.subtasks.items():
+            run.add(subject, SUBTASKS, task, 1, {"score": 100 * score})
+        about[gate.name] = done.about
+        run.describe(subject, gates=about)

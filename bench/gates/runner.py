@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from bench.gates.chat_model import Answer, ChatModel
 from bench.gates.estimate import Outcomes, estimate
-from bench.gates.gate import Gate, verdict
-from bench.gates.result import GateScore, Sample
+from bench.gates.gate import Gate
+from bench.gates.samples import Sample
+from bench.gates.score import GateScore
 from bench.gates.tasks import Tasks
 
 # lm-eval's own bar, over the writing of a task's prompts: for a terminal only, and gone when it is done
@@ -23,9 +24,12 @@ lm_eval_task.tqdm = partial(tqdm, desc="prompts", leave=False, disable=None)
 
 @dataclass(frozen=True, slots=True)
 class GateRun:
-    """What `run_gate` brings back."""
+    """What `run_gate` brings back. ``about``: how it was asked, and lm-eval's own aggregates by task;
+    ``subtasks``: the scores of a gate's tasks, shares of 1, where it has several."""
 
     score: GateScore
+    about: dict[str, Any]
+    subtasks: dict[str, float]
     samples: list[Sample]
 
 
@@ -62,7 +66,15 @@ def run_gate(
             read_sample(gate.name, task, row, metric, model.answers[task, number], reference)
             for number, row in enumerate(rows)
         ]
-    return GateRun(summarize(gate, tasks, samples, results["results"], seconds), samples)
+    about = {
+        "metric": gate.metric,
+        "fewshot": next(iter(tasks.values())).get_config("num_fewshot"),
+        "thinking": gate.thinking,
+        "streamed": gate.streamed,
+        "max_tokens": gate.max_tokens,
+        "other_metrics": {task: metrics(results["results"][task]) for task in gate.tasks},
+    }
+    return GateRun(summarize(gate, tasks, samples, seconds), about, scores_by_task(gate, samples), samples)
 
 
 def read_sample(
@@ -107,50 +119,38 @@ def item_id(document: Mapping[str, Any], number: int) -> str:
     return str(number)
 
 
-def summarize(
-    gate: Gate,
-    tasks: Tasks,
-    samples: Sequence[Sample],
-    aggregates: Mapping[str, Mapping[str, Any]],
-    seconds: float,
-) -> GateScore:
+def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: float) -> GateScore:
     """The gate's figures out of its samples."""
     asked = [[sample for sample in samples if sample.task == task] for task in gate.tasks]
-    outcomes = [[sample.outcomes for sample in of_task] for of_task in asked]
     recorded = [[sample.reference for sample in of_task if sample.reference] for of_task in asked]
-    found = estimate(outcomes)
-    total = sum(len(task.eval_docs) for task in tasks.values())
+    found = estimate([[sample.outcomes for sample in of_task] for of_task in asked])
     bounded = all(0.0 <= one <= 1.0 for sample in samples for one in sample.outcomes)
     return GateScore(
         gate=gate.name,
-        metric=gate.metric,
-        fewshot=next(iter(tasks.values())).get_config("num_fewshot"),
-        thinking=gate.thinking,
-        streamed=gate.streamed,
-        max_tokens=gate.max_tokens,
         items=len(samples),
-        items_in_all=total,
+        items_in_all=sum(len(task.eval_docs) for task in tasks.values()),
         score=found.score,
         low=found.low if bounded else None,
         high=found.high if bounded else None,
         threshold=gate.threshold,
         baseline=gate.baseline,
-        verdict=None
-        if gate.threshold is None
-        else verdict(found.score, found.low, found.high, gate.threshold, complete=len(samples) == total),
         reference_score=estimate(recorded).score if sum(map(len, recorded)) == len(samples) else None,
         cut=sum(sample.finish_reason == "length" for sample in samples),
         truncated_thinking=sum(sample.truncated_thinking for sample in samples),
         empty=sum(not sample.answer.strip() for sample in samples),
         retries=sum(sample.retries for sample in samples),
-        prompt_tokens=sum_known([sample.prompt_tokens for sample in samples]),
-        completion_tokens=sum_known([sample.completion_tokens for sample in samples]),
         seconds=seconds,
-        subtasks={task: estimate([items]).score for task, items in zip(gate.tasks, outcomes, strict=True)}
-        if len(gate.tasks) > 1
-        else {},
-        other_metrics={task: metrics(aggregates[task]) for task in gate.tasks},
     )
+
+
+def scores_by_task(gate: Gate, samples: Sequence[Sample]) -> dict[str, float]:
+    """The score of each task; empty where there is but one."""
+    if len(gate.tasks) == 1:
+        return {}
+    return {
+        task: estimate([[sample.outcomes for sample in samples if sample.task == task]]).score
+        for task in gate.tasks
+    }
 
 
 def metrics(aggregate: Mapping[str, Any]) -> dict[str, float]:
@@ -160,9 +160,3 @@ def metrics(aggregate: Mapping[str, Any]) -> dict[str, float]:
         for name, value in aggregate.items()
         if "," in name and not name.split(",")[0].endswith("_stderr")
     }
-
-
-def sum_known(counts: Sequence[int | None]) -> int | None:
-    """The sum, None when the server left one out."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None

@@ -3,152 +3,150 @@
 import argparse
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import latency, quality
+from bench import provenance
+from bench.analysis.statistics import DEFAULT_ROUNDS
+from bench.errors import BenchError
 from bench.gates.gate import NANO_FOLDER
-from bench.variants.result import Values
+from bench.gates.options import GateOptions
+from bench.load.protocol import Category
 from bench.variants.variant import Variant
+from convert.prune_vocab import label
+from convert.recipes import Recipe, known_recipes, load_recipe
 
-FORMAT = 1  # raise it when the same settings come to mean another measurement
-SOME = 0.1  # of each benchmark's items
-NONE = "none"
+FORMAT = 2  # raise it when the same settings come to mean another measurement
+ENDPOINT, STREAM_ENDPOINT = "/invocations", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is timed. Runs are spread over ``rounds``, each of which visits all variants in turn."""
+    """How much is timed: in each of ``rounds`` every variant in turn gets a server of its own, ``warmup``
+    untimed requests a category and protocol, then ``runs`` whole ones and ``stream_runs`` streamed ones."""
 
+    rounds: int
     runs: int
     warmup: int
     stream_runs: int
-    rounds: int
-
-    def share(self, runs: int, number: int) -> int:
-        """How many of ``runs`` fall to round ``number``, from 1."""
-        return runs // self.rounds + (number <= runs % self.rounds)
 
 
-FULL = Effort(runs=50, warmup=5, stream_runs=10, rounds=1)
-LIGHT = Effort(runs=3, warmup=1, stream_runs=0, rounds=3)  # a minute or two a variant for nano on two cores
+FULL = Effort(rounds=DEFAULT_ROUNDS, runs=5, warmup=2, stream_runs=1)
+LIGHT = Effort(rounds=7, runs=1, warmup=1, stream_runs=0)
+"""For nano: a minute or two a variant on two cores. Intervals of fewer rounds are somewhat too narrow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of one sweep. ``tasks`` "none" leaves the gates out; ``limit`` None asks every item."""
+    """The settings of one sweep. ``gates`` None leaves the quality gates out."""
 
-    command: list[str]
     source: str
     model: str
     models: Path
-    out: Path
-    tasks: str
-    limit: float | None
-    seed: int
-    concurrency: int
-    data: tuple[tuple[str, Path], ...]
-    nano: Path
-    protocol: str
-    categories: str
+    store: Path
+    gates: GateOptions | None
+    protocols: tuple[str, ...]
+    categories: tuple[Category, ...]
     effort: Effort
+    seed: int
     threads: int | None
     convert_options: tuple[str, ...]
     start_timeout: float
     timeout: float
-    card: str | None
-    notes: tuple[str, ...]
 
     def gguf(self, variant: Variant) -> Path:
-        """Where the converter puts the variant's weights."""
-        return self.models / f"{self.model}-{variant.level}.gguf"
-
-    def result(self, variant: Variant) -> Path:
-        """The variant's result file."""
-        return self.out / f"{variant.name}.json"
-
-    def raw(self, variant: Variant) -> Path:
-        """The folder of the variant's single measurements and of its server's log."""
-        return self.out / "raw" / variant.name
-
-    def quality_settings(self) -> Values:
-        """What decides the gates' scores beside the variant."""
-        return {
-            "tasks": self.tasks,
-            "limit": self.limit,
-            "seed": self.seed,
-            "concurrency": self.concurrency,
-        }
-
-    def latency_settings(self) -> Values:
-        """What decides the latencies beside the variant."""
-        return {
-            "protocol": self.protocol,
-            "categories": self.categories,
-            "runs": self.effort.runs,
-            "warmup": self.effort.warmup,
-            "stream_runs": self.effort.stream_runs,
-            "rounds": self.effort.rounds,
-            "seed": self.seed,
-        }
-
-    def fingerprint(self, variant: Variant, sha256: str) -> str:
-        """Of everything that makes the variant's figures what they are, its name and prose left out."""
-        parts = {
-            "format": FORMAT,
-            "weights": sha256,
-            "server": self.server_settings(variant),
-            "quality": self.quality_settings(),
-            "data": sorted((name, str(path)) for name, path in self.data),
-            "latency": self.latency_settings(),
-            "llama-cpp-python": version("llama-cpp-python"),
-        }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+        """Where the converter puts the variant's weights. Raises as `kept_vocabulary` does."""
+        kept = kept_vocabulary(self.convert_options)
+        recipe = recipe_of(variant)
+        # a recipe that cuts the vocabulary itself is named for what it does
+        cut = None if recipe is not None and recipe.keep_vocab else kept
+        return self.models / f"{'-'.join(filter(None, (self.model, label(cut), variant.level)))}.gguf"
 
     def server_settings(self, variant: Variant) -> dict[str, Any]:
         """What the variant's server is told."""
         return {**({"threads": self.threads} if self.threads else {}), **variant.server}
 
-    def latency_arguments(self, url: str, out: Path, number: int) -> argparse.Namespace:
-        """Options of ``bench.latency`` for the server at ``url`` in round ``number``, from 1."""
-        effort = self.effort
-        arguments = ["--url", url, "--out", str(out), "--timeout", str(self.timeout)]
-        arguments += ["--protocol", self.protocol, "--categories", self.categories, "--baseline", "none"]
-        arguments += ["--runs", str(effort.share(effort.runs, number)), "--warmup", str(effort.warmup)]
-        arguments += ["--stream-runs", str(effort.share(effort.stream_runs, number))]
-        arguments += ["--seed", str(self.seed + number)]
-        return self._parse(latency.parser(), arguments)
+    def timing(self) -> dict[str, Any]:
+        """What decides the latencies beside the variants; the number of rounds does not."""
+        return {
+            "endpoint": ENDPOINT,
+            "protocols": list(self.protocols),
+            "categories": [category.name for category in self.categories],
+            "runs": self.effort.runs,
+            "warmup": self.effort.warmup,
+            "stream_runs": self.effort.stream_runs,
+            "seed": self.seed,
+        }
 
-    def quality_arguments(self, url: str, out: Path) -> argparse.Namespace:
-        """Options of ``bench.quality`` for the server at ``url``."""
-        arguments = ["--url", url, "--out", str(out), "--timeout", str(self.timeout)]
-        arguments += ["--tasks", self.tasks, "--seed", str(self.seed), "--nano", str(self.nano)]
-        arguments += ["--concurrency", str(self.concurrency)]
-        if self.limit is not None:
-            arguments += ["--limit", str(self.limit)]
-        for name, folder in self.data:
-            arguments += ["--data", f"{name}={folder}"]
-        return self._parse(quality.parser(), arguments)
+    def fingerprint(self, variants: Sequence[Variant], sha256: Mapping[str, str]) -> str:
+        """Of a comparison: all variants, how they are timed, and on what machine. Rounds of the same
+        comparison belong together, whenever they were measured."""
+        served = {one.name: [sha256[one.name], self.server_settings(one)] for one in variants}
+        return _digest({"source": self.source, "served": served, "timing": self.timing(), **_machine()})
 
-    def _parse(self, parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-        if self.card is not None:
-            arguments = [*arguments, "--card", self.card]
-        parsed = parser.parse_args(arguments)
-        parsed.command = self.command
-        return parsed
+    def gates_fingerprint(self, variant: Variant, sha256: str) -> str:
+        """Of one variant's scores: they do not depend on the others', nor on its name."""
+        asked = None if self.gates is None else self.gates.settings()
+        served = [sha256, self.server_settings(variant)]
+        return _digest({"served": served, "gates": asked, **_machine()})
 
 
-def default_tasks(source: str) -> tuple[str, Path]:
-    """The gates that suit a checkpoint, nano's if it brings held-out items; and the folder of those."""
+def recipe_of(variant: Variant) -> Recipe | None:
+    """The variant's recipe; None for the whole model in a float type."""
+    if variant.recipe is not None:
+        return load_recipe(variant.recipe)
+    return load_recipe(variant.level) if variant.level in known_recipes() else None
+
+
+def kept_vocabulary(options: Sequence[str]) -> int | None:
+    """The converter's --keep-vocab among further options, which names its files.
+
+    Raises BenchError for options that the sweep sets itself, and for a --keep-vocab that is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--keep-vocab", type=int)
+    own = ("src", "quant", "recipe", "out", "name", "threads")
+    for name in own:
+        parser.add_argument(f"--{name}", nargs="?", const="")
+    try:
+        known, _ = parser.parse_known_args(list(options))
+    except argparse.ArgumentError as error:
+        raise BenchError(f"--convert-options: {error}") from error
+    for name in own:
+        if getattr(known, name) is not None:
+            raise BenchError(f"--convert-options: --{name} is set by the sweep, not here")
+    kept: int | None = known.keep_vocab
+    return kept
+
+
+def brings_items(source: str) -> bool:
+    """Whether a checkpoint's folder has held-out items and recorded answers of its own, as nano's has."""
     folder = Path(source)
-    if (folder / "heldout").is_dir() and (folder / "reference.json").is_file():
-        return "nano", folder
-    return "official", NANO_FOLDER
+    return (folder / "heldout").is_dir() and (folder / "reference.json").is_file()
+
+
+def items_folder(source: str) -> Path:
+    """Where the nano gates' items are: beside the checkpoint, else the bundled model's."""
+    return Path(source) if brings_items(source) else NANO_FOLDER
 
 
 def model_name(source: str) -> str:
     """The first part of the GGUFs' names: a folder's own, or the last part of a hub id."""
     folder = Path(source).expanduser()
     return folder.resolve().name if folder.is_dir() else source.rpartition("/")[2]
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "card": provenance.card(),
+        "processor": provenance.host()["processor"],
+        "llama-cpp-python": version("llama-cpp-python"),
+    }
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

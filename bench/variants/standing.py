@@ -1,31 +1,74 @@
-"""Ranking the variants: speed, quality, the Pareto front, and which one to ship."""
+"""Ranking the variants of a sweep: speed, quality, the Pareto front, and which one to ship."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
+from typing import Any
 
+import numpy as np
+import pandas as pd
+
+from bench.analysis.statistics import Ratio, by_round, interval, times_as_good
 from bench.gates.estimate import wilson
 from bench.gates.gate import Verdict, verdict
-from bench.gates.result import GateScore
-from bench.latency_result import Baseline, Protocol, Summary
-from bench.variants.result import Standing, VariantResult
+from bench.gates.score import GateScore, gate_scores
+from bench.store import Manifest, Results
+
+LATENCY = "latency"
+FIRST = "first"
+"""A baseline: the first variant that was measured."""
 
 
-def baseline_of(result: VariantResult) -> Baseline:
-    """A variant's own medians, for the others to be compared with."""
-    seconds: dict[Protocol, dict[str, float]] = {"official": {}, "distinct": {}}
-    for line in _lines(result):
-        if line.latency is not None:
-            seconds[line.protocol][line.category] = line.latency.p50
-    return Baseline(name=result.variant.name, seconds=seconds)
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a variant stands among the others.
+
+    ``speed``: times as fast as the baseline, the geometric mean over categories and protocols, so that no
+    ranking depends on the baseline. ``quality``: the score's distance from the threshold, in points of 100,
+    at the gate where it is least (``tightest``); without any threshold the mean score. ``verdict``: pass if
+    every gate passes, fail if one fails. ``front``: no other variant is at least as good in both and better
+    in one.
+    """
+
+    name: str
+    gates: list[GateScore]
+    speed: Ratio | None
+    quality: float | None
+    tightest: str | None
+    verdict: Verdict | None
+    front: bool
+    error: str | None
 
 
-def rank(results: Sequence[VariantResult], baseline: Baseline | None) -> list[Standing]:
-    """Everyone's standing, in the order given."""
-    alone = [_alone(result, baseline) for result in results]
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """One sweep: every variant's standing in the order given, and what to do about it.
+
+    ``baseline``: what speed is relative to, in words. ``recommended``: the fastest variant that passes every
+    gate, or None. ``advice``: which variant to ship and why, a sentence each.
+    """
+
+    standings: list[Standing]
+    baseline: str
+    recommended: str | None
+    advice: list[str]
+
+
+def rank(results: Results, run: str) -> Ranking:
+    """The variants of one run of the sweep."""
+    manifest = results.manifests[run]
+    rows = results.of(run=run)
+    names: list[str] = manifest.settings["variants"]
+    errors = {name: manifest.subjects.get(name, {}).get("error") for name in names}
+    usable = [name for name in names if errors[name] is None]
+    speeds, baseline = _speeds(rows, usable, manifest)
+    alone = [_alone(rows, name, speeds.get(name), errors[name]) for name in names]
     front = pareto_front(
-        [(s.name, s.speed, s.quality) for s in alone if s.speed is not None and s.quality is not None]
+        [(s.name, s.speed.value, s.quality) for s in alone if s.speed is not None and s.quality is not None]
     )
-    return [standing.model_copy(update={"front": standing.name in front}) for standing in alone]
+    standings = [replace(standing, front=standing.name in front) for standing in alone]
+    recommended, advice = advise(rows, standings)
+    return Ranking(standings, baseline, recommended, advice)
 
 
 def pareto_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
@@ -37,10 +80,9 @@ def pareto_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
     }
 
 
-def advise(results: Sequence[VariantResult], standings: Sequence[Standing]) -> tuple[str | None, list[str]]:
+def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | None, list[str]]:
     """The fastest variant that passes every gate, or None; and what to know about the choice."""
-    by_name = {result.variant.name: result for result in results}
-    ranked = sorted((s for s in standings if s.speed is not None), key=lambda s: -(s.speed or 0.0))
+    ranked = sorted((s for s in standings if s.speed is not None), key=lambda s: -_speed(s))
     broken = [
         f"{s.name} could not be measured: {s.error.splitlines()[0].removesuffix(':')}"
         for s in standings
@@ -51,15 +93,16 @@ def advise(results: Sequence[VariantResult], standings: Sequence[Standing]) -> t
     judged = [s for s in ranked if s.verdict is not None]
     if not judged:
         first = f"No gate with a threshold was asked: none is recommended. The fastest is {ranked[0].name}."
-        return None, [first, *broken]
+        alike = [_alike(rows, ranked[0], other) for other in ranked[1:]]
+        return None, [first, *filter(None, alike), *broken]
     passing = [s for s in judged if s.verdict == "pass"]
     open_ = [s for s in judged if s.verdict == "undecided"]
     advice: list[str] = []
     best = passing[0] if passing else None
     if best is not None:
-        advice.append(_ship(best, len(passing), by_name[best.name]))
-        advice += [_alike(best, other, by_name) for other in passing[1:] if _overlap(best, other, by_name)]
-        open_ = [s for s in open_ if (s.speed or 0.0) > (best.speed or 0.0)]
+        advice.append(_ship(best, len(passing)))
+        advice += filter(None, (_alike(rows, best, other) for other in passing[1:]))
+        open_ = [s for s in open_ if _speed(s) > _speed(best)]
     elif open_:
         advice.append(
             "No variant is known to pass every gate: at this sample size the best are undecided. "
@@ -71,8 +114,8 @@ def advise(results: Sequence[VariantResult], standings: Sequence[Standing]) -> t
             f"No variant passes every gate. {nearest.name} comes nearest: it lacks "
             f"{-(nearest.quality or 0.0):.1f} points at {nearest.tightest}."
         )
-    advice += [_undecided(s, by_name[s.name], faster=best is not None) for s in open_]
-    advice += [_failed(s, by_name[s.name]) for s in judged if s.verdict == "fail"]
+    advice += [_undecided(s, faster=best is not None) for s in open_]
+    advice += [_failed(s) for s in judged if s.verdict == "fail"]
     return (best.name if best is not None else None), advice + broken
 
 
@@ -104,66 +147,70 @@ def items_to_decide(gate: GateScore) -> int | None:
     return None
 
 
-def _alone(result: VariantResult, baseline: Baseline | None) -> Standing:
-    quality, tightest = margin(result.gates)
-    return Standing(
-        name=result.variant.name,
-        speed=None if result.error is not None else _speed(result, baseline),
-        quality=None if result.error is not None else quality,
-        tightest=tightest,
-        verdict=None if result.error is not None else verdict_of(result.gates),
-        front=False,
-        error=result.error,
-    )
+def _alone(rows: pd.DataFrame, name: str, speed: Ratio | None, error: str | None) -> Standing:
+    gates = gate_scores(rows[rows["subject"] == name]) if error is None else []
+    quality, tightest = margin(gates)
+    return Standing(name, gates, speed, quality, tightest, verdict_of(gates), front=False, error=error)
 
 
-def _speed(result: VariantResult, baseline: Baseline | None) -> float | None:
-    if baseline is None:
+def _speeds(rows: pd.DataFrame, names: Sequence[str], manifest: Manifest) -> tuple[dict[str, Ratio], str]:
+    """Times as fast as the baseline, and what that is."""
+    wanted: str | Mapping[str, float] = manifest.settings.get("baseline", FIRST)
+    if not isinstance(wanted, str):
+        found = {name: against(rows, name, wanted) for name in names}
+        told = "given medians: " + ", ".join(f"{name} {ms:,.0f} ms" for name, ms in wanted.items())
+    else:
+        reference = wanted if wanted in names else next(iter(names), "")
+        found = {name: times_as_good(rows, name, reference, LATENCY) for name in names}
+        told = reference
+    return {name: ratio for name, ratio in found.items() if ratio is not None}, told
+
+
+def against(rows: pd.DataFrame, name: str, milliseconds: Mapping[str, Any]) -> Ratio | None:
+    """One variant's times as fast as given medians by category; None where they have none in common."""
+    own = rows[(rows["subject"] == name) & rows["cell"].isin(list(milliseconds))]
+    medians = by_round(own, LATENCY)
+    if medians.empty:
         return None
-    ratios = [
-        baseline.seconds[line.protocol][line.category] / line.latency.p50
-        for line in _lines(result)
-        if line.latency is not None and line.category in baseline.seconds.get(line.protocol, {})
-    ]
-    return mean(ratios) if ratios else None
+    logs = np.log(medians.index.get_level_values("cell").map(milliseconds).to_numpy(dtype=np.float64))
+    paired = pd.Series(logs - np.log(medians.to_numpy(dtype=np.float64)), index=medians.index)
+    rounds = paired.unstack(["workload", "cell"]).dropna()
+    return interval(rounds.mean(axis=1).to_numpy(dtype=np.float64)) if len(rounds) else None
 
 
-def _lines(result: VariantResult) -> list[Summary]:
-    return result.latency.summaries if result.latency is not None else []
+def _speed(standing: Standing) -> float:
+    return standing.speed.value if standing.speed is not None else 0.0
 
 
-def _overlap(best: Standing, other: Standing, by_name: dict[str, VariantResult]) -> bool:
-    """Whether the timed runs of two variants overlap, p10 to p90, in every category and protocol."""
-    mine = {(line.category, line.protocol): line.latency for line in _lines(by_name[best.name])}
-    for line in _lines(by_name[other.name]):
-        ours, theirs = mine.get((line.category, line.protocol)), line.latency
-        if ours is None or theirs is None or ours.p90 < theirs.p10 or theirs.p90 < ours.p10:
-            return False
-    return True
-
-
-def _ship(best: Standing, passing: int, result: VariantResult) -> str:
-    tightest = next(gate for gate in result.gates if gate.gate == best.tightest)
+def _ship(best: Standing, passing: int) -> str:
+    tightest = next(gate for gate in best.gates if gate.gate == best.tightest)
     sampled = tightest.low is not None and tightest.items < tightest.items_in_all
     low = f" (95% interval from {100 * (tightest.low or 0.0):.1f}%)" if sampled else ""
     among = "the only one that passes" if passing == 1 else f"the fastest of the {passing} that pass"
     return (
-        f"Ship {best.name}: {among} every gate, speed {best.speed:.2f}. Its margin is "
+        f"Ship {best.name}: {among} every gate, speed {best.speed}. Its margin is "
         f"{best.quality:+.1f} points at the tightest gate, {best.tightest}: {100 * tightest.score:.1f}%{low} "
         f"against {100 * (tightest.threshold or 0.0):.1f}%."
     )
 
 
-def _alike(best: Standing, other: Standing, by_name: dict[str, VariantResult]) -> str:
-    return (
-        f"{other.name} passes too, and these runs do not tell its speed from {best.name}'s "
-        f"({other.speed:.2f}; p10 to p90 overlap in every category); its margin is "
-        f"{other.quality:+.1f} points."
-    )
+def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
+    """What is to be said of a variant that the rounds do not tell from the fastest; None where they do."""
+    ratio = times_as_good(rows, other.name, best.name, LATENCY)
+    if ratio is None or ratio.told_apart:
+        return None
+    too = " passes too, and" if best.verdict == "pass" else ":"
+    if ratio.low is None:
+        rounds = "one round is" if ratio.rounds == 1 else f"{ratio.rounds} rounds are"
+        why, times = f"{rounds} too few to tell", f"{ratio.value:.2f}x"
+    else:
+        why, times = f"{ratio.rounds} rounds do not tell", str(ratio)
+    quality = f"; its margin is {other.quality:+.1f} points" if other.verdict is not None else ""
+    return f"{other.name}{too} {why} its speed from {best.name}'s ({times} of it){quality}."
 
 
-def _undecided(standing: Standing, result: VariantResult, *, faster: bool) -> str:
-    gates = [gate for gate in result.gates if gate.verdict == "undecided"]
+def _undecided(standing: Standing, *, faster: bool) -> str:
+    gates = [gate for gate in standing.gates if gate.verdict == "undecided"]
     parts = []
     for gate in gates:
         needed = items_to_decide(gate)
@@ -178,11 +225,10 @@ def _undecided(standing: Standing, result: VariantResult, *, faster: bool) -> st
             f"{100 * (gate.threshold or 0.0):.1f}; {want})"
         )
     lead = "is faster" if faster else "has speed"
-    gap = "; ".join(parts)
-    return f"{standing.name} {lead} ({standing.speed:.2f}) but undecided at this sample size: {gap}."
+    return f"{standing.name} {lead} ({standing.speed}) but undecided at this sample size: {'; '.join(parts)}."
 
 
-def _failed(standing: Standing, result: VariantResult) -> str:
-    gates = [gate for gate in result.gates if gate.verdict == "fail"]
+def _failed(standing: Standing) -> str:
+    gates = [gate for gate in standing.gates if gate.verdict == "fail"]
     parts = [f"{g.gate} ({100 * g.score:.1f}% against {100 * (g.threshold or 0.0):.1f}%)" for g in gates]
     return f"{standing.name} fails {', '.join(parts)}."

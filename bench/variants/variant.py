@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bench.errors import BenchError
-from bench.results import Record
 from convert.errors import ConvertError
 from convert.recipes import known_recipes, load_recipe
 from convert.tensors import FLOAT_TYPES
@@ -29,8 +28,10 @@ RESERVED = {"model", "alias", "host", "port", "api_key"}
 Setting = bool | int | float | str
 
 
-class Variant(Record):
+class Variant(BaseModel):
     """One candidate. Exactly one of ``quant`` and ``recipe``; ``server`` holds settings by their names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     about: str = ""
@@ -63,9 +64,7 @@ class Variant(Record):
 
 def of_quants(names: Sequence[str]) -> list[Variant]:
     """Levels by name, all with the server's default settings. Raises BenchError for an unknown one."""
-    levels = [name.strip().upper() for name in names if name.strip()]
-    for level in levels:
-        check_quant(level, "--quants")
+    levels = [known_quant(name.strip(), "--quants") for name in names if name.strip()]
     return [Variant(name=level, quant=level) for level in dict.fromkeys(levels)]
 
 
@@ -80,8 +79,7 @@ def read_variant(path: Path) -> Variant:
     except ValidationError as error:
         raise BenchError(f"{path}: {explain(error)}") from error
     if variant.quant is not None:
-        variant = variant.model_copy(update={"quant": variant.quant.upper()})
-        check_quant(variant.level, str(path))
+        variant = variant.model_copy(update={"quant": known_quant(variant.quant, str(path))})
     else:
         recipe = path.parent / Path(str(variant.recipe))
         try:
@@ -93,11 +91,13 @@ def read_variant(path: Path) -> Variant:
     return variant
 
 
-def check_quant(level: str, where: str) -> None:
-    """Raises BenchError, naming the known levels, for one that the converter does not have."""
-    known = [*FLOAT_TYPES, *known_recipes()]
-    if level not in known:
-        raise BenchError(f"{where}: unknown quant {level!r}; known are {', '.join(known)}")
+def known_quant(name: str, where: str) -> str:
+    """The level of that name, however its letters are written. Raises BenchError, naming the known levels,
+    for one that the converter does not have."""
+    known = {level.upper(): level for level in (*FLOAT_TYPES, *known_recipes())}
+    if name.upper() not in known:
+        raise BenchError(f"{where}: unknown quant {name!r}; known are {', '.join(known.values())}")
+    return known[name.upper()]
 
 
 def check_settings(settings: Mapping[str, Setting], some_file: Path, where: str) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from bench import conformance
 from bench.checks import CHECKS, Target
-from bench.client import Client
-from bench.conformance import ConformanceResult, run_check
-from bench.options import run
-from bench.vocabulary import find_vocabulary
+from bench.checks.conformance import run_check
+from bench.cli import main
+from bench.load.client import Client
+from bench.load.vocabulary import find_vocabulary
+from bench.store import load
 from tests.bench.fake_server import CONTEXT, Body, FakeReply, FakeServer, Script
 
 BY_NAME = {check.name: check for check in CHECKS}
@@ -42,7 +42,7 @@ async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) 
 
 
 def test_names_are_unique_and_every_rule_is_in_words() -> None:
-    assert len(BY_NAME) == len(CHECKS) > 100
+    assert len(BY_NAME) == len(CHECKS) == 120
     assert all(check.what for check in CHECKS)
 
 
@@ -280,36 +280,46 @@ async def test_without_a_tokenizer_some_checks_are_skipped() -> None:
     assert list(found.values()) == ["skip", "skip", "pass"]
 
 
-def command(*arguments: str) -> int:
-    return run(conformance.parser(), conformance.conformance, arguments)
-
-
 def test_the_command(good_server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "conformance.json"
-    options = ["--url", good_server.url, "--only", "health.*", "--skip", "health.metrics", "--out", str(out)]
-    assert command(*options) == 0
+    options = ["--url", good_server.url, "--name", "fake", "--out", str(tmp_path)]
+    assert main(["conformance", *options, "--only", "health.*", "--skip", "health.metrics"]) == 0
     shown = capsys.readouterr().out
     assert "1/5 pass  health.ping" in shown
     assert "health.metrics" not in shown
-    assert {o.status for o in ConformanceResult.load(out).outcomes} == {"pass"}
-    assert out.with_suffix(".png").exists()
+    assert "Conformance of fake (fake)" in shown
+    results = load([tmp_path])
+    passed = results.of(metric="passed")
+    assert set(passed["value"]) == {1.0}
+    assert passed["cell"].tolist()[:2] == ["health.ping", "health.health"]
+    assert len(results.of(metric="seconds")) == 5
 
 
-def test_a_failure_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(Script(on_answer=answer_with(id=""))) as server:
-        assert command("--url", server.url, "--only", "shapes.chat") == 1
+def test_a_failure_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(Script(on_answer=answer_with(id=""), tokenizer=None)) as server:
+        options = ["--url", server.url, "--out", str(tmp_path), "--only", "shapes.chat"]
+        assert main(["conformance", *options, "--only", "shapes.prompt_count", "--only", "health.ping"]) == 1
     shown = capsys.readouterr().out
     assert "FAIL  shapes.chat" in shown
-    assert "id: got ''" in shown
+    assert "FAILED shapes.chat: id: got ''" in shown
+    results = load([tmp_path])
+    assert dict(results.of(metric="passed")[["cell", "value"]].itertuples(index=False)) == {
+        "health.ping": 1.0,
+        "shapes.chat": 0.0,
+    }
+    assert results.of(metric="skipped")["cell"].tolist() == ["shapes.prompt_count"]
+    (manifest,) = results.manifests.values()
+    assert manifest.status == "finished"
 
 
-def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--skip", "no.such") == 1
+def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path)]
+    assert main(["conformance", "--skip", "no.such", *out]) == 1
     assert "no check is named 'no.such'" in capsys.readouterr().err
-    assert command("--url", "http://127.0.0.1:9") == 1
+    assert main(["conformance", "--url", "http://127.0.0.1:9", *out]) == 1
     assert "cannot connect" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--list", "--only", "errors.*") == 0
+    assert main(["conformance", "--list", "--only", "errors.*"]) == 0
     assert "errors.max_tokens_zero" in capsys.readouterr().out

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import perplexity as verb
+from bench.cli import main
 from bench.errors import BenchError
-from bench.options import run
-from bench.perplexity import Settings, estimate, measure
-from bench.perplexity_result import PerplexityResult, tables
+from bench.gates.perplexity import Measured, Reading, estimate, measure
+from bench.report.perplexity import HISTOGRAM, WORKLOAD
+from bench.report.quality_pictures import perplexity_pictures
+from bench.store import load
 from convert import kld
 from convert.chunks import read_chunks
 from convert.cli import main as convert
@@ -23,7 +24,7 @@ from tests.logits import gguf_log_probabilities
 import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
 CONTEXT, SKIP = 96, 32
-SETTINGS = Settings(context=CONTEXT, skip=SKIP, threads=1, gpu_layers=0)
+READING = Reading(context=CONTEXT, skip=SKIP, threads=1, gpu_layers=0)
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 
 
@@ -48,14 +49,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture(scope="module")
-def measured(files: Files) -> PerplexityResult:
-    return measure(files.other, files.reference, files.text, SETTINGS)
+def measured(files: Files) -> Measured:
+    return measure(files.other, files.reference, files.text, READING)
 
 
-def test_against_figures_by_hand(files: Files, measured: PerplexityResult) -> None:
+def test_against_figures_by_hand(files: Files, measured: Measured) -> None:
     with Model(files.reference, RUNTIME) as model:
         chunks = read_chunks(model, files.text, CONTEXT)
-    assert (measured.chunks, measured.tokens) == (len(chunks), len(chunks) * (CONTEXT - SKIP - 1))
+    assert measured.about["chunks"] == len(chunks)
+    assert measured.values["scored_tokens"] == len(chunks) * (CONTEXT - SKIP - 1)
     assert len(chunks) == 4
     scored = np.arange(SKIP, CONTEXT - 1)
     p, q = (
@@ -66,48 +68,55 @@ def test_against_figures_by_hand(files: Files, measured: PerplexityResult) -> No
     losses = [-np.take_along_axis(logs, following, axis=2) for logs in (p, q)]
     divergence = (np.exp(p) * (p - q)).sum(axis=2)
     near = {"rel": 0.01}
-    assert measured.reference_perplexity.value == pytest.approx(np.exp(losses[0].mean()), **near)
-    assert measured.perplexity.value == pytest.approx(np.exp(losses[1].mean()), **near)
-    assert measured.log_ratio.value == pytest.approx(float((losses[1] - losses[0]).mean()), rel=0.05)
-    assert measured.kld.mean.value == pytest.approx(divergence.mean(), **near)
-    assert measured.kld.p99 == pytest.approx(np.quantile(divergence, 0.99), **near)
-    assert measured.kld.maximum == pytest.approx(divergence.max(), **near)
+    assert measured.values["reference_perplexity"] == pytest.approx(np.exp(losses[0].mean()), **near)
+    assert measured.values["perplexity"] == pytest.approx(np.exp(losses[1].mean()), **near)
+    assert measured.values["log_ratio"] == pytest.approx(float((losses[1] - losses[0]).mean()), rel=0.05)
+    assert measured.values["kld_mean"] == pytest.approx(divergence.mean(), **near)
+    assert measured.values["kld_p99"] == pytest.approx(np.quantile(divergence, 0.99), **near)
+    assert measured.values["kld_max"] == pytest.approx(divergence.max(), **near)
     same = (p.argmax(axis=2) == q.argmax(axis=2)).mean()
-    assert measured.same_top.value == pytest.approx(same, abs=0.02)
-    assert sum(measured.histogram.counts) + measured.histogram.zero == measured.tokens
+    assert measured.values["same_top"] == pytest.approx(100 * same, abs=2)
+    assert sum(measured.histogram.values()) == measured.values["scored_tokens"]
 
 
 def test_of_a_file_with_itself(files: Files) -> None:
-    result = measure(files.other, files.other, files.text, SETTINGS)
-    assert (result.kld.mean.value, result.kld.maximum, result.same_top.value) == (0, 0, 1)
-    assert (result.log_ratio.value, result.log_ratio.error) == (0, 0)
-    assert result.perplexity == result.reference_perplexity
-    assert (result.histogram.zero, result.dropped) == (result.tokens, 0)
+    result = measure(files.other, files.other, files.text, READING)
+    found = result.values
+    assert (found["kld_mean"], found["kld_max"], found["same_top"]) == (0, 0, 100)
+    assert (found["log_ratio"], found["log_ratio_error"]) == (0, 0)
+    assert found["perplexity"] == found["reference_perplexity"]
+    assert (result.histogram["0 to 1e-08 nats"], found["dropped"]) == (found["scored_tokens"], 0)
 
 
 @pytest.mark.parametrize("tokens", [7, 50, 300], ids=["parts of a chunk", "half a chunk", "three chunks"])
 def test_no_batching_changes_it(
-    files: Files, measured: PerplexityResult, tokens: int, monkeypatch: pytest.MonkeyPatch
+    files: Files, measured: Measured, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kld, "LOGIT_BYTES", tokens * 320 * 4)  # the same bound for a far larger vocabulary
-    result = measure(files.other, files.reference, files.text, SETTINGS)
-    assert result.tokens == measured.tokens
-    assert result.kld.mean.value == pytest.approx(measured.kld.mean.value, rel=1e-3)
-    assert result.perplexity.value == pytest.approx(measured.perplexity.value, rel=1e-3)
+    result = measure(files.other, files.reference, files.text, READING)
+    assert result.values["scored_tokens"] == measured.values["scored_tokens"]
+    assert result.values["kld_mean"] == pytest.approx(measured.values["kld_mean"], rel=1e-3)
+    assert result.values["perplexity"] == pytest.approx(measured.values["perplexity"], rel=1e-3)
 
 
-def test_a_model_of_fewer_tokens_is_read_in_its_own(files: Files, tmp_path: Path) -> None:
+def test_a_model_of_fewer_tokens_is_read_in_its_own(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = files.reference.with_name("one")
     flags = ["--quant", "F32", "--outtype", "F32", "--keep-vocab", "257", "--no-kld", "--threads", "1"]
     assert convert(["--src", str(source), "--out", str(tmp_path), *flags]) == 0
-    result = measure(tmp_path / "one-v257-F32.gguf", files.reference, files.text, SETTINGS)
-    assert result.text_tokens > result.reference_text_tokens  # "the" is gone
-    assert result.kld.maximum < 1e-4  # the same weights, over what both have
-    assert 0 < result.dropped < 1
-    assert result.perplexity.value < result.reference_perplexity.value
-    shown = str(tables(result)[0])
-    assert f"the text is {result.text_tokens} tokens here, {result.reference_text_tokens} there" in shown
-    assert f"gives {100 * result.dropped:.4f}% to tokens that the model does not have" in shown
+    pruned = tmp_path / "one-v257-F32.gguf"
+    result = measure(pruned, files.reference, files.text, READING)
+    here, there = (result.about[name] for name in ("text_tokens", "reference_text_tokens"))
+    assert here > there  # "the" is gone
+    assert result.values["kld_max"] < 1e-4  # the same weights, over what both have
+    assert 0 < result.values["dropped"] < 100
+    assert result.values["perplexity"] < result.values["reference_perplexity"]
+    options = ["--context", CONTEXT, "--skip", SKIP, "--threads", 1, "--out", tmp_path / "store"]
+    assert command(pruned, files.reference, files.text, *options) == 0
+    shown = capsys.readouterr().out
+    assert f"the text is {here:,} tokens here, {there:,} there" in shown
+    assert f"gives {result.values['dropped']:.4f}% to tokens that the model does not have" in shown
 
 
 def test_an_error_is_the_spread_between_chunks() -> None:
@@ -118,26 +127,29 @@ def test_an_error_is_the_spread_between_chunks() -> None:
 
 
 def test_the_command(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "results.json"
-    flags = ["--context", CONTEXT, "--threads", 1, "--gpu-layers", 0, "--out", out]
-    assert verdict(files.other, files.reference, files.text, *flags) == 0
-    result = PerplexityResult.load(out)
-    assert (result.model, result.reference, result.skip) == (
-        "two-F32.gguf",
-        "one-F32.gguf",
-        CONTEXT // 2,
-    )
+    flags = ["--context", CONTEXT, "--threads", 1, "--gpu-layers", 0, "--out", tmp_path]
+    assert command(files.other, files.reference, files.text, *flags) == 0
+    results = load([tmp_path])
+    (manifest,) = results.manifests.values()
+    assert manifest.settings == {"context": CONTEXT, "skip": CONTEXT // 2, "text": "text.txt"}
+    about = manifest.subjects["two-F32.gguf"]
+    assert (about["reference"], about["chunks"]) == ("one-F32.gguf", 4)
+    assert set(results.of(workload=WORKLOAD)["cell"]) == {"positions 48 to 94 of 96"}, "what means are over"
+    assert set(results.frame["workload"]) == {WORKLOAD, HISTOGRAM}
     shown = capsys.readouterr()
-    assert str(tables(result)[0]) in shown.out
-    assert f"{result.kld.mean.value:.5f}" in shown.out
+    (mean,) = results.of(metric="kld_mean")["value"]
+    ((title, picture),) = perplexity_pictures(results, tmp_path / "pictures").items()
+    assert title == "KL divergence of two-F32.gguf from one-F32.gguf"
+    assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")
+    assert f"{mean:.5f}" in shown.out
+    assert "two-F32.gguf against one-F32.gguf" in shown.out and "positions 48 to 94 of 96" in shown.out
     assert "tokens: the 99% quantile rests on a handful" in shown.out
     assert "KL divergence: done, 384 tokens" in shown.err
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_that_will_not_do(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def error(*arguments: object) -> str:
-        assert verdict(*arguments, "--threads", 1) == 1
+        assert command(*arguments, "--threads", 1, "--out", tmp_path / "store") == 1
         return capsys.readouterr().err
 
     text = files.text
@@ -151,18 +163,18 @@ def test_files_that_will_not_do(files: Files, tmp_path: Path, capsys: pytest.Cap
     (binary := tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8 text" in error(files.other, files.reference, binary)
     with pytest.raises(BenchError, match=r"--skip 95: leaves nothing of a chunk of 96"):
-        measure(files.other, files.reference, text, Settings(context=96, skip=95))
+        measure(files.other, files.reference, text, Reading(context=96, skip=95))
 
 
 def test_another_vocabulary_is_refused(
-    files: Files, nano_f16: Path, capsys: pytest.CaptureFixture[str]
+    files: Files, nano_f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verdict(nano_f16, files.reference, files.text, "--threads", 1) == 1
+    assert command(nano_f16, files.reference, files.text, "--threads", 1, "--out", tmp_path) == 1
     message = capsys.readouterr().err
     assert f"error: {nano_f16}: not made from {files.reference}: the vocabularies differ (3712 and" in message
 
 
-def verdict(gguf: object, reference: object, text: object, *flags: object) -> int:
+def command(gguf: object, reference: object, text: object, *flags: object) -> int:
     """The command's exit status."""
     arguments = [gguf, "--reference", reference, "--text", text, *flags]
-    return run(verb.parser(), verb.perplexity, [str(argument) for argument in arguments])
+    return main(["perplexity", *map(str, arguments)])

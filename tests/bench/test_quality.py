@@ -1,17 +1,18 @@
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.gates.result import QualityResult, read_samples
-from bench.options import run
-from bench.quality import parser, quality
+from bench.cli import main
+from bench.gates.quality import SAMPLES
+from bench.gates.samples import Sample, read_samples
+from bench.gates.score import SUBTASKS, GateScore, gate_scores
+from bench.report.quality_pictures import quality_pictures
+from bench.store import Results, load
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, thinks
 from tests.bench.gates.data import all_right, answering, nano_folder
 
-ROOT = Path(__file__).parents[2]
 PATH = "/v1/chat/completions"
 
 
@@ -20,10 +21,19 @@ def nano(tmp_path: Path) -> Path:
     return nano_folder(tmp_path / "nano", all_right())
 
 
-def measure(server: FakeServer, nano: Path, out: Path, *options: str) -> QualityResult:
+def measure(server: FakeServer, nano: Path, out: Path, *options: str) -> Results:
     argv = ["--url", server.url, "--nano", str(nano), "--out", str(out), "--retries", "0", *options]
-    assert run(parser(), quality, argv) == 0
-    return QualityResult.load(out)
+    assert main(["quality", *argv]) == 0
+    return load([out])
+
+
+def scored(results: Results) -> list[GateScore]:
+    return gate_scores(results.frame)
+
+
+def samples_of(results: Results, out: Path) -> list[Sample]:
+    (run,) = results.manifests
+    return read_samples(out / run / SAMPLES)
 
 
 def test_scores_are_what_the_answers_are_worth(
@@ -31,37 +41,41 @@ def test_scores_are_what_the_answers_are_worth(
 ) -> None:
     wrong = {("knowledge", 0), ("knowledge", 9), ("instructions", 2), ("reasoning", 3), ("reasoning", 4)}
     with FakeServer(Script(reply=answering(lambda *item: item not in wrong))) as server:
-        result = measure(server, nano, tmp_path / "out.json")
-    knowledge, instructions, reasoning = result.gates
+        results = measure(server, nano, tmp_path)
+    gates = scored(results)
+    knowledge, instructions, reasoning = gates
     # the mean over subtasks: 5 of 6 people, 3 of 4 places
     assert knowledge.score == pytest.approx((5 / 6 + 3 / 4) / 2)
-    assert knowledge.subtasks == pytest.approx(
-        {"nano_knowledge_people": 5 / 6, "nano_knowledge_places": 3 / 4}
+    subtasks = results.of(workload=SUBTASKS)
+    assert dict(zip(subtasks["cell"], subtasks["value"], strict=True)) == pytest.approx(
+        {"nano_knowledge_people": 100 * 5 / 6, "nano_knowledge_places": 75}
     )
     # 10 instructions in 8 requests; request 2 has two of them
     assert instructions.score == pytest.approx(8 / 10)
-    assert instructions.other_metrics["nano_instructions"]["prompt_level_strict_acc,none"] == pytest.approx(
-        7 / 8
-    )
+    (manifest,) = results.manifests.values()
+    about = manifest.subjects[server.url]["gates"]["nano_instructions"]
+    assert about["other_metrics"]["nano_instructions"]["prompt_level_strict_acc,none"] == pytest.approx(7 / 8)
+    assert (about["fewshot"], about["thinking"], about["max_tokens"]) == (0, False, 512)
     assert reasoning.score == pytest.approx(6 / 8)
-    assert [gate.items for gate in result.gates] == [10, 8, 8]
-    for gate in result.gates:
+    assert [gate.items for gate in gates] == [10, 8, 8]
+    for gate in gates:
         assert gate.low is not None and gate.high is not None
         assert 0 < gate.low < gate.score < gate.high < 1
         assert gate.reference_score == gate.baseline == 1.0
     # shares of the reference's score: 90%, 95%, 90%; every item was asked, so the score decides
-    assert [gate.threshold for gate in result.gates] == pytest.approx([0.90, 0.95, 0.90])
-    assert [gate.verdict for gate in result.gates] == ["fail", "fail", "fail"]
+    assert [gate.threshold for gate in gates] == pytest.approx([0.90, 0.95, 0.90])
+    assert [gate.verdict for gate in gates] == ["fail", "fail", "fail"]
     shown = capsys.readouterr().out
     assert "nano_reasoning" in shown and "75.0" in shown and "fail" in shown
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    (picture,) = quality_pictures(results, tmp_path / "pictures").values()
+    assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
 
 def test_modes_are_the_contracts(nano: Path, tmp_path: Path) -> None:
     with FakeServer(Script(reply=answering(lambda *_: True))) as server:
-        result = measure(server, nano, tmp_path / "out.json")
+        gates = scored(measure(server, nano, tmp_path))
         asked = [body for path, body in server.requests if path == PATH][1:]  # the probe came first
-    assert [gate.verdict for gate in result.gates] == ["pass", "pass", "pass"]
+    assert [gate.verdict for gate in gates] == ["pass", "pass", "pass"]
     knowledge = [body for body in asked if "thing number" in body["messages"][-1]["content"]]
     instructions = [body for body in asked if "Request" in body["messages"][-1]["content"]]
     reasoning = [body for body in asked if "Problem" in body["messages"][-1]["content"]]
@@ -84,18 +98,16 @@ def test_modes_are_the_contracts(nano: Path, tmp_path: Path) -> None:
 
 def test_single_turn_puts_the_examples_into_one_message(nano: Path, tmp_path: Path) -> None:
     with FakeServer(Script(reply=answering(lambda *_: True))) as server:
-        measure(server, nano, tmp_path / "out.json", "--tasks", "nano_knowledge", "--single-turn")
+        measure(server, nano, tmp_path, "--tasks", "nano_knowledge", "--single-turn")
         _, body = server.requests[-1]
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert body["messages"][1]["content"].count("The answer is (") == 5
 
 
 def test_samples_keep_the_whole_reply(nano: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
     with FakeServer(Script(reply=answering(lambda _, number: number != 5))) as server:
-        result = measure(server, nano, out, "--tasks", "nano_reasoning")
-    samples = {sample.id: sample for sample in read_samples(out)}
-    assert result.samples == "out.samples.jsonl"
+        results = measure(server, nano, tmp_path, "--tasks", "nano_reasoning")
+    samples = {sample.id: sample for sample in samples_of(results, tmp_path)}
     assert sorted(samples) == [str(n) for n in range(8)]
     assert samples["5"].outcomes == [0.0] and samples["5"].extracted == "(C)" and samples["5"].target == "(B)"
     right = samples["4"]
@@ -116,77 +128,89 @@ def test_thinking_that_does_not_end_is_wrong_and_counted(
         return FakeReply(answer.content, "no wait " * 3_000) if "Problem 2" in str(body) else answer
 
     with FakeServer(Script(reply=reply)) as server:
-        result = measure(server, nano, tmp_path / "out.json", "--tasks", "nano_reasoning")
-    gate = result.gates[0]
+        (gate,) = scored(measure(server, nano, tmp_path, "--tasks", "nano_reasoning"))
     assert (gate.score, gate.cut, gate.truncated_thinking, gate.empty) == (7 / 8, 1, 1, 1)
     assert "1 of 8 replies were still thinking after 2,048 tokens" in capsys.readouterr().out
 
 
 def test_a_sample_leaves_the_verdict_open(nano: Path, tmp_path: Path) -> None:
     with FakeServer(Script(reply=answering(lambda _, number: number % 8 != 1))) as server:
-        half = measure(server, nano, tmp_path / "half.json", "--limit", "0.5").gates
-        few = measure(
-            server, nano, tmp_path / "few.json", "--limit", "3", "--tasks", "nano_instructions"
-        ).gates
-        again = measure(server, nano, tmp_path / "again.json", "--limit", "0.5")
+        first = measure(server, nano, tmp_path / "half", "--limit", "0.5")
+        some = measure(server, nano, tmp_path / "few", "--limit", "3", "--tasks", "nano_instructions")
+        again = scored(measure(server, nano, tmp_path / "again", "--limit", "0.5"))
+    half, (few,) = scored(first), scored(some)
     assert [gate.items for gate in half] == [5, 4, 4]
     assert [gate.items_in_all for gate in half] == [10, 8, 8]
-    assert few[0].items == 3
+    assert few.items == 3
     assert "undecided" in {gate.verdict for gate in half}
-    for sample in (gate.model_dump(exclude={"seconds"}) for gate in half):
-        assert sample in [gate.model_dump(exclude={"seconds"}) for gate in again.gates]
-    drawn = {sample.id for sample in read_samples(tmp_path / "few.json")}
-    assert drawn < {sample.id for sample in read_samples(tmp_path / "half.json")} | drawn
+    assert [replace(gate, seconds=0) for gate in half] == [replace(gate, seconds=0) for gate in again]
+    drawn = {one.id for one in samples_of(some, tmp_path / "few")}
+    of_half = samples_of(first, tmp_path / "half")
+    assert drawn < {one.id for one in of_half if one.gate == "nano_instructions"}
 
 
 def test_the_reference_is_scored_on_the_items_that_were_drawn(tmp_path: Path) -> None:
     reference = all_right()
     reference["reasoning"] = {str(n): n < 4 for n in range(8)}
     nano = nano_folder(tmp_path / "nano", reference)
-    out = tmp_path / "out.json"
+    out = tmp_path / "out"
     with FakeServer(Script(reply=answering(lambda _, number: number < 4))) as server:
-        gate = measure(server, nano, out, "--tasks", "nano_reasoning", "--limit", "5").gates[0]
+        results = measure(server, nano, out, "--tasks", "nano_reasoning", "--limit", "5")
+    (gate,) = scored(results)
     assert gate.threshold == pytest.approx(0.9 * 0.5)  # of the reference's score on all
-    assert gate.reference_score == gate.score == sum(int(s.id) < 4 for s in read_samples(out)) / 5
+    right = sum(int(one.id) < 4 for one in samples_of(results, out))
+    assert gate.reference_score == pytest.approx(gate.score) == pytest.approx(right / 5)
 
 
 def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The error that a run ends with; it has printed no table."""
-    assert run(parser(), quality, [*argv, "--retries", "0"]) == 1
+    assert main(["quality", *argv, "--retries", "0"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
 
 
-def test_an_unreachable_server_is_an_error(nano: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = failing(capsys, "--url", "http://127.0.0.1:9", "--nano", str(nano))
+def test_an_unreachable_server_is_an_error(
+    nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    message = failing(capsys, "--url", "http://127.0.0.1:9", "--nano", str(nano), "--out", str(out))
+    assert not out.exists()
     assert "error: http://127.0.0.1:9: cannot connect" in message
 
 
-def test_a_server_that_answers_500_is_an_error(nano: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_answers_500_is_an_error(
+    nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with FakeServer(Script(fail=lambda path: 500 if path == PATH else None)) as server:
-        message = failing(capsys, "--url", server.url, "--nano", str(nano))
+        message = failing(capsys, "--url", server.url, "--nano", str(nano), "--out", str(tmp_path / "out"))
     assert "error: POST /v1/chat/completions answered 500: scripted failure" in message
 
 
 def test_a_server_that_fails_half_way_is_an_error(
     nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "out"
     script = Script(reply=answering(lambda *_: True))
     with FakeServer(script) as server:
         script.fail = lambda path: 503 if path == PATH and len(server.requests) > 14 else None
-        message = failing(capsys, "--url", server.url, "--nano", str(nano), "--out", str(out))
-    assert "answered 503" in message
-    # the gate that was done is safe, the one that was not is not there
-    assert [gate.gate for gate in QualityResult.load(out).gates] == ["nano_knowledge"]
+        argv = ["--url", server.url, "--nano", str(nano), "--out", str(out), "--retries", "0"]
+        assert main(["quality", *argv]) == 1
+    shown = capsys.readouterr()
+    assert "answered 503" in shown.err
+    # the gate that was done is safe and shown, the one that was not is not there
+    results = load([out])
+    assert [gate.gate for gate in scored(results)] == ["nano_knowledge"]
+    assert len(samples_of(results, out)) == 10
+    assert "nano_knowledge" in shown.out
+    assert [one.status for one in results.manifests.values()] == ["stopped"]
 
 
 def test_unknown_tasks_and_missing_data_are_errors(
     nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer() as server:
-        url = ("--url", server.url)
+        url = ("--url", server.url, "--out", str(tmp_path / "out"))
         assert "--tasks gpqa_dimond: unknown; want nano, official" in failing(
             capsys, *url, "--tasks", "gpqa_dimond"
         )
@@ -202,9 +226,13 @@ def test_unknown_tasks_and_missing_data_are_errors(
         assert "instructions.items is missing" in failing(capsys, *url, "--nano", str(nano))
 
 
-@pytest.mark.parametrize("command", [["bench/quality.py"], ["-m", "bench.quality"]])
-def test_runs_as_a_file_and_as_a_module(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "--single-turn" in done.stdout and "GATE=FOLDER" in done.stdout
+@pytest.mark.parametrize("wrong", [("--limit", "1.5"), ("--limit", "few"), ("--data", "gsm8k")])
+def test_wrong_options_end_it_with_2(wrong: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["quality", *wrong])
+
+
+def test_a_score_comes_back_as_it_was_stored() -> None:
+    score = GateScore("g", 10, 20, 0.5, 0.25, 0.75, threshold=0.625, cut=2, retries=1, seconds=3.0)
+    assert GateScore.of_values("g", score.values()) == score
+    assert (score.verdict, replace(score, low=None, high=None, threshold=None).verdict) == ("undecided", None)

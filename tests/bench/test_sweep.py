@@ -4,42 +4,64 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
 
 import pytest
 
-from bench import latency, sweep
+from bench.cli import main
 from bench.errors import BenchError
 from bench.gates import measure as gates_measure
-from bench.options import run
-from bench.variants import measure, weights
+from bench.gates.samples import read_samples
+from bench.gates.score import gate_scores
+from bench.load.vocabulary import Vocabulary
+from bench.store import Manifest, Results, load
+from bench.variants import stages, weights
 from bench.variants.plan import Plan
-from bench.variants.result import SweepResult, VariantResult
+from bench.variants.standing import Ranking, rank
 from bench.variants.variant import Variant
+from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import Body, FakeServer, Script
 from tests.bench.gates.data import all_right, answering, nano_folder
 
 ROOT = Path(__file__).parents[2]
-DELAYS = {"Q8_0": 0.5, "Q4_K_M": 0.2}  # seconds before a timed answer: far apart, whatever else runs here
+DELAYS = {"Q8_0": 0.3, "Q4_K_M": 0.1}  # seconds before a timed answer: far apart, whatever else runs here
+
+Sweeping = Callable[..., int]
+
+
+class FakeTokenizer(Vocabulary):
+    """The fake server's tokenizer, as a file would bring it."""
+
+    def __init__(self, _: Path) -> None:
+        self.source = "a file"
+        self._vocabulary = FakeVocabulary()
+        self.size = self._vocabulary.size
+
+    async def encode(self, text: str) -> list[int]:
+        return self._vocabulary.encode(text)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(ids)
 
 
 class World:
     """The converter and the servers of a sweep, faked; ``served`` and ``converted`` say what was done."""
 
     def __init__(self) -> None:
-        self.served: list[str] = []
+        self.served: list[tuple[str, str]] = []
         self.settings: dict[str, dict[str, object]] = {}
         self.converted: list[list[str]] = []
         self.unconvertible: set[str] = set()
         self.bytes = b"weights"
         self.scripts: dict[str, Callable[[Script], None]] = {}
 
-    def convert(self, plan: Plan, what: list[str]) -> None:
+    def convert(self, plan: Plan, what: list[str]) -> set[str]:
         kind, names = what
         self.converted.append(list(what))
+        made: set[str] = set()
         for name in names.split(",") if kind == "--quant" else [Path(names).stem]:
             if name in self.unconvertible:
                 raise BenchError(f"convert: {name} cannot be made")
@@ -48,17 +70,19 @@ class World:
             gguf.write_bytes(self.bytes)
             about = {
                 "file": gguf.name,
-                "n_bytes": 7,
+                "n_bytes": 7_000_000,
                 "sha256": f"{name} {self.bytes!r}",
                 "bits_per_weight": 4.5,
                 "divergence": {"tokens": 100, "mean": 0.01, "median": 0.0, "p99": 0.1, "same_top": 0.9},
             }
             gguf.with_suffix(".json").write_text(json.dumps(about))
+            made.add(gguf.name)
+        return made
 
     @contextmanager
-    def serving(self, plan: Plan, variant: Variant, stage: str) -> Iterator[str]:
+    def serving(self, plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
         assert plan.gguf(variant).is_file()
-        self.served.append(variant.name)
+        self.served.append((log.stem.removeprefix(f"{variant.name}-"), variant.name))
         self.settings[variant.name] = plan.server_settings(variant)
 
         def slow(path: str, body: Body) -> Body:
@@ -71,76 +95,137 @@ class World:
         with FakeServer(script) as server:
             yield server.url
 
+    def take_served(self) -> list[tuple[str, str]]:
+        """What was served since the last look: (stage, variant)."""
+        served, self.served = self.served, []
+        return served
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(weights, "convert", made.convert)
-    monkeypatch.setattr(measure, "serving", made.serving)
-    # pictures have their own tests, and take most of the time here
-    monkeypatch.setattr(latency, "draw", lambda *_: None)
-    monkeypatch.setattr(gates_measure, "draw", lambda *_: None)
-    monkeypatch.setattr(sweep, "draw", lambda *_: {})
+    monkeypatch.setattr(stages, "serving", made.serving)
+    monkeypatch.setattr(stages, "vocabulary_of", FakeTokenizer)
     return made
 
 
 @pytest.fixture
-def sweeping(tmp_path: Path) -> Callable[..., int]:
-    """Runs the verb on a small folder of held-out items; options of a test come last and win."""
+def sweeping(tmp_path: Path) -> Sweeping:
+    """Runs the command on a small folder of held-out items; options of a test come last and win."""
     source = nano_folder(tmp_path / "tiny", all_right())
-    usual = ["--src", str(source), "--models", str(tmp_path / "models"), "--out", str(tmp_path / "out")]
-    usual += ["--runs", "2", "--warmup", "0", "--stream-runs", "0", "--categories", "short", "--limit", "all"]
+    usual = {
+        "--src": str(source),
+        "--models": str(tmp_path / "models"),
+        "--out": str(tmp_path / "out"),
+        "--rounds": "2",
+        "--warmup": "0",
+        "--categories": "short",
+        "--limit": "all",
+    }
 
     def call(*options: str) -> int:
-        return run(sweep.parser(), sweep.sweep, [*usual, *options])
+        left = [word for name, value in usual.items() if name not in options for word in (name, value)]
+        return main(["sweep", *left, *options])
 
     return call
 
 
+def stored(folder: Path) -> tuple[Results, str, Manifest]:
+    """The newest sweep in the store."""
+    results = load([folder])
+    run = list(results.manifests)[-1]
+    return results, run, results.manifests[run]
+
+
+def ranked(folder: Path) -> Ranking:
+    results, run, _ = stored(folder)
+    return rank(results, run)
+
+
 def test_a_sweep_and_the_same_again(
-    world: World, sweeping: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, sweeping: Sweeping, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sweeping("--quants", "q8_0,Q4_K_M,Q2_K") == 0
     out = tmp_path / "out"
     assert world.converted == [["--quant", "Q8_0,Q4_K_M,Q2_K"]], "one run makes what they share once"
     variants = ["Q8_0", "Q4_K_M", "Q2_K"]
-    assert world.served[:3] == variants, "gates"
-    assert world.served[3:] == ["Q4_K_M", "Q2_K", "Q8_0", "Q2_K", "Q8_0", "Q4_K_M"], "two rounds, in turn"
-    result = SweepResult.load(out / "sweep.json")
-    assert result.recommended == "Q4_K_M", "Q2_K is faster and wrong"
-    assert [s.verdict for s in result.standings] == ["pass", "pass", "fail"]
-    assert [s.front for s in result.standings] == [False, True, True]
-    assert result.baseline is not None and result.baseline.name == "Q8_0"
-    assert result.standings[0].speed == pytest.approx(1.0) and (result.standings[2].speed or 0) > 1.5
-    one = VariantResult.load(out / "Q2_K.json")
-    assert [gate.gate for gate in one.gates] == ["nano_knowledge", "nano_instructions", "nano_reasoning"]
-    assert one.latency is not None and {line.protocol for line in one.latency.summaries} == {
-        "official",
-        "distinct",
-    }
-    assert {line.runs for line in one.latency.summaries} == {2}, "one of each round"
-    assert one.weights is not None and one.weights.divergence == 0.01
-    for name in ("report.html", "sweep.csv", "sweep.md", "raw/Q2_K/gates.samples.jsonl"):
-        assert (out / name).is_file(), name
-    assert not list(out.rglob("*.part"))
+    assert world.take_served() == [
+        *(("gates", name) for name in variants),
+        *(("round-1", name) for name in variants),
+        *(("round-2", name) for name in ("Q4_K_M", "Q2_K", "Q8_0")),
+    ], "rounds visit all in turn, each time another one first"
+    ranking = ranked(out)
+    assert ranking.recommended == "Q4_K_M", "Q2_K is faster and wrong"
+    assert [s.verdict for s in ranking.standings] == ["pass", "pass", "fail"]
+    assert [s.front for s in ranking.standings] == [False, True, True]
+    assert ranking.baseline == "Q8_0"
+    speeds = [s.speed.value if s.speed else 0 for s in ranking.standings]
+    assert speeds[0] == pytest.approx(1.0) and speeds[1] > 1.5 and speeds[2] > 1.5
+    results, run, manifest = stored(out)
+    assert manifest.status == "finished"
+    one = results.of(run=run, subject="Q2_K")
+    assert [gate.gate for gate in gate_scores(one)] == [
+        "nano_knowledge",
+        "nano_instructions",
+        "nano_reasoning",
+    ]
+    timed = one[one["metric"] == "latency"]
+    assert sorted(zip(timed["workload"], timed["round"], strict=True)) == [
+        ("distinct", 1),
+        ("distinct", 2),
+        ("official", 1),
+        ("official", 2),
+    ]
+    assert set(one[one["metric"] == "verified_tokens"]["value"]) == {128.0}
+    assert dict(zip(one["metric"], one["value"], strict=True))["kld_mean"] == 0.01
+    assert len(read_samples(out / run / "Q2_K.samples.jsonl")) == 26
     shown = capsys.readouterr()
     assert "Ship Q4_K_M" in shown.out and "gates [2/3] Q4_K_M" in shown.err
 
-    # again: nothing is served; another setting, other weights or --force are
+    # again: nothing is served, nothing is there twice
     assert sweeping("--quants", "Q8_0,Q4_K_M,Q2_K") == 0
-    assert len(world.served) == 9
-    assert "Q8_0: finished before" in capsys.readouterr().err
-    assert SweepResult.load(out / "sweep.json").recommended == "Q4_K_M"
-    assert sweeping("--quants", "Q8_0", "--set", "parallel=4") == 0
-    assert len(world.served) == 12 and world.settings["Q8_0"] == {"parallel": 4}
+    assert world.take_served() == []
+    again, _, _ = stored(out)
+    assert len(again.manifests) == 1 and len(again.frame) == len(results.frame)
+    assert "Ship Q4_K_M" in capsys.readouterr().out
+    # more rounds: only those
+    assert sweeping("--quants", "Q8_0,Q4_K_M,Q2_K", "--rounds", "3") == 0
+    assert world.take_served() == [("round-3", name) for name in ("Q2_K", "Q8_0", "Q4_K_M")]
+
+
+def test_what_another_sweep_may_use(world: World, sweeping: Sweeping, tmp_path: Path) -> None:
+    """Scores are a variant's own; times are worth something only beside those of the same rounds."""
+    options = ("--tasks", "nano_instructions", "--rounds", "1")
+    assert sweeping("--quants", "Q4_K_M", *options) == 0
+    world.take_served()
+    assert sweeping("--quants", "Q4_K_M,Q2_K", *options) == 0
+    assert world.take_served() == [("gates", "Q2_K"), ("round-1", "Q4_K_M"), ("round-1", "Q2_K")]
+    results, run, manifest = stored(tmp_path / "out")
+    assert manifest.subjects["Q4_K_M"]["scores_from"] == next(iter(results.manifests))
+    assert [gate.score for gate in gate_scores(results.of(run=run, subject="Q4_K_M"))] == [1.0]
+    assert (tmp_path / "out" / run / "Q4_K_M.samples.jsonl").is_file()
+    # other settings of its server, other weights, other items, or --force: anew
+    assert sweeping("--quants", "Q4_K_M", *options, "--set", "parallel=4") == 0
+    assert world.take_served() == [("gates", "Q4_K_M"), ("round-1", "Q4_K_M")]
+    assert world.settings["Q4_K_M"] == {"parallel": 4}
+    assert sweeping("--quants", "Q4_K_M", *options, "--limit", "3") == 0
+    assert world.take_served() == [("gates", "Q4_K_M")], "the items have nothing to do with the times"
+    assert sweeping("--quants", "Q4_K_M", "--tasks", "none", "--rounds", "1") == 0
+    assert world.take_served() == []
+    results, run, manifest = stored(tmp_path / "out")
+    (replies,) = (tmp_path / "out").glob("*/Q4_K_M-*.samples.jsonl")
+    assert len(read_samples(replies)) == 8, "what was asked before is kept"
+    (kept,) = gate_scores(results.of(run=replies.parent.name, subject="Q4_K_M"))
+    assert (kept.items, results.manifests[replies.parent.name].settings["gates"]["limit"]) == (3, 3.0)
     world.bytes = b"other weights"
-    for options, served in (((), 14), ((), 14), (("--force",), 16), (("--rounds", "1"), 17)):
-        assert sweeping("--quants", "Q4_K_M", "--tasks", "none", *options) == 0
-        assert len(world.served) == served, options
+    for more in ((), ("--force",)):
+        assert sweeping("--quants", "Q4_K_M", *options, *more) == 0
+        assert world.take_served() == [("gates", "Q4_K_M"), ("round-1", "Q4_K_M")], more
 
 
 def test_one_failure_is_not_the_others(
-    world: World, sweeping: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, sweeping: Sweeping, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.unconvertible.add("Q6_K")
 
@@ -148,100 +233,133 @@ def test_one_failure_is_not_the_others(
         script.fail = lambda path: 500 if path == "/v1/chat/completions" else None
 
     world.scripts["Q4_K_M"] = breaking
-    options = ("--quants", "Q6_K,Q4_K_M,Q8_0", "--tasks", "nano_instructions")
+    options = ("--quants", "Q6_K,Q4_K_M,Q8_0", "--tasks", "nano_instructions", "--rounds", "1")
     assert sweeping(*options) == 1
     out = tmp_path / "out"
     assert world.converted[0] == ["--quant", "Q6_K,Q4_K_M,Q8_0"] and len(world.converted) == 4
-    standings = {s.name: s for s in SweepResult.load(out / "sweep.json").standings}
+    standings = {s.name: s for s in ranked(out).standings}
     assert standings["Q6_K"].error == "convert: Q6_K cannot be made"
     assert "scripted failure" in (standings["Q4_K_M"].error or "")
     assert standings["Q8_0"].verdict == "pass"
     shown = capsys.readouterr()
     assert "Ship Q8_0" in shown.out and "2 of 3 variants failed: Q6_K, Q4_K_M" in shown.err
-    assert "scripted failure" in (out / "report.html").read_text()
 
-    # mended: what failed is done, the rest stands
+    # mended: the scores that were had stay
     world.unconvertible.clear()
     world.scripts.clear()
-    world.served.clear()
+    world.take_served()
     assert sweeping(*options) == 0
-    assert sorted(world.served) == 3 * ["Q4_K_M"] + 3 * ["Q6_K"]
+    gates = [name for stage, name in world.take_served() if stage == "gates"]
+    assert gates == ["Q6_K", "Q4_K_M"]
+    assert all(s.error is None and s.verdict == "pass" for s in ranked(out).standings)
+
+
+def test_a_variant_that_fails_half_way_is_timed_beside_the_others_again(
+    world: World, sweeping: Sweeping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = stages.Stages.time
+
+    def failing(self: stages.Stages, variant: Variant, number: int) -> None:
+        if (variant.name, number) == ("Q4_K_M", 2):
+            raise BenchError("out of memory")
+        timed(self, variant, number)
+
+    options = ("--quants", "Q8_0,Q4_K_M", "--tasks", "none", "--rounds", "3")
+    monkeypatch.setattr(stages.Stages, "time", failing)
+    assert sweeping(*options) == 1
+    assert [stage for stage, _ in world.take_served()] == ["round-1", "round-1", "round-2", "round-3"]
+    monkeypatch.setattr(stages.Stages, "time", timed)
+    assert sweeping(*options) == 0
+    assert [stage for stage, _ in world.take_served()] == ["round-2", "round-2", "round-3", "round-3"]
+    results, _, manifest = stored(tmp_path / "out")
+    assert len(results.manifests) == 1 and manifest.subjects["Q4_K_M"]["error"] is None
+    timed_rows = results.of(metric="latency", subject="Q8_0", workload="official")
+    assert sorted(timed_rows["round"]) == [1, 2, 3], "no round twice"
 
 
 def test_an_interrupted_sweep_goes_on(
     world: World,
-    sweeping: Callable[..., int],
+    sweeping: Sweeping,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    timed = measure.run_latency
+    timed = stages.Stages.time
 
-    def interrupted(plan: Plan, url: str, out: Path, number: int) -> None:
-        if "Q4_K_M" in str(out) and number == 2:
+    def interrupted(self: stages.Stages, variant: Variant, number: int) -> None:
+        if (variant.name, number) == ("Q8_0", 2):
             raise KeyboardInterrupt
-        timed(plan, url, out, number)
+        timed(self, variant, number)
 
-    monkeypatch.setattr(measure, "run_latency", interrupted)
+    monkeypatch.setattr(stages.Stages, "time", interrupted)
     options = ("--quants", "Q8_0,Q4_K_M", "--tasks", "nano_instructions")
     assert sweeping(*options) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
-    monkeypatch.setattr(measure, "run_latency", timed)
-    monkeypatch.setattr(measure, "run_gates", lambda *_: pytest.fail("the gates were asked twice"))
-    world.served.clear()
+    assert stored(tmp_path / "out")[2].status == "stopped"
+    monkeypatch.setattr(stages.Stages, "time", timed)
+    world.take_served()
     assert sweeping(*options) == 0
-    assert world.served == ["Q4_K_M", "Q8_0"], "the second round alone, which begins with another variant"
+    assert world.take_served() == [("round-2", "Q4_K_M"), ("round-2", "Q8_0")], "the cut round, as a whole"
+    results, _, manifest = stored(tmp_path / "out")
+    assert len(results.manifests) == 1 and manifest.status == "finished"
+    assert not any("STOPPED" in note for note in manifest.notes)
+    rounds = results.of(metric="latency", workload="official")[["subject", "round"]]
+    assert sorted(rounds.itertuples(index=False, name=None)) == [
+        (name, number) for name in ("Q4_K_M", "Q8_0") for number in (1, 2)
+    ]
 
 
 def test_what_lm_eval_throws_is_one_variants_failure(
-    world: World, sweeping: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, sweeping: Sweeping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def thrown(plan: Plan, url: str, out: Path) -> None:
+    def thrown(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a task without items")
 
-    monkeypatch.setattr(measure, "run_gates", thrown)
+    monkeypatch.setattr(gates_measure, "ask_gates", thrown)
     assert sweeping("--quants", "Q8_0") == 1
-    error = VariantResult.load(tmp_path / "out" / "Q8_0.json").error
-    assert error is not None and error.startswith("ZeroDivisionError: a task without items")
-    assert "Traceback" in (tmp_path / "out/raw/Q8_0/error.txt").read_text()
+    _, run, manifest = stored(tmp_path / "out")
+    assert manifest.subjects["Q8_0"]["error"].startswith("ZeroDivisionError: a task without items")
+    assert "Traceback" in (tmp_path / "out" / run / "errors.txt").read_text()
 
 
-def test_failed_requests_fail_the_variant(world: World, sweeping: Callable[..., int], tmp_path: Path) -> None:
+def test_failed_requests_fail_the_variant(world: World, sweeping: Sweeping, tmp_path: Path) -> None:
     def breaking(script: Script) -> None:
         script.fail = lambda path: 503 if path == "/invocations" else None
 
     world.scripts["Q8_0"] = breaking
     assert sweeping("--quants", "Q8_0", "--tasks", "none") == 1
-    error = VariantResult.load(tmp_path / "out" / "Q8_0.json").error
-    assert error is not None and "2 requests failed" in error and "scripted failure" in error
+    error = stored(tmp_path / "out")[2].subjects["Q8_0"]["error"]
+    assert "1 requests failed" in error and "scripted failure" in error
 
 
-def test_variant_files(world: World, sweeping: Callable[..., int], tmp_path: Path) -> None:
+def test_variant_files(world: World, sweeping: Sweeping, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('type = "Q4_K_M"\nabout = "plain"\n')
     (tmp_path / "a.toml").write_text(
         'name = "own-kv8"\nrecipe = "own.toml"\n[server]\ncache_type_k = "q8_0"\n'
     )
     (tmp_path / "b.toml").write_text('quant = "Q8_0"\n[server]\nparallel = 2\nmlock = false\n')
     files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
-    assert sweeping("--quants", "Q8_0", "--tasks", "none", "--threads", "1", "--variants", *files) == 0
+    options = ("--tasks", "none", "--threads", "1", "--rounds", "1")
+    assert sweeping("--quants", "Q8_0", *options, "--variants", *files) == 0
     assert world.converted == [["--quant", "Q8_0"], ["--recipe", str(tmp_path / "own.toml")]]
     assert world.settings == {
         "Q8_0": {"threads": 1},
         "own-kv8": {"threads": 1, "cache_type_k": "q8_0"},
         "b": {"threads": 1, "parallel": 2, "mlock": False},
     }
-    result = SweepResult.load(tmp_path / "out" / "sweep.json")
-    assert [standing.name for standing in result.standings] == ["Q8_0", "own-kv8", "b"]
-    assert result.recommended is None and "No gate with a threshold was asked" in result.advice[0]
+    ranking = ranked(tmp_path / "out")
+    assert [s.name for s in ranking.standings] == ["Q8_0", "own-kv8", "b"]
+    assert ranking.recommended is None and "No gate with a threshold was asked" in ranking.advice[0]
 
 
 def test_settings_of_the_environment_do_not_slip_in(
     world: World,
-    sweeping: Callable[..., int],
+    sweeping: Sweeping,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("QWEN_PARALLEL", "1")
-    assert sweeping("--quants", "Q8_0", "--tasks", "none") == 0
+    assert sweeping("--quants", "Q8_0", "--tasks", "none", "--rounds", "1") == 0
     assert "QWEN_PARALLEL" not in os.environ
     assert "QWEN_PARALLEL is left out" in capsys.readouterr().err
 
@@ -252,12 +370,13 @@ def test_settings_of_the_environment_do_not_slip_in(
         (("--quants", "Q9_X"), "--quants: unknown quant 'Q9_X'; known are F16"),
         ((), "nothing to measure: want --quants"),
         (("--quants", "Q8_0", "--set", "speed=9"), "--set: server.speed: unknown; known are"),
-        (("--quants", "Q8_0", "--baseline", "gone.json"), "gone.json: cannot be read"),
+        (("--quants", "Q8_0", "--baseline", "gone"), "--baseline gone: want first, one of Q8_0, official"),
+        (("--quants", "Q8_0", "--convert-options=--out x"), "--convert-options: --out is set by the sweep"),
     ],
 )
 def test_mistakes_stop_it_before_anything_is_made(
     world: World,
-    sweeping: Callable[..., int],
+    sweeping: Sweeping,
     capsys: pytest.CaptureFixture[str],
     options: tuple[str, ...],
     said: str,
@@ -269,22 +388,23 @@ def test_mistakes_stop_it_before_anything_is_made(
 
 def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--src", str(tmp_path / "gone"), "--quants", "Q8_0,Q2_K", "--out", str(tmp_path / "out")]
-    argv += ["--models", str(tmp_path / "models")]
-    assert run(sweep.parser(), sweep.sweep, argv) == 1
+    assert main(["sweep", *argv, "--models", str(tmp_path / "models")]) == 1
     assert "error: convert: --src" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "sweep.json").exists()
+    assert not list((tmp_path / "out").rglob("manifest.json"))
 
 
 def test_nano_in_earnest(tmp_path: Path) -> None:
     """The converter, the server and lm-eval, on the fewest items."""
-    command = [sys.executable, "bench/sweep.py", "--src", "models/nano", "--quants", "Q8_0", "--threads", "1"]
+    command = [sys.executable, "-m", "bench", "sweep", "--src", "models/nano", "--quants", "Q8_0"]
     command += ["--convert-options=--no-kld", "--tasks", "nano_instructions", "--limit", "4"]
-    command += ["--runs", "1", "--warmup", "0", "--stream-runs", "1", "--categories", "short"]
-    command += ["--models", str(tmp_path / "models"), "--out", str(tmp_path / "out")]
+    command += ["--rounds", "1", "--warmup", "0", "--stream-runs", "1", "--categories", "short"]
+    command += ["--models", str(tmp_path / "models"), "--out", str(tmp_path / "out"), "--threads", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    one = VariantResult.load(tmp_path / "out" / "Q8_0.json")
-    assert one.gates[0].score == one.gates[0].reference_score == 1.0, "Q8_0 answers as full precision does"
-    assert one.weights is not None and 8.5 < one.weights.bits < 8.7 and one.weights.divergence is None
-    assert one.latency is not None and one.latency.summaries[0].first_token is not None
-    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+    results, _, manifest = stored(tmp_path / "out")
+    (gate,) = gate_scores(results.frame)
+    assert gate.score == gate.reference_score == 1.0, "Q8_0 answers as full precision does"
+    (bits,) = results.of(metric="bits_per_weight")["value"]
+    assert 8.5 < bits < 8.7 and results.of(metric="kld_mean").empty
+    assert len(results.of(metric="ttft")) == 2
+    assert manifest.subjects["Q8_0"]["settings"] == {"threads": 1}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.llama_cpp_build import llama_cpp_sources
+from bench.servers.builds import llama_cpp_sources
 from tests.chat_templates.cases import ERRORS, HISTORIES, PROMPTS, Case
 
 pytestmark = pytest.mark.reference

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader, ReaderTensor
 
-from bench.llama_cpp_build import llama_cpp_sources
+from bench.servers.builds import llama_cpp_sources
 from convert.checkpoint import Checkpoint
 from convert.gguf_file import write_gguf
 from convert.source import resolve
@@ -73,7 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     command = [
         sys.executable,
         "-m",
-        "bench.llama_cpp_converter",
+        "bench.models.llama_cpp_converter",
         str(llama_cpp_sources()),
         str(source.folder),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.llama_cpp_build import build_programs
+from bench.servers.builds import build_programs
 from convert.calibration.prompts import PROMPTS
 from convert.imatrix import Imatrix, collect_imatrix
 from convert.llama import Model, Runtime

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from gguf import GGUFReader
 
-from bench.llama_cpp_build import build_programs
+from bench.servers.builds import build_programs
 from convert.calibration import write_text
 from convert.imatrix import collect_imatrix
 from convert.kld import measure_divergence

@@ -42,8 +42,8 @@ def test_mmlu_pro(tmp_path: Path) -> None:
         assert all(len(body["messages"]) == 7 and body["max_tokens"] == 512 for _, body in server.requests)
     score = run.score
     assert score.score == pytest.approx((0 + 0.5 + 12) / 14)
-    assert score.subtasks["mmlu_pro_biology"] == 0 and score.subtasks["mmlu_pro_law"] == 1
-    assert (score.items, score.fewshot, score.threshold, score.verdict) == (28, 5, 0.621, "pass")
+    assert run.subtasks["mmlu_pro_biology"] == 0 and run.subtasks["mmlu_pro_law"] == 1
+    assert (score.items, run.about["fewshot"], score.threshold, score.verdict) == (28, 5, 0.621, "pass")
     assert {one.id for one in run.samples if one.outcomes == [0.0]} == {"0", "1", "2"}
 
 
@@ -51,10 +51,10 @@ def test_ifeval(tmp_path: Path) -> None:
     gate = GATES["ifeval"]
     write(tmp_path / "train.jsonl", [instruction(n) for n in range(12)])
     with FakeServer(Script(reply=answering(lambda _, number: number != 6))) as server:
-        score = put(server, gate, hub_tasks(gate, {"ifeval": tmp_path})).score
-    assert score.score == pytest.approx(13 / 15)  # request 6 has two instructions
-    assert score.other_metrics["ifeval"]["prompt_level_strict_acc,none"] == pytest.approx(11 / 12)
-    assert (score.verdict, score.thinking, score.fewshot) == ("pass", False, 0)
+        run = put(server, gate, hub_tasks(gate, {"ifeval": tmp_path}))
+    assert run.score.score == pytest.approx(13 / 15)  # request 6 has two instructions
+    assert run.about["other_metrics"]["ifeval"]["prompt_level_strict_acc,none"] == pytest.approx(11 / 12)
+    assert (run.score.verdict, run.about["thinking"], run.about["fewshot"]) == ("pass", False, 0)
 
 
 def right_choice(body: Body) -> FakeReply:
@@ -94,12 +94,12 @@ def test_gsm8k(tmp_path: Path) -> None:
         return FakeReply(f"There are 2 kinds. The answer is {number if number != 12 else 3}.")
 
     with FakeServer(Script(reply=reply)) as server:
-        score = put(server, gate, hub_tasks(gate, {"gsm8k": tmp_path})).score
+        run = put(server, gate, hub_tasks(gate, {"gsm8k": tmp_path}))
         assert [message["role"] for message in server.requests[0][1]["messages"]] == [
             "user",
             "assistant",
         ] * 8 + ["user"]
-    assert (score.score, score.fewshot, score.verdict) == (7 / 8, 8, "pass")
+    assert (run.score.score, run.about["fewshot"], run.score.verdict) == (7 / 8, 8, "pass")
 
 
 def test_a_sample_is_a_fair_draw_and_grows_with_its_size(tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ def test_quants_are_variants_with_default_settings() -> None:
     ]
 
 
+def test_names_of_mixed_case_are_levels_too(tmp_path: Path) -> None:
+    names = [one.quant for one in of_quants(["Q4_K_M-head4", "q4_k_m-HEAD3", "bf16"])]
+    assert names == ["Q4_K_M-head4", "Q4_K_M-head3", "BF16"]
+    assert read_variant(written(tmp_path, 'quant = "q4_k_m-head4"\n')).level == "Q4_K_M-head4"
+
+
 def test_a_file_with_settings(tmp_path: Path) -> None:
     path = written(
         tmp_path,
@@ -81,7 +87,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_quant_names_the_known_ones() -> None:
-    with pytest.raises(BenchError, match=r"--quants: unknown quant 'Q5'; known are F16.*Q2_K"):
+    with pytest.raises(BenchError, match=r"--quants: unknown quant 'q5'; known are F16.*Q2_K"):
         of_quants(["Q8_0", "q5"])
 
 

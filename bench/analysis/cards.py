@@ -1,0 +1,151 @@
+"""What cards can do: published datasheets, and the time of a pass by them.
+
+    estimate = kernels x launch + max(bytes / bandwidth, operations / compute)
+
+is a model, not a bound: launches are added, though a card hides some of them behind work, and the compute
+reached is what a calibration found. The bound is `least`: the bytes at the datasheet's bandwidth or the
+operations at its highest rate, that of 8-bit integers where the weights are quantized, and no launches.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log
+from typing import Self
+
+from bench.analysis.geometry import UBATCH, Geometry, Work
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds, by what they are spent on: weights and caches being moved, arithmetic, launches."""
+
+    memory: float = 0.0
+    compute: float = 0.0
+    launch: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.memory + self.compute + self.launch
+
+    @property
+    def binding(self) -> str:
+        """The largest of the three."""
+        return max(("memory", "compute", "launch"), key=lambda name: float(getattr(self, name)))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            self.memory + other.memory, self.compute + other.compute, self.launch + other.launch
+        )
+
+    def __mul__(self, times: float) -> Self:
+        return type(self)(self.memory * times, self.compute * times, self.launch * times)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Bytes and operations (of dense F16 on tensor cores) a second, and seconds to launch a kernel.
+
+    `integer`: operations a second of 8-bit integers on tensor cores, dense. `vector`: F32 operations a second
+    outside of them, by which what one card reaches is carried over to another. `compute_shares`: (rows of a
+    pass, share of `compute` reached), by rows; in between, by their logarithm.
+    """
+
+    name: str
+    bandwidth: float
+    compute: float
+    vector: float
+    integer: float
+    launch: float = 0.0
+    compute_shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    source: str = ""
+
+    def terms(self, work: Work) -> Terms:
+        """The time of one pass, an estimate."""
+        memory = work.n_bytes / self.bandwidth
+        compute = work.operations / (self.compute * self.compute_share(work.rows))
+        launch = work.kernels * self.launch
+        return Terms(memory, 0.0, launch) if memory >= compute else Terms(0.0, compute, launch)
+
+    def least(self, work: Work) -> float:
+        """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
+        return max(work.n_bytes / self.bandwidth, work.operations / self.peak(work.integer))
+
+    def peak(self, integer: bool) -> float:
+        """The highest rate of operations there is for such weights."""
+        return max(self.compute, self.integer) if integer else self.compute
+
+    def compute_share(self, rows: float) -> float:
+        """Of the compute, what a pass of so many rows reaches; beyond the known rows, as at the nearest."""
+        known = self.compute_shares
+        at = bisect_left([at_rows for at_rows, _ in known], rows)
+        if at in (0, len(known)):
+            return known[min(at, len(known) - 1)][1]
+        (low, low_share), (high, high_share) = known[at - 1], known[at]
+        weight = log(rows / low) / log(high / low)
+        return low_share * (1 - weight) + high_share * weight
+
+
+# Published datasheets, dense rates: F16 and 8-bit integers on tensor cores, F32 outside of them
+CARDS = {
+    name: Card(
+        name,
+        bandwidth * 1e9,
+        tensor * 1e12,
+        vector * 1e12,
+        integer * 1e12,
+        source=f"datasheet: {bandwidth:,} GB/s; TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
+    )
+    for name, bandwidth, tensor, vector, integer in (
+        ("A10G", 600, 70, 35, 140),
+        ("L4", 300, 121, 30.3, 242.5),
+        ("H100", 3350, 989.5, 67, 1979),
+        ("H200", 4800, 989.5, 67, 1979),
+    )
+}
+
+
+def preset_of(text: str) -> Card | None:
+    """The preset that a card's name, as nvidia-smi and people write it, has in it."""
+    words = re.findall(r"\w+", text.upper())
+    return next((card for name, card in CARDS.items() if name.upper() in words), None)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Speculation: `count` drafts a step, each right with probability `acceptance`, if those before it were.
+
+    `mtp`: drafted by the model's MTP block, one step of it each; else they cost nothing (n-grams).
+    """
+
+    count: int
+    acceptance: float
+    mtp: bool
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens a verification, the one after the accepted drafts included."""
+        return sum(self.acceptance**i for i in range(self.count + 1))
+
+
+def prefill_passes(
+    geometry: Geometry, tokens: int, *, cached: bool, ubatch: int = UBATCH
+) -> Iterator[tuple[Work, float]]:
+    """Reading a prompt: passes and how often each; ``cached``: all but its last token is there already."""
+    passes = [geometry.decode(tokens - 1)] if cached else geometry.prefill(tokens, ubatch=ubatch)
+    return ((work, 1.0) for work in passes)
+
+
+def decode_passes(
+    geometry: Geometry, prompt: int, tokens: int, drafts: Drafts | None
+) -> Iterator[tuple[Work, float]]:
+    """The `tokens - 1` output tokens after the first, which the prefill gives: passes, how often each."""
+    done, left = 0.0, float(tokens - 1)
+    while left > 1e-9:
+        context, gained = prompt + done, drafts.tokens if drafts is not None else 1.0
+        share = min(1.0, left / gained)  # the last step may be needed in part only
+        yield geometry.verify(drafts.count + 1 if drafts is not None else 1, context), share
+        if drafts is not None and drafts.mtp:
+            yield geometry.draft_step(context), share * drafts.count
+        done, left = done + gained * share, left - gained * share

@@ -1,0 +1,179 @@
+"""Bytes, operations and kernels of a Qwen3.5 pass, from a GGUF's tensor list.
+
+A pass reads every weight of the trunk once, the output head if any row is sampled, the KV cache up to the
+position, and reads and writes each sequence's recurrent state. Activations are left out: they stay in the
+card's caches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gguf import GGMLQuantizationType
+
+from bench.errors import BenchError
+from convert.errors import ConvertError
+from convert.gguf_header import TensorInfo, read_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+F32_BYTES = 4
+FLOATS = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+UBATCH = 512  # llama.cpp's default for the rows of one pass
+# kernels that llama.cpp's CUDA backend launches for src/models/qwen35.cpp, counted node by node: quantizing
+# the input of a matrix product is one, a norm and its weight are one
+LINEAR_KERNELS, ATTENTION_KERNELS, HEAD_KERNELS, NEXTN_KERNELS = 35, 29, 4, 5
+DELTA_OPERATIONS = 7  # per element of the recurrent state and token: decay 1, read 2, update 2, query 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass costs; `rows` is how many tokens share it, by which kernels' efficiency differs.
+
+    `integer`: the weights are quantized, so the products may run on 8-bit integers.
+    """
+
+    n_bytes: float = 0.0
+    operations: float = 0.0
+    kernels: float = 0.0
+    rows: float = 1.0
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: `weights` [bytes], `elements` of its matrices, and of what it keeps for a sequence.
+
+    `kv` is [elements a token], `state` [elements] of the recurrence and `conv` of the convolution's window;
+    `queries` is the width of all query heads, 0 for a recurrent layer.
+    """
+
+    weights: int
+    elements: int
+    kv: int
+    queries: int
+    state: int
+    conv: int
+    kernels: int
+
+
+class Geometry:
+    """A model's blocks, head and draft head.
+
+    Args:
+        kv_bytes: of one element of the KV cache.
+
+    Raises:
+        BenchError: the tensors are not those of a Qwen3.5 model.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], *, kv_bytes: float = 2.0) -> None:
+        self.kv_bytes = kv_bytes
+        by_name = {tensor.name: tensor for tensor in tensors}
+        blocks: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
+        for tensor in tensors:
+            if tensor.name.startswith("blk."):
+                _, number, name = tensor.name.split(".", 2)
+                blocks[int(number)][name] = tensor
+        try:
+            embedding = by_name["token_embd.weight"]
+            self._head = by_name.get("output.weight", embedding)
+            self._embedding_row = embedding.n_bytes / embedding.shape[1]
+            made = {number: (_block(block), _is_draft(block)) for number, block in blocks.items()}
+        except (KeyError, IndexError) as error:
+            raise BenchError(f"not the tensors of a Qwen3.5 model: {error} is missing") from error
+        self.trunk = [block for _, (block, draft) in sorted(made.items()) if not draft]
+        self.draft = next((block for block, draft in made.values() if draft), None)
+        self.n_bytes = sum(tensor.n_bytes for tensor in tensors)
+        self.quantized = any(tensor.type not in FLOATS for tensor in tensors if len(tensor.shape) == 2)
+        if not self.trunk:
+            raise BenchError("not the tensors of a Qwen3.5 model: no blocks")
+
+    @classmethod
+    def load(cls, path: Path, *, kv_bytes: float = 2.0) -> Geometry:
+        """Of a GGUF file. Raises BenchError: unreadable, or of another architecture."""
+        try:
+            return cls(read_tensors(path), kv_bytes=kv_bytes)
+        except (OSError, ConvertError, BenchError) as error:
+            raise BenchError(f"{path}: {error}") from error
+
+    @property
+    def head(self) -> TensorInfo:
+        """The output head, which is the embedding where the two are tied."""
+        return self._head
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """KV cache of one token, all layers."""
+        return self.kv_bytes * sum(block.kv for block in self.trunk)
+
+    @property
+    def state_bytes(self) -> float:
+        """Recurrent state of one sequence, all layers."""
+        return F32_BYTES * sum(block.state + block.conv for block in self.trunk)
+
+    def decode(self, context: float, *, sequences: int = 1) -> Work:
+        """One token for each of `sequences`, which have `context` tokens behind them."""
+        return self.verify(1, context, sequences=sequences)
+
+    def verify(self, rows: float, context: float, *, sequences: int = 1) -> Work:
+        """`rows` new tokens a sequence, each with its logits: a verification of `rows - 1` drafts."""
+        return self._pass(self.trunk, rows, context, outputs=rows, sequences=sequences)
+
+    def prefill(self, tokens: int, *, start: int = 0, ubatch: int = UBATCH) -> Iterator[Work]:
+        """The passes that read `tokens` prompt tokens after `start`; the last one has logits of one row."""
+        for first in range(0, tokens, ubatch):
+            rows = min(ubatch, tokens - first)
+            last = first + rows == tokens
+            yield self._pass(self.trunk, rows, start + first, outputs=1 if last else 0)
+
+    def draft_step(self, context: float) -> Work:
+        """One token from the MTP block. Raises BenchError if the file has none."""
+        if self.draft is None:
+            raise BenchError("--drafter mtp: the model has no MTP block")
+        work = self._pass([self.draft], 1, context, outputs=1)
+        return replace(work, kernels=work.kernels + NEXTN_KERNELS)
+
+    def _pass(
+        self, blocks: Sequence[Block], rows: float, context: float, *, outputs: float, sequences: int = 1
+    ) -> Work:
+        n_bytes = sum(block.weights for block in blocks) + rows * sequences * self._embedding_row
+        operations = 2.0 * rows * sequences * sum(block.elements for block in blocks)
+        kernels = sum(block.kernels for block in blocks) + 0.0
+        if outputs:
+            n_bytes += self._head.n_bytes
+            operations += 2.0 * outputs * sequences * self._head.n_elements
+            kernels += HEAD_KERNELS
+        seen = rows * context + rows * (rows + 1) / 2  # pairs of a query and a key
+        for block in blocks:
+            n_bytes += (
+                sequences * self.kv_bytes * block.kv * (context + 2 * rows)
+            )  # all read, the new written
+            n_bytes += sequences * F32_BYTES * 2 * (block.state + block.conv)
+            operations += sequences * (4.0 * block.queries * seen + DELTA_OPERATIONS * block.state * rows)
+        return Work(n_bytes, operations, kernels, rows * sequences, self.quantized)
+
+
+def _is_draft(block: Mapping[str, TensorInfo]) -> bool:
+    return any(name.startswith("nextn.") for name in block)
+
+
+def _block(tensors: Mapping[str, TensorInfo]) -> Block:
+    weights = sum(tensor.n_bytes for tensor in tensors.values())
+    elements = sum(
+        tensor.n_elements
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and name != "ssm_conv1d.weight"
+    )
+    if "ssm_out.weight" in tensors:
+        heads, size = tensors["ssm_a"].shape[0], tensors["ssm_norm.weight"].shape[0]
+        kernel, channels = tensors["ssm_conv1d.weight"].shape
+        conv = (kernel - 1) * channels
+        return Block(weights, elements, 0, 0, heads * size * size, conv, LINEAR_KERNELS)
+    kv = tensors["attn_k.weight"].shape[1] + tensors["attn_v.weight"].shape[1]
+    queries = tensors["attn_output.weight"].shape[0]
+    return Block(weights, elements, kv, queries, 0, 0, ATTENTION_KERNELS)

@@ -1,0 +1,122 @@
+"""The options that several commands share, as dataclasses: a command takes them as parameters, a program
+too."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
+
+T = TypeVar("T")
+
+Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+Natural = Annotated[int, Parameter(validator=Number(gte=0))]
+
+
+def comma_separated(read: Callable[[str], T]) -> Parameter:
+    """For a tuple that is written with commas: ``Annotated[tuple[int, ...], comma_separated(positive)]``."""
+
+    def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
+        return tuple(
+            read(part.strip()) for token in tokens for part in token.value.split(",") if part.strip()
+        )
+
+    def show(values: Sequence[T] | None) -> str | None:
+        return None if values is None else ",".join(str(getattr(value, "name", value)) for value in values)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=(), show_default=show)
+
+
+def repeated(read: Callable[[str], T]) -> Parameter:
+    """For a tuple whose option may be repeated, each value with a syntax of its own: NAME=VALUE."""
+
+    def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
+        return tuple(read(token.value) for token in tokens)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=())
+
+
+def parsed_by(read: Callable[[str], T]) -> Parameter:
+    """For a value with a syntax of its own: ``Annotated[Limits, parsed_by(read_limits)]``."""
+
+    def convert(_: Any, tokens: Sequence[Token]) -> T:
+        return read(tokens[-1].value)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=())
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1; ValueError else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text}: want an integer of at least 1")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A number above 0; ValueError else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{text}: want a number above 0")
+    return value
+
+
+Positives = Annotated[tuple[int, ...], comma_separated(positive)]
+Rates = Annotated[tuple[float, ...], comma_separated(positive_number)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The server that is measured."""
+
+    url: str = "http://127.0.0.1:8080"
+    """Where the server listens."""
+    model: str | None = None
+    """`model` in the requests (else none is named, but in chats the one that the server lists)."""
+    api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
+    """Sent as a bearer token."""
+    timeout: float = 600.0
+    """Seconds a request may take."""
+    name: str | None = None
+    """The server's name in the tables (else the URL)."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Where a run is recorded."""
+
+    out: Path = Path("results")
+    """The store: a folder in which the run gets one of its own."""
+    card: str | None = None
+    """The server's graphics card (else nvidia-smi's, for a local server)."""
+    note: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """A sentence to be kept with the run; may be repeated."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What made-up prompts are like, and who counts their tokens."""
+
+    tokenizer: str | None = None
+    """A .gguf, a folder with tokenizer.json, or a hub id (else the server's /tokenize)."""
+    prompts: Literal["natural", "words"] = "natural"
+    """Distinct prompts are paragraphs of natural text in random order, or random words."""
+    text: Path | None = None
+    """Cut distinct prompts from this text instead, nothing of it twice."""
+    seed: int = 0
+    """Of the made-up prompts."""
+    stop_at_eos: Annotated[bool, Parameter(negative=())] = False
+    """Let answers to made-up prompts end early."""
+
+    def settings(self) -> dict[str, str | int | bool]:
+        """What a manifest records of them."""
+        made = {"text": str(self.text)} if self.text is not None else {"prompts": self.prompts}
+        tokenizer = {"tokenizer": self.tokenizer} if self.tokenizer is not None else {}
+        return {**made, **tokenizer, "seed": self.seed, "stop_at_eos": self.stop_at_eos}

@@ -1,0 +1,172 @@
+"""``qwen-bench conformance``: runs the checks, a line each, and records how they ended."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from time import perf_counter
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from bench import provenance
+from bench.arguments import Positive, ServerOptions, StoreOptions
+from bench.checks import CHECKS, Check, FailedError, SkippedError, Target
+from bench.errors import BenchError, UnreachableError
+from bench.load.client import Client
+from bench.load.vocabulary import find_vocabulary
+from bench.report.conformance import WORKLOAD, show_conformance
+from bench.store import Run
+
+ALIVE = "/ping"
+
+Status = Literal["pass", "FAIL", "skip"]
+VALUES: Mapping[Status, dict[str, float]] = {
+    "pass": {"passed": 1},
+    "FAIL": {"passed": 0},
+    "skip": {"skipped": 1},
+}
+"""What a row says of each outcome."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CheckedServer(ServerOptions):
+    """The server that is checked."""
+
+    timeout: float = 120.0
+    """Seconds a check may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One check: ``detail`` says what was wrong, or why it was skipped."""
+
+    status: Status
+    detail: str
+    seconds: float
+
+
+async def conformance(
+    *,
+    server: CheckedServer = CheckedServer(),
+    store: StoreOptions = StoreOptions(),
+    only: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    skip: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
+    thinking_tokens: Positive = 1024,
+    oversized_mib: Positive = 64,
+    tokenizer: str | None = None,
+) -> int:
+    """Check a server against the contract: pass or fail, a line each. Exit status 1 when a check failed.
+
+    Every check sends real requests and reads the answers; none looks at how the server is made. Checks that
+    need an independent tokenizer are skipped where there is none.
+
+    Parameters
+    ----------
+    only
+        Checks by name, such as 'errors.*'; may be repeated.
+    skip
+        Checks to leave out, such as thinking.on; may be repeated.
+    list_
+        Print the checks and stop.
+    thinking_tokens
+        Enough to think and to answer.
+    oversized_mib
+        MiB of the oversized body.
+    tokenizer
+        A .gguf, a folder with tokenizer.json, or a hub id (else the server's /tokenize).
+    """
+    checks = selected(only, skip)
+    if list_:
+        print("\n".join(f"{check.name:36} {check.what}" for check in checks))
+        return 0
+    settings = {"only": list(only), "skip": list(skip), "thinking_tokens": thinking_tokens}
+    async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
+        model = server.model or await client.model()
+        name = server.name or client.url
+        target = Target(
+            client=client,
+            vocabulary=await find_vocabulary(tokenizer, client, model),
+            context=await context_of(client),
+            thinking_tokens=thinking_tokens,
+            oversized_bytes=oversized_mib * 2**20,
+        )
+        with Run.begin(
+            store.out,
+            "conformance",
+            settings=settings,
+            card=store.card,
+            local=provenance.is_local(server.url),
+            notes=store.note,
+        ) as run:
+            run.describe(name, **await provenance.about_server(client))
+            failed = 0
+            details: dict[str, str] = {}
+            for number, check in enumerate(checks, 1):
+                outcome = await run_check(check, target, server.timeout)
+                values = {**VALUES[outcome.status], "seconds": outcome.seconds}
+                run.add(name, WORKLOAD, check.name, 1, values)
+                print(f"{number:3}/{len(checks)} {outcome.status}  {check.name:36} {check.what}", flush=True)
+                if outcome.detail:
+                    print(f"              {outcome.detail}", flush=True)
+                    details[check.name] = outcome.detail
+                    run.describe(name, details=details)
+                if outcome.status == "FAIL":
+                    failed += 1
+                    if not await _is_up(client):
+                        raise UnreachableError(f"{server.url} is gone after {check.name}")
+            print()
+            show_conformance(run.results())
+    return 1 if failed else 0
+
+
+async def run_check(check: Check, target: Target, limit: float) -> Outcome:
+    """Run one check; a broken connection or more than ``limit`` seconds fail it, too."""
+    began = perf_counter()
+    status: Status = "pass"
+    detail = ""
+    try:
+        await asyncio.wait_for(check.run(target), limit)
+    except SkippedError as reason:
+        status, detail = "skip", str(reason)
+    except (FailedError, BenchError) as error:
+        status, detail = "FAIL", str(error)
+    except TimeoutError:
+        status, detail = "FAIL", f"not done within {limit:g} s (--timeout)"
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        status, detail = "FAIL", f"malformed answer: {type(error).__name__}: {error}"
+    return Outcome(status, detail, perf_counter() - began)
+
+
+def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Check]:
+    """The checks that --only and --skip leave. Raises BenchError for a pattern that fits none."""
+    for pattern in (*only, *skip):
+        if not any(fnmatch(check.name, pattern) for check in CHECKS):
+            raise BenchError(f"no check is named {pattern!r}: see --list")
+    return [
+        check
+        for check in CHECKS
+        if (not only or any(fnmatch(check.name, pattern) for pattern in only))
+        and not any(fnmatch(check.name, pattern) for pattern in skip)
+    ]
+
+
+async def context_of(client: Client) -> int | None:
+    """The tokens that one sequence may have, as vLLM's or llama-server's model card says."""
+    reply = await client.request("GET", "/v1/models")
+    try:
+        card = json.loads(reply.text)["data"][0]
+        return int(card.get("max_model_len") or card["meta"]["n_ctx"])
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+async def _is_up(client: Client) -> bool:
+    try:
+        await client.request("GET", ALIVE)
+    except UnreachableError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""``qwen-bench``, also ``python -m bench``: one command for every measurement.
+
+A command is a function with typed parameters (cyclopts), imported when it is asked for. It returns its exit
+status, or None for 0; BenchError is what its user can mend.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from cyclopts import App
+
+from bench.errors import BenchError
+
+COMMANDS = {
+    "latency": (
+        "bench.load.latency:latency",
+        "One request at a time: the same prompt again, and another one each time.",
+    ),
+    "throughput": (
+        "bench.load.throughput:throughput",
+        "Many requests: levels of concurrency, or request rates.",
+    ),
+    "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "experiment": (
+        "bench.experiments.run:experiment",
+        "A series of measurements, described in TOML.",
+    ),
+    "soak": ("bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
+    "overhead": ("bench.load.overhead:overhead", "What this client adds to every time that it measures."),
+    "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
+    "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
+    "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
+    "compare": ("bench.report.compare:compare", "Subjects of one run or of several side by side."),
+    "report": ("bench.report.report:report", "Tables, pictures and one page from what a store holds."),
+    "synthetic": ("bench.models.synthetic:synthetic", "Write a made-up model for measuring speed alone."),
+    "roofline": ("bench.analysis.roofline:roofline", "What a request would take on a card: an estimate."),
+    "steps": ("bench.analysis.steps:steps", "What a step of the engine alone costs, file beside file."),
+    "conversion": ("bench.models.conversion:conversion", "Speed of the converter beside llama.cpp's."),
+    "quality": (
+        "bench.gates.quality:quality",
+        "Quality gates through lm-eval, with 95% intervals.",
+    ),
+    "perplexity": (
+        "bench.gates.perplexity:perplexity",
+        "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
+    ),
+    "conformance": (
+        "bench.checks.conformance:conformance",
+        "The server's contract as checks, pass or fail a line each.",
+    ),
+    "sweep": (
+        "bench.variants.sweep:sweep",
+        "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+    ),
+}
+"""By name: where it is, and what it answers."""
+
+
+def make_app(asked: str | None) -> App:
+    """The command ``asked`` for brings its own help; the others' would import everything there is."""
+    app = App(
+        name="qwen-bench",
+        help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
+        result_action="return_value",
+        version_flags=(),
+        suppress_keyboard_interrupt=False,  # main says what it says of it
+    )
+    for name, (where, what) in COMMANDS.items():
+        app.command(where, name=name, help=None if name == asked else what)
+    return app
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit with 143: what is measured is kept, and servers that were started are
+    stopped."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with
+    143 after SIGTERM, with 2 for wrong options."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with ended_by_sigterm():
+            status = make_app(words[0] if words else None)(words)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status if isinstance(status, int) else 0

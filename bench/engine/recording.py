@@ -1,0 +1,93 @@
+"""What the engine's measurements share: the model, timing, and rows in the store."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from bench.analysis.statistics import percentiles
+from bench.arguments import StoreOptions
+from bench.errors import BenchError
+from bench.store import Run
+from bench.terminal import Cell, Table
+from server.engine.errors import EngineError
+from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
+
+UNTIMED = 3
+"""Runs of a shape before it is timed: kernels are loaded, graphs built and captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Adds timings of one workload to a run."""
+
+    run: Run
+    subject: str
+    workload: str
+
+    def time(self, cell: str, action: Callable[[], object], times: int, *, metric: str = "step_time") -> None:
+        """Run it untimed, then ``times`` times, each a round."""
+        for _ in range(UNTIMED):
+            action()
+        for round in range(1, times + 1):
+            self.once(cell, action, round, metric=metric)
+
+    def once(
+        self, cell: str, action: Callable[[], object], round: int = 1, *, metric: str = "step_time"
+    ) -> None:
+        """Time a single run."""
+        started = perf_counter()
+        action()
+        self.add(cell, round, metric, 1000 * (perf_counter() - started))
+
+    def add(self, cell: str, round: int, metric: str, value: float) -> None:
+        """A value that was measured otherwise."""
+        self.run.add(self.subject, self.workload, cell, round, {metric: value})
+
+
+@contextmanager
+def recorded(
+    gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
+) -> Iterator[tuple[Model, Recorder]]:
+    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end.
+
+    Raises BenchError for a file that cannot be loaded, or when llama.cpp refuses something.
+    """
+    if not gguf.is_file():
+        raise BenchError(f"{gguf}: no such file")
+    with Run.begin(
+        store.out, verb, settings={"gguf": gguf.name, **settings}, card=store.card, notes=store.note
+    ) as run:
+        try:
+            model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
+            run.describe(gguf.stem, device=devices()[0].description)
+            try:
+                yield model, Recorder(run, gguf.stem, workload)
+            finally:
+                model.close()
+        except EngineError as error:
+            raise BenchError(f"{gguf}: {error}") from error
+        found = percentiles(run.results().frame, "step_time", "cell")
+        found |= percentiles(run.results().frame, "copy_time", "cell")
+        lines: list[list[Cell]] = [[cell, at.p50, at.p10, at.p90, at.count] for (cell,), at in found.items()]
+        Table(["what", "median ms", "p10", "p90", "runs"], lines, title=f"{gguf.stem}: {workload}").print()
+
+
+def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:
+    """A context as the engine's are, with f16 keys and values and one thread."""
+    given = {"n_batch": 512, "n_ubatch": 512, "n_outputs": n_seq, **options}
+    return Context(
+        model,
+        ContextOptions(
+            n_ctx=n_ctx,
+            n_seq=n_seq,
+            threads=1,
+            threads_batch=1,
+            flash_attn="auto",
+            type_k="f16",
+            type_v="f16",
+            **given,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Series of measurements: each a TOML file here, run by ``qwen-bench experiment NAME``."""

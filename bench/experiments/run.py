@@ -1,0 +1,223 @@
+"""A series of measurements from a TOML file: commands with their options, one after the other.
+
+    title = "..."
+    [needs]                      # what --set has to say: name = what it is
+    models = "folder of F16.gguf and Q4_K_M.gguf"
+    [options]                    # of every part
+    residency = "all"
+    [peers]                      # by name, as --peer has them
+    tuned = "llama-server:tuned"
+    [[parts]]
+    name = "distinct"            # its folder in the store
+    minutes = 3.0                # about how long it takes
+    command = "peers"            # the default
+    peers = ["ours", "tuned"]
+    options = { gguf = "{models}/Q4_K_M.gguf", protocol = "distinct" }
+
+A part whose very command is in the store and finished is not run again. ``{out}`` is the store.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Annotated
+
+from cyclopts import Parameter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bench.arguments import StoreOptions, comma_separated
+from bench.errors import BenchError
+from bench.store import MANIFEST, load
+from bench.terminal import Cell, Table
+
+FOLDER = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 1.5
+"""A part is ended after this many times its expected minutes, and then some."""
+
+Option = bool | int | float | str | list[str | int | float]
+Names = Annotated[tuple[str, ...], comma_separated(str)]
+
+
+class Part(BaseModel):
+    """One command. ``peers``: names of the experiment's peers, for the command of that name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    minutes: float
+    command: str = "peers"
+    peers: list[str] = Field(default_factory=list)
+    options: dict[str, Option] = Field(default_factory=dict)
+
+
+class Experiment(BaseModel):
+    """What a file says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    title: str
+    needs: dict[str, str] = Field(default_factory=dict)
+    options: dict[str, Option] = Field(default_factory=dict)
+    peers: dict[str, str] = Field(default_factory=dict)
+    parts: list[Part]
+
+    @classmethod
+    def read(cls, path: Path) -> "Experiment":
+        """A file, or the name of one that comes along. Raises BenchError that names what is wrong."""
+        if not path.is_file():
+            path = FOLDER / f"{path}.toml"
+        try:
+            made = cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            known = ", ".join(sorted(one.stem for one in FOLDER.glob("*.toml")))
+            raise BenchError(f"{path}: cannot be read; there are {known}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise BenchError(f"{path}: not TOML: {error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise BenchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        for part in made.parts:
+            if unknown := [name for name in part.peers if name not in made.peers]:
+                raise BenchError(f"{path}: part {part.name}: no peer {unknown[0]!r}")
+        return made
+
+    def words(
+        self, part: Part, variables: Mapping[str, str], without: Sequence[str], changed: Mapping[str, Option]
+    ) -> list[str]:
+        """The part's command line, but for --out."""
+        common = self.options if part.command == "peers" else {}
+        options = {**common, **part.options, **(changed if part.command == "peers" else {})}
+        words = [part.command]
+        for name, value in options.items():
+            words += _flag(name.replace("_", "-"), value, variables)
+        for name in part.peers:
+            if name not in without:
+                words += ["--peer", _filled(f"{name}={self.peers[name]}", variables)]
+        return words
+
+
+def experiment(
+    file: Path,
+    /,
+    *,
+    store: StoreOptions = StoreOptions(),
+    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    part: Names = (),
+    without: Names = (),
+    option: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    minutes: float | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """A series of measurements that a TOML file describes; what the store has of it is not run again.
+
+    Parameters
+    ----------
+    file
+        The file, or the name of one that comes along.
+    set
+        NAME=VALUE for what the file needs, such as models=/data; may be repeated.
+    part
+        Only these parts.
+    without
+        Leave out these peers.
+    option
+        NAME=VALUE in place of an option of every part, such as rounds=1; may be repeated.
+    minutes
+        Leave out parts that do not fit into so many minutes.
+    dry_run
+        Show the commands, run nothing.
+    """
+    described = Experiment.read(file)
+    variables = {**_pairs(set, "--set"), "out": str(store.out)}
+    if missing := [f"{name} ({what})" for name, what in described.needs.items() if name not in variables]:
+        raise BenchError(f"--set: {file} needs {', '.join(missing)}")
+    if unknown := [name for name in part if name not in [one.name for one in described.parts]]:
+        raise BenchError(f"--part {unknown[0]}: want {', '.join(one.name for one in described.parts)}")
+    changed: dict[str, Option] = dict(_pairs(option, "--option"))
+    until = monotonic() + 60 * minutes if minutes is not None else None
+    lines: list[list[Cell]] = []
+    failed = 0
+    for one in described.parts:
+        if (part and one.name not in part) or (one.peers and all(name in without for name in one.peers)):
+            continue
+        words = described.words(one, variables, without, changed)
+        words += ["--out", str(store.out / one.name)]
+        words += ["--card", store.card] if store.card is not None else []
+        words += [word for note in store.note for word in ("--note", note)]
+        if dry_run:
+            print(shlex.join(["qwen-bench", *words]))
+            continue
+        began = monotonic()
+        state = _run(words, store.out / one.name, one.minutes, until)
+        failed += state not in ("finished", "is there") and not state.startswith("left out")
+        lines.append([one.name, state, (monotonic() - began) / 60])
+        print(f"{one.name}: {state}", file=sys.stderr, flush=True)
+    if lines:
+        Table(["part", "state", "minutes"], lines, title=described.title).print()
+    return 1 if failed else 0
+
+
+def _run(words: Sequence[str], folder: Path, minutes: float, until: float | None) -> str:
+    """Run a part in a process of its own. Returns how it went."""
+    if _is_there(words, folder):
+        return "is there"
+    limit = 60 * PATIENCE * minutes + 60
+    if until is not None:
+        left = until - monotonic()
+        if left < 60 * minutes:
+            return f"left out: {max(0.0, left) / 60:.1f} of its {minutes:g} minutes are left"
+        limit = min(limit, left)
+    process = subprocess.Popen([sys.executable, "-m", "bench", *words], env=_environment())
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(60)
+        return f"ended after {limit / 60:.1f} minutes"
+    except BaseException:
+        process.terminate()
+        process.wait(60)
+        raise
+    return "finished" if status == 0 else f"exit status {status}"
+
+
+def _is_there(words: Sequence[str], folder: Path) -> bool:
+    if not any(folder.rglob(MANIFEST)):
+        return False
+    wanted = ["qwen-bench", *words]
+    return any(
+        one.command == wanted and one.status == "finished" for one in load([folder]).manifests.values()
+    )
+
+
+def _environment() -> dict[str, str]:
+    """In which this checkout is found from any folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _flag(name: str, value: Option, variables: Mapping[str, str]) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [f"--{name}", _filled(text, variables)] if name != "argument" else [_filled(text, variables)]
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    try:
+        return text.format_map(variables)
+    except (KeyError, ValueError, IndexError) as error:
+        raise BenchError(f"{text}: {error} is not in the file's [needs]") from error
+
+
+def _pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise BenchError(f"{flag} {wrong[0]}: want NAME=VALUE")
+    return {name: value for name, _, value in pairs}

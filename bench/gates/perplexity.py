@@ -1,0 +1,196 @@
+"""``qwen-bench perplexity``: perplexity, KL divergence and top-1 agreement of a GGUF and its reference."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+
+from bench.arguments import Natural, Positive, StoreOptions
+from bench.errors import BenchError
+from bench.report.perplexity import FEW_TOKENS, HISTOGRAM, WORKLOAD, nats, positions, show_perplexity
+from bench.store import Run
+from convert.chunks import read_chunks
+from convert.errors import ConvertError
+from convert.gguf_header import read_tensors
+from convert.kld import MAX_BATCH, Scores, compare, shared_tokens
+from convert.llama import Model, Runtime
+
+LOWEST, HIGHEST, BINS_A_DECADE = -8, 2, 8  # of the histogram, powers of ten in nats
+QUANTILES = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1.0}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the text is read."""
+
+    context: Positive = 512
+    """Tokens a chunk."""
+    skip: Natural | None = None
+    """Tokens at the start of each chunk that are not scored (half)."""
+    batch: Positive = MAX_BATCH
+    """Tokens a call, at most."""
+    threads: Positive | None = None
+    """CPU threads (every CPU there is)."""
+    gpu_layers: int = -1
+    """Layers on the GPU, -1 for all."""
+
+    @property
+    def unscored(self) -> int:
+        """``skip``, or half a chunk."""
+        return self.context // 2 if self.skip is None else self.skip
+
+    @property
+    def cell(self) -> str:
+        """The scored positions: nothing follows a chunk's last."""
+        return positions(self.unscored, self.context - 2, self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its standard error, which is taken over chunks, tokens of one text being alike."""
+
+    value: float
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``values`` by the names of `bench.metrics`; ``histogram``: tokens by range of divergence; ``about``:
+    what else is known of the comparison."""
+
+    values: dict[str, float]
+    histogram: dict[str, int]
+    about: dict[str, Any]
+
+
+def perplexity(
+    gguf: Path,
+    /,
+    *,
+    reference: Path,
+    text: Path,
+    store: StoreOptions = StoreOptions(),
+    reading: Reading = Reading(),
+) -> int:
+    """How far is a GGUF from its reference? Perplexity, KL divergence and top-1 agreement over a text.
+
+    The text is cut into chunks of --context tokens; the second half of each is scored, so that every scored
+    token has at least half a chunk before it (as llama-perplexity does; --skip says otherwise). Both files
+    are loaded at once and their logits compared as they come, so that memory does not grow with the text.
+
+    A model of a pruned vocabulary (python -m convert --keep-vocab) reads the text in its own pieces, and so
+    does the reference; divergence is then over the tokens that both have, the reference's distribution
+    normalised over those.
+
+    Parameters
+    ----------
+    gguf
+        The model to judge.
+    reference
+        The GGUF it was made from.
+    text
+        UTF-8; special tokens count as such.
+    """
+    measured = measure(gguf, reference, text, reading)
+    settings = {"context": reading.context, "skip": reading.unscored, "text": text.name}
+    with Run.begin(
+        store.out, "perplexity", settings=settings, card=store.card, local=True, notes=store.note
+    ) as run:
+        run.describe(gguf.name, **measured.about)
+        if measured.values["scored_tokens"] < FEW_TOKENS:
+            tokens = measured.values["scored_tokens"]
+            run.note(f"only {tokens:,.0f} tokens: the 99% quantile rests on a handful")
+        run.add(gguf.name, WORKLOAD, reading.cell, 1, measured.values)
+        for cell, count in measured.histogram.items():
+            run.add(gguf.name, HISTOGRAM, cell, 1, {"scored_tokens": count})
+        show_perplexity(run.results())
+    return 0
+
+
+def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = None) -> Measured:
+    """Runs both models over the text.
+
+    Raises:
+        BenchError: a file is missing or no GGUF, the vocabularies do not fit, or the text is too short.
+    """
+    reading = reading or Reading()
+    if reading.unscored > reading.context - 2:
+        raise BenchError(f"--skip {reading.skip}: leaves nothing of a chunk of {reading.context} to score")
+    runtime = Runtime(reading.threads, reading.gpu_layers)
+    try:
+        for path in (reference, gguf):
+            read_tensors(path)
+        with Model(reference, runtime) as theirs, Model(gguf, runtime) as ours:
+            columns = shared_tokens(theirs, ours)
+            chunks = read_chunks(ours, text, reading.context)
+            content = text.read_text(encoding="utf-8")
+            text_tokens, reference_text_tokens = (len(model.tokenize(content)) for model in (ours, theirs))
+            scores = compare(
+                theirs, ours, chunks, columns=columns, skip=reading.unscored, max_batch=reading.batch
+            )
+    except ConvertError as error:
+        raise BenchError(str(error)) from error
+    except OSError as error:
+        raise BenchError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return Measured(
+        {"size": gguf.stat().st_size / 1e6, **summarize(scores)},
+        histogram(scores),
+        {
+            "reference": reference.name,
+            "reference_bytes": reference.stat().st_size,
+            "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+            "text_tokens": text_tokens,
+            "reference_text_tokens": reference_text_tokens,
+            "chunks": len(chunks),
+        },
+    )
+
+
+def summarize(scores: Scores) -> dict[str, float]:
+    """The figures by metric, over all scored positions but each chunk's last, after which nothing comes."""
+    divergence = scores.divergence[:, :-1]
+    loss, reference_loss = scores.loss[:, :-1], scores.reference_loss[:, :-1]
+    same_top = estimate(scores.same_top[:, :-1].astype(np.float64))
+    estimates = {
+        "perplexity": exponential(estimate(loss)),
+        "reference_perplexity": exponential(estimate(reference_loss)),
+        "log_ratio": estimate(loss - reference_loss),
+        "kld_mean": estimate(divergence),
+        "same_top": Estimate(100 * same_top.value, None if same_top.error is None else 100 * same_top.error),
+    }
+    quantiles = np.quantile(divergence, list(QUANTILES.values())).tolist()
+    return {
+        "scored_tokens": divergence.size,
+        **{name: one.value for name, one in estimates.items()},
+        **{f"{name}_error": one.error for name, one in estimates.items() if one.error is not None},
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+        "dropped": 100 * float(scores.dropped[:, :-1].mean()),
+    }
+
+
+def histogram(scores: Scores) -> dict[str, int]:
+    """Tokens by range of divergence, as `nats` names it; the first range begins at 0."""
+    divergence = scores.divergence[:, :-1]
+    edges = np.logspace(LOWEST, HIGHEST, (HIGHEST - LOWEST) * BINS_A_DECADE + 1)
+    bounds = [0.0, *edges.tolist()]
+    counts = np.histogram(divergence.clip(max=edges[-1]), bounds)[0].tolist()
+    return {nats(low, high): count for low, high, count in zip(bounds, bounds[1:], counts, strict=False)}
+
+
+def estimate(values: NDArray[np.float64]) -> Estimate:
+    """The mean over [chunks, positions], its error from the spread between chunks; one chunk shows none."""
+    means = values.mean(axis=1)
+    error = float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
+    return Estimate(value=float(means.mean()), error=error)
+
+
+def exponential(logarithm: Estimate) -> Estimate:
+    """e to the power of an estimate, the error carried over to first order."""
+    value = float(np.exp(logarithm.value))
+    return Estimate(value=value, error=None if logarithm.error is None else value * logarithm.error)

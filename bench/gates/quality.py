@@ -1,0 +1,46 @@
+"""``qwen-bench quality``: the quality gates through one server."""
+
+from bench.arguments import StoreOptions
+from bench.gates.options import GateOptions, GateServer
+from bench.provenance import is_local
+from bench.report.quality import show_quality
+from bench.store import Run
+
+SAMPLES = "samples.jsonl"
+
+
+def quality(
+    *,
+    server: GateServer = GateServer(),
+    store: StoreOptions = StoreOptions(),
+    gates: GateOptions = GateOptions(),
+) -> int:
+    """Does a server still answer well? The competition's quality gates through lm-eval, with 95% intervals.
+
+    official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: the shapes of the first
+    three on the bundled model's held-out items, no network needed.
+
+    A score's interval is Wilson's, on the effective number of items where subtasks weigh the same or an item
+    has several outcomes. The verdict is undecided while the threshold lies inside it; with every item asked
+    the score itself decides. Every reply is kept in the run's samples.jsonl. Exit status 0 when every gate
+    was measured, whatever the verdicts.
+    """
+    from bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
+
+    model, about = probe(server)
+    loaded = load_gates(gates)
+    name = server.name or about["url"]
+    with Run.begin(
+        store.out,
+        "quality",
+        settings=gates.settings(),
+        card=store.card,
+        local=is_local(server.url),
+        notes=store.note,
+    ) as run:
+        run.describe(name, **about)
+        try:
+            ask_gates(run, name, loaded, gates, server=server, model=model, samples=run.folder / SAMPLES)
+        finally:
+            show_quality(run.results())
+    return 0

@@ -1,0 +1,89 @@
+"""What a gate's answers were worth: to the store, and back from it."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pandas as pd
+
+from bench.gates.gate import Verdict, verdict
+
+WORKLOAD, SUBTASKS = "gates", "subtasks"
+"""The store's workloads: a cell each gate, and a cell each subtask of a gate that has several."""
+
+SHARES = ("score", "low", "high", "threshold", "baseline", "reference_score")
+METRIC_OF = {
+    "score": "score",
+    "low": "score_low",
+    "high": "score_high",
+    "threshold": "threshold",
+    "baseline": "baseline",
+    "reference_score": "reference_score",
+    "items": "items",
+    "items_in_all": "items_in_all",
+    "cut": "cut_answers",
+    "truncated_thinking": "cut_thinking",
+    "empty": "empty_answers",
+    "retries": "retries",
+    "seconds": "seconds",
+}
+"""The metric of each field; shares of 1 are stored as percentages."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateScore:
+    """A gate's score and how it came about. Scores are shares of 1; ``low`` and ``high`` bound 95%.
+
+    ``cut``: replies that ran into the token limit; ``truncated_thinking``: those of them that were still
+    thinking; ``empty``: replies without an answer. ``reference_score``: the recorded full-precision model on
+    the same items.
+    """
+
+    gate: str
+    items: int
+    items_in_all: int
+    score: float
+    low: float | None
+    high: float | None
+    threshold: float | None = None
+    baseline: float | None = None
+    reference_score: float | None = None
+    cut: int = 0
+    truncated_thinking: int = 0
+    empty: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the threshold is kept; None without one."""
+        if self.threshold is None:
+            return None
+        low, high = (self.score if end is None else end for end in (self.low, self.high))
+        return verdict(self.score, low, high, self.threshold, complete=self.items == self.items_in_all)
+
+    def values(self) -> dict[str, float]:
+        """As a row of the store has them."""
+        known = {field: getattr(self, field) for field in METRIC_OF}
+        return {
+            METRIC_OF[field]: 100 * value if field in SHARES else value
+            for field, value in known.items()
+            if value is not None
+        }
+
+    @classmethod
+    def of_values(cls, gate: str, values: dict[str, float]) -> Self:
+        """The inverse of `values`."""
+        known = {field: values[metric] for field, metric in METRIC_OF.items() if metric in values}
+        shares = {field: known[field] / 100 if field in known else None for field in SHARES}
+        counts = {field: int(value) for field, value in known.items() if field not in (*SHARES, "seconds")}
+        fields: dict[str, Any] = {**shares, **counts}
+        return cls(gate=gate, **fields, seconds=known.get("seconds", 0.0))
+
+
+def gate_scores(rows: pd.DataFrame) -> list[GateScore]:
+    """Every gate in one subject's rows of one run, in the order they were asked."""
+    asked = rows[rows["workload"] == WORKLOAD]
+    return [
+        GateScore.of_values(str(gate), dict(zip(of_gate["metric"], of_gate["value"], strict=True)))
+        for gate, of_gate in asked.groupby("cell", sort=False)
+    ]

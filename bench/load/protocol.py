@@ -1,0 +1,57 @@
+"""The two protocols of the competition and the hackathon, as published: categories, levels, and their
+scores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FILLER = "The quick brown fox jumps over the lazy dog. "
+FILLER_TOKENS = 10
+
+OFFICIAL, DISTINCT = "official", "distinct"
+
+
+@dataclass(frozen=True, slots=True)
+class Category:
+    """One line of the latency protocol: tokens in (nominal) and out, and the published baseline in ms (BF16
+    on an A10G)."""
+
+    name: str
+    prompt_tokens: int
+    max_tokens: int
+    official_ms: float
+
+    @property
+    def filler(self) -> str:
+        """The official prompt."""
+        return FILLER * (self.prompt_tokens // FILLER_TOKENS)
+
+
+CATEGORIES = {
+    category.name: category
+    for category in (
+        Category("short", 64, 128, 2582.0),
+        Category("medium", 2048, 256, 5441.0),
+        Category("long", 8192, 256, 6576.0),
+    )
+}
+
+# The hackathon's concurrency levels and their weights in the score.
+WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
+TOKENS, REQUESTS, WARM_UPS = 1024, 64, 2
+
+
+def category(name: str) -> Category:
+    """By name; ValueError names those there are."""
+    if name not in CATEGORIES:
+        raise ValueError(f"{name}: want some of {', '.join(CATEGORIES)}")
+    return CATEGORIES[name]
+
+
+def at_concurrency(level: int) -> str:
+    """The name of a closed loop's cell."""
+    return f"{level} concurrent"
+
+
+def at_rate(rate: float) -> str:
+    """The name of an open loop's cell."""
+    return f"{rate:g} req/s"

@@ -1,0 +1,179 @@
+"""Who counts the tokens: the model's tokenizer from a file, the server's endpoints, or the server's usage.
+
+An independent count is worth more than a claimed one, so a result says which of these it rests on (`source`).
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.errors import BenchError, ServerError
+from bench.load.client import Client
+
+PROBE = "The quick brown fox"
+
+
+class Vocabulary(ABC):
+    """Text to token ids and back. ``size``: ids lie below it; ``source``: where the vocabulary comes from."""
+
+    source: str
+    size: int
+
+    @abstractmethod
+    async def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, special tokens parsed, nothing added in front or behind."""
+
+    @abstractmethod
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+
+    async def count(self, text: str) -> int:
+        """How many tokens ``text`` is."""
+        return len(await self.encode(text))
+
+
+class GgufVocabulary(Vocabulary):
+    """The vocabulary inside a GGUF file, through llama.cpp; the weights are not loaded."""
+
+    def __init__(self, path: Path) -> None:
+        from llama_cpp import Llama
+
+        if not path.is_file():
+            raise BenchError(f"--tokenizer {path}: no such file")
+        self.source = str(path)
+        try:
+            self._llama = Llama(str(path), vocab_only=True, verbose=False)
+        except ValueError as error:
+            raise BenchError(f"--tokenizer {path}: llama.cpp cannot read its vocabulary: {error}") from error
+        self.size = self._llama.n_vocab()
+
+    async def encode(self, text: str) -> list[int]:
+        return list(self._llama.tokenize(text.encode(), add_bos=False, special=True))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return bytes(self._llama.detokenize(list(ids), special=True)).decode("utf-8", "replace")
+
+
+class HuggingFaceVocabulary(Vocabulary):
+    """A ``tokenizer.json``: of a local folder, or of a repository on the hub."""
+
+    def __init__(self, name: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.source = name
+        file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+        try:
+            self._tokenizer = (
+                Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+            )
+        except Exception as error:  # the bindings raise bare Exception
+            raise BenchError(
+                f"--tokenizer {name}: want a .gguf, a folder with tokenizer.json, or a hub id: {error}"
+            ) from error
+        self.size = self._tokenizer.get_vocab_size()
+
+    async def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one family of servers spells its tokenizer endpoints."""
+
+    server: str
+    encode_path: str
+    encode_text: str
+    decode_path: str
+    decoded_text: str
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+DIALECTS = (
+    Dialect(
+        "llama-server",
+        "/tokenize",
+        "content",
+        "/detokenize",
+        "content",
+        {"add_special": False, "parse_special": True},
+    ),
+    Dialect("vLLM", "/tokenize", "prompt", "/detokenize", "prompt", {"add_special_tokens": False}),
+    Dialect("llama_cpp.server", "/extras/tokenize", "input", "/extras/detokenize", "text"),
+)
+
+
+class ServerVocabulary(Vocabulary):
+    """The loaded model's own tokenizer over HTTP. Make one with `find`."""
+
+    def __init__(self, client: Client, dialect: Dialect, model: str | None) -> None:
+        self.source = f"{dialect.encode_path} of the server ({dialect.server}'s form)"
+        self._client = client
+        self._dialect = dialect
+        self._model = model
+
+    @classmethod
+    async def find(cls, client: Client, model: str | None) -> "ServerVocabulary | None":
+        """Try each dialect; None when the server has no tokenizer endpoints."""
+        for dialect in DIALECTS:
+            vocabulary = cls(client, dialect, model)
+            try:
+                if await vocabulary.decode(await vocabulary.encode(PROBE)) == PROBE:
+                    vocabulary.size = await vocabulary._find_size()
+                    return vocabulary
+            except ServerError:
+                continue
+        return None
+
+    async def encode(self, text: str) -> list[int]:
+        answer = await self._ask(self._dialect.encode_path, {self._dialect.encode_text: text})
+        ids = answer.get("tokens")
+        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
+            if ids == [] and not text:
+                return []
+            raise ServerError(f"{self._dialect.encode_path}: no token ids in the answer", 200)
+        return ids
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        answer = await self._ask(self._dialect.decode_path, {"tokens": list(ids)})
+        text = answer.get(self._dialect.decoded_text)
+        if not isinstance(text, str):
+            raise ServerError(f"{self._dialect.decode_path}: no text in the answer", 200)
+        return text
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Mapping[str, Any]:
+        model = {"model": self._model} if self._model else {}
+        reply = await self._client.request("POST", path, body={**model, **self._dialect.flags, **body})
+        if reply.status != 200:
+            raise ServerError(f"POST {path} answered {reply.status}", reply.status)
+        answer = reply.json()
+        if not isinstance(answer, dict):
+            raise ServerError(f"POST {path}: the answer is not an object", 200)
+        return answer
+
+    async def _find_size(self) -> int:
+        """As /v1/models says; else the first power of two that is no token (an upper bound does)."""
+        reply = await self._client.request("GET", "/v1/models")
+        try:
+            return int(json.loads(reply.text)["data"][0]["meta"]["n_vocab"])
+        except (ValueError, LookupError, TypeError):
+            pass
+        for power in range(8, 20):
+            try:
+                if not await self.decode([2**power]):
+                    return int(2**power)
+            except ServerError:
+                return int(2**power)
+        return 2**20
+
+
+async def find_vocabulary(name: str | None, client: Client, model: str | None) -> Vocabulary | None:
+    """The tokenizer that --tokenizer names, else the server's; None: its usage is the only count there is."""
+    if name is None:
+        return await ServerVocabulary.find(client, model)
+    return GgufVocabulary(Path(name)) if name.endswith(".gguf") else HuggingFaceVocabulary(name)

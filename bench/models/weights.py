@@ -1,0 +1,210 @@
+"""The synthetic model's tensors, any rows of them at any time: nothing is kept but small tables.
+
+An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
+by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
+FFNs hold their neurons. Everything else is noise: rows at the scale that keeps activations near one, output
+projections small beside the residual stream.
+
+Noise is one pool of normally distributed numbers, read from another place for each tensor: what a weight
+holds does not matter to a kernel's speed, and drawing each anew would take most of the run's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bench.errors import BenchError
+from bench.models.neurons import (
+    MARK,
+    Array,
+    MtpNeurons,
+    Neurons,
+    TrunkNeurons,
+    TrunkVectors,
+    Vectors,
+)
+from convert.safetensors import NUMPY_TYPES
+from convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
+
+if TYPE_CHECKING:
+    from bench.models.chain import Chain
+    from convert.config import ModelConfig
+
+Rows = Callable[[int, int], Array]
+
+POOL_ELEMENTS = 1 << 22
+POOL_STEP = 104_729  # a prime: from one tensor's place in the pool to the next one's
+OWN = np.float32((1 - MARK**2) ** 0.5)  # what the mark leaves of the embedding's RMS to the token's vector
+LEAN = 0.9  # the anchor's share of the vector of a token without a neuron
+SHORT = 0.6  # such an embedding's length: it must not be taken for its anchor in the output
+QUIET = 1e-2  # of output projections that say nothing; much smaller, and Q4_K's F16 scales underflow
+SHARED = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # the MTP block uses the trunk's
+LOGIT = 24.0  # of a hidden state that is one embedding
+
+
+class Pool:
+    """Normally distributed numbers, scaled and rounded once for each scale that is asked for."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._values = rng.standard_normal(POOL_ELEMENTS, np.float32)
+        self._scaled: dict[tuple[float, str], Array] = {}
+
+    def scaled(self, scale: float, dtype: FloatType) -> Array:
+        """All of them times `scale`, as `dtype`."""
+        if (scale, dtype) not in self._scaled:
+            values = self._values * np.float32(scale)
+            self._scaled[scale, dtype] = values.astype(NUMPY_TYPES[dtype])
+        return self._scaled[scale, dtype]
+
+
+class Noise:
+    """Rows of `width` from one place in the pool on."""
+
+    def __init__(self, values: Array, place: int, width: int) -> None:
+        self._values, self._place, self._width = values, place, width
+
+    def rows(self, first: int, last: int) -> Array:
+        """Rows `first` to `last`: a new array, [last - first, width]."""
+        start = (self._place + first * self._width) % self._values.size
+        missing, pieces = (last - first) * self._width, []
+        while missing > 0:
+            pieces.append(self._values[start : start + missing])
+            start, missing = 0, missing - pieces[-1].size
+        return np.concatenate(pieces).reshape(last - first, self._width)
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: FloatType
+    rows: Rows
+    path: Path = Path("synthetic")
+
+    def read(self, start: int, count: int) -> Array:
+        """Elements `start` to `start + count`, row-major, as `dtype`."""
+        width = prod(self.shape[1:])
+        first, last = start // width, -(-(start + count) // width)
+        values = self.rows(first, last).reshape(-1)[start - first * width :][:count]
+        return values.astype(NUMPY_TYPES[self.dtype], copy=False)
+
+
+class Weights:
+    """Every tensor of a synthetic model. Raises BenchError if the MTP block has too few neurons."""
+
+    def __init__(self, config: ModelConfig, chain: Chain, rng: np.random.Generator) -> None:
+        self._config, self._chain = config, chain
+        self._hidden = config.hidden_size
+        self._vectors = Vectors.draw(config.vocab_size, config.hidden_size, rng)
+        self._trunk = TrunkVectors(chain, self._vectors)
+        self._mtp = MtpNeurons(chain, self._vectors)
+        marked = [self._vectors.base * OWN + np.float32(mark) for mark in (MARK, -MARK)]
+        self._marked = [Vectors(base.astype(np.float16)) for base in marked]
+        self._pool = Pool(rng)
+        if self._mtp.count > config.intermediate_size:
+            raise BenchError(
+                f"--ffn {config.intermediate_size}: the MTP block needs {self._mtp.count} neurons for this "
+                "vocabulary; want a larger --ffn or --hidden, or a smaller --vocab"
+            )
+
+    def plan(self) -> TensorPlan:
+        """All tensors, block by block."""
+        tensors = []
+        listed = expected_tensors(self._config, "", range(self._config.n_layers), has_mtp=True)
+        for number, (_, name, rule) in enumerate(listed):
+            if name.endswith(SHARED):
+                continue
+            shape = tuple(n for n in rule.shape(self._config) if n != 1)  # the convolution's middle axis is 1
+            dtype: FloatType = "F32" if len(shape) == 1 or rule.keep_f32 else "F16"
+            values = self._pool.scaled(self._scale(name, shape), dtype)
+            noise = Noise(values, number * POOL_STEP, prod(shape[1:]))
+            made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
+            tensors.append(PlannedTensor(name, made, shape, dtype, reorder=None, compute=None))
+        return TensorPlan(
+            tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1, skipped_vision=0
+        )
+
+    def _scale(self, name: str, shape: tuple[int, ...]) -> float:
+        """Of the tensor's noise."""
+        match _block_and_kind(name)[1]:
+            case "ffn_down.weight" | "attn_output.weight" | "ssm_out.weight" | "nextn.eh_proj.weight":
+                return float(QUIET * self._hidden**-0.5)
+            case "ssm_conv1d.weight":
+                return 0.5
+            case _:
+                return float(shape[-1] ** -0.5) if len(shape) > 1 else 1.0
+
+    def _rows(self, name: str, shape: tuple[int, ...], noise: Noise) -> Rows:
+        """What makes the rows of the tensor `name`."""
+        block, kind = _block_and_kind(name)
+        match kind:
+            case "token_embd.weight":
+                return self._embeddings
+            case "nextn.eh_proj.weight":
+                return lambda first, last: self._roll(first, noise.rows(first, last))
+            case "ffn_gate.weight" | "ffn_up.weight":
+                neurons = self._neurons(block)
+                plant = neurons.gate if kind == "ffn_gate.weight" else neurons.up
+                return lambda first, last: _rows_over(
+                    noise.rows(first, last), plant(first, min(last, neurons.count))
+                )
+            case "ffn_down.weight":
+                plant = self._neurons(block).down
+                return lambda first, last: _columns_over(noise.rows(first, last), plant(first, last))
+            case "ssm_a":
+                return lambda first, last: -np.exp(noise.rows(first, last))
+            case "output_norm.weight" | "nextn.shared_head_norm.weight":
+                return lambda first, last: np.full(last - first, LOGIT / self._hidden, np.float32)
+            case _ if len(shape) == 1 and kind != "ssm_dt.bias":  # the other norms
+                return lambda first, last: np.ones(last - first, np.float32)
+            case _:
+                return noise.rows
+
+    def _neurons(self, block: int) -> Neurons:
+        return self._mtp if block == self._config.n_layers else TrunkNeurons(self._trunk, block)
+
+    def _embeddings(self, first: int, last: int) -> Array:
+        tokens = np.arange(first, last)
+        drafted, anchors = self._chain.drafted[first:last], self._chain.anchor[first:last]
+        rows = np.empty((last - first, self._hidden), np.float16)
+        for vectors, some in zip(self._marked, (drafted, ~drafted), strict=True):
+            rows[some] = vectors.of(tokens[some])
+        leaning = np.flatnonzero(anchors != tokens)
+        short = self._vectors.of(tokens[leaning]) * np.float32((1 - LEAN**2) ** 0.5)
+        short += np.float32(LEAN) * self._vectors.of(anchors[leaning])
+        short *= OWN
+        short += np.where(drafted[leaning], MARK, -MARK).astype(np.float32)[:, None]
+        rows[leaning] = short * np.float32(SHORT)
+        return rows
+
+    def _roll(self, first: int, rows: Array) -> Array:
+        """Rows of the MTP block's projection of [embedding, hidden state]: the former, rolled by one."""
+        places = np.arange(len(rows))
+        rows[places, (first + places - 1) % self._hidden] = 1
+        return rows
+
+
+def _block_and_kind(name: str) -> tuple[int, str]:
+    """`blk.7.ffn_up.weight` -> 7, `ffn_up.weight`; -1 for what lies in no block."""
+    if not name.startswith("blk."):
+        return -1, name
+    _, block, kind = name.split(".", 2)
+    return int(block), kind
+
+
+def _rows_over(noise: Array, planted: Array) -> Array:
+    noise[: len(planted)] = planted
+    return noise
+
+
+def _columns_over(noise: Array, planted: Array) -> Array:
+    noise[:, : planted.shape[1]] = planted
+    return noise

@@ -1,0 +1,102 @@
+"""Subjects side by side, from one run or from several."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from cyclopts import Parameter
+
+from bench.errors import BenchError
+from bench.report.tables import compared_metrics, subjects_table
+from bench.store import Manifest, Results, load
+from bench.terminal import Cell, Table
+
+LONGEST = 60
+"""Characters of a setting that are shown."""
+
+
+def compare(
+    *paths: Path,
+    reference: str | None = None,
+    metric: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    subject: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+) -> int:
+    """Compare subjects of one run or of several: medians, and times as good as the reference.
+
+    Within a run rounds are paired, so that drift of the machine hits both alike. Across runs they are not:
+    what drifted between the runs is in the ratio, which the table says.
+
+    Parameters
+    ----------
+    paths
+        Stores, or folders of single runs; the first subject of the first is the reference.
+    reference
+        The subject to compare with, as the table names it.
+    metric
+        Only this metric; may be repeated.
+    subject
+        Only this subject, as the table names it; may be repeated.
+    """
+    if not paths:
+        raise BenchError("want at least one store or run, such as results/")
+    results = named_apart(load(list(paths)))
+    subjects = list(dict.fromkeys(results.frame["subject"]))
+    for name in (*subject, *([reference] if reference is not None else [])):
+        if name not in subjects:
+            raise BenchError(f"{name}: not measured; there are {', '.join(subjects)}")
+    if len(subjects) < 2:
+        raise BenchError(f"one subject alone, {''.join(subjects)}: want two or more to compare")
+    first = reference or subjects[0]
+    if subject:
+        wanted = {first, *subject}
+        results = Results(results.of(subject=sorted(wanted)), results.manifests)
+    known = compared_metrics(results.frame)
+    if unknown := [name for name in metric if name not in known]:
+        raise BenchError(f"--metric {unknown[0]}: not measured; there are {', '.join(known)}")
+    subjects_table(results, metric or None, reference=first).print()
+    differing = differences(list(results.manifests.values()))
+    if differing is not None:
+        differing.print()
+    return 0
+
+
+def named_apart(results: Results) -> Results:
+    """A subject that several runs have is called by its run, too."""
+    frame = results.frame
+    runs = frame.groupby("subject")["run"].nunique()
+    shared = frame["subject"].isin(runs[runs > 1].index)
+    names = pd.Series(frame["run"] + ": " + frame["subject"], index=frame.index)
+    return Results(frame.assign(subject=frame["subject"].mask(shared, names)), results.manifests)
+
+
+def differences(manifests: Sequence[Manifest]) -> Table | None:
+    """What runs say about how they were made, where they do not all say the same."""
+    said = [dict(_settings(one)) for one in manifests]
+    rows: list[list[Cell]] = []
+    for name in dict.fromkeys(name for one in said for name in one):
+        values = [one.get(name) for one in said]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    if not rows:
+        return None
+    return Table(["differs", *(one.run for one in manifests)], rows, title="Made differently")
+
+
+def _settings(manifest: Manifest) -> list[tuple[str, str]]:
+    whole = manifest.model_dump(include={"verb", "commit", "card", "driver"})
+    groups = {"host": manifest.host, "versions": manifest.versions, "": manifest.settings}
+    found = [(key, str(value)) for key, value in whole.items() if value is not None]
+    return found + [pair for name, group in groups.items() for pair in _flat(group, name)]
+
+
+def _flat(group: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in group.items():
+        label = f"{prefix} {name}".strip()
+        if isinstance(value, Mapping):
+            found += _flat(value, label)
+        elif value is not None:
+            text = str(value)
+            found.append((label, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."))
+    return found

@@ -1,0 +1,88 @@
+"""Perplexity runs as tables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.store import Results
+from bench.terminal import Cell, Table
+
+WORKLOAD, HISTOGRAM = "divergence", "divergence by size"
+"""The store's workloads: a cell each range of positions, and a cell each range of nats."""
+
+FEW_TOKENS = 10_000  # below, the last hundredth of the tokens is fewer than a hundred
+
+LINES = {
+    "perplexity": ("perplexity", 4),
+    "reference_perplexity": ("  of the reference", 4),
+    "log_ratio": ("  ln(model / reference)", 5),
+    "kld_mean": ("KL divergence, nats: mean", 5),
+    "kld_median": ("  median", 5),
+    "kld_p90": ("  90%", 5),
+    "kld_p99": ("  99%", 5),
+    "kld_p999": ("  99.9%", 5),
+    "kld_max": ("  maximum", 5),
+    "same_top": ("same first choice, %", 2),
+}
+"""By metric: how it is called, and its decimals."""
+
+
+def positions(first: int, last: int, context: int) -> str:
+    """A cell: which positions of each chunk are compared, from 0. Means over others are other figures: the
+    more context a token has, the less two models differ."""
+    return f"positions {first} to {last} of {context}"
+
+
+def nats(low: float, high: float) -> str:
+    """A cell of the histogram."""
+    return f"{low:.6g} to {high:.6g} nats"
+
+
+def show_perplexity(results: Results) -> None:
+    """Print the tables of every run and file; nothing where nothing was measured."""
+    for table in perplexity_tables(results):
+        table.print()
+
+
+def perplexity_tables(results: Results) -> list[Table]:
+    """For each run, file and range of positions a row a figure, with its standard error."""
+    made: list[Table] = []
+    runs = [name for name, manifest in results.manifests.items() if manifest.verb == "perplexity"]
+    rows = results.of(run=runs, workload=WORKLOAD)
+    for (run, subject, cell), of_cell in rows.groupby(["run", "subject", "cell"], sort=False):
+        manifest = results.manifests[str(run)]
+        about = manifest.subjects.get(str(subject), {})
+        values = dict(zip(of_cell["metric"], of_cell["value"], strict=True))
+        lines: list[list[Cell]] = []
+        for metric, (title, places) in LINES.items():
+            error = values.get(f"{metric}_error")
+            lines.append(
+                [
+                    title,
+                    f"{values[metric]:.{places}f}",
+                    None if error is None else f"{error:.{places}f}",
+                ]
+            )
+        made.append(
+            Table(
+                ["figure", "value", "+-"],
+                lines,
+                title=f"{subject} against {about.get('reference')}: {values['scored_tokens']:,.0f} tokens of "
+                f"{manifest.settings.get('text')}, {cell}",
+                notes=[*_notes(values, about), *manifest.notes],
+            )
+        )
+    return made
+
+
+def _notes(values: Mapping[str, float], about: Mapping[str, Any]) -> list[str]:
+    reference_bytes = about.get("reference_bytes", 0)
+    notes = [f"{values['size']:,.2f} MB; the reference has {reference_bytes / 1e6:,.2f} MB"]
+    ours, theirs = about.get("text_tokens", 0), about.get("reference_text_tokens", 0)
+    if ours != theirs:
+        notes += [
+            f"the reference gives {values['dropped']:.4f}% to tokens that the model does not have; "
+            "divergence is over the others",
+            f"the text is {ours:,} tokens here, {theirs:,} there ({100 * (ours / theirs - 1):+.2f}%); "
+            "both read the former",
+        ]
+    return notes

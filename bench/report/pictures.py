@@ -1,0 +1,174 @@
+"""Pictures that are drawn from the store's tidy rows alone."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.statistics import percentiles
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from bench.metrics import METRICS
+from bench.report.plot import PALETTE, figure
+from bench.terminal import show
+
+DRAWN = ("step_time", "prefill_time", "conversion_time")
+"""Metrics that get a picture of their own, if there are few enough cells."""
+MOST_PANELS = 6
+
+
+def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
+    """Every picture that there are figures for, as SVG files: title -> file. ``about``: model and card."""
+    made: dict[str, Path] = {}
+    if _measured(frame, "latency", (OFFICIAL, DISTINCT)):
+        made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
+    if len(loads(frame)):
+        made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
+    if len(open_loops(frame)):
+        made["Goodput"] = draw_open_loops(frame, folder / f"{prefix}goodput.svg", about)
+    for metric in DRAWN:
+        if 0 < len(panels_of(frame, metric)) <= MOST_PANELS:
+            title = METRICS[metric].title.capitalize()
+            made[title] = draw_metric(frame, metric, folder / f"{prefix}{metric}.svg", about)
+    return made
+
+
+def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
+    """A panel a category of each protocol, a bar a subject: the median, its whisker from p10 to p90."""
+    rows = frame[(frame["metric"] == "latency") & frame["workload"].isin((OFFICIAL, DISTINCT))]
+    protocols = [name for name in (OFFICIAL, DISTINCT) if (rows["workload"] == name).any()]
+    cells = [name for name in CATEGORIES if (rows["cell"] == name).any()]
+    subjects = list(dict.fromkeys(rows["subject"]))
+    colours = colours_of(frame)
+    found = percentiles(rows, "latency", "workload", "cell", "subject")
+    present = {name: [one for one in subjects if _has(found, name, one)] for name in protocols}
+    height = 1.3 + sum(0.55 + 0.32 * len(names) for names in present.values())
+    title = _titled("Latency of one request at a time, ms (less is better)", about)
+    with figure(path, title=title, rows=len(protocols), columns=len(cells), width=11, height=height) as axes:
+        for at, axis in enumerate(axes):
+            protocol, cell = protocols[at // len(cells)], cells[at % len(cells)]
+            names = present[protocol]
+            spreads = [found.get((protocol, cell, name)) for name in names]
+            known = [(place, spread) for place, spread in enumerate(spreads) if spread is not None]
+            medians = [spread.p50 for _, spread in known]
+            bars = axis.barh(
+                [place for place, _ in known],
+                medians,
+                0.72,
+                color=[colours[names[place]] for place, _ in known],
+                xerr=[
+                    [spread.p50 - spread.p10 for _, spread in known],
+                    [spread.p90 - spread.p50 for _, spread in known],
+                ],
+                error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
+            )
+            axis.bar_label(bars, [show(median) for median in medians], padding=4, fontsize=8)
+            category = CATEGORIES[cell]
+            axis.set_title(
+                f"{protocol}, {category.prompt_tokens:,} in, {category.max_tokens} out", fontsize=9
+            )
+            axis.set_yticks(range(len(names)), names if at % len(cells) == 0 else [""] * len(names))
+            axis.set_ylim(len(names) - 0.4, -0.6)
+            axis.grid(axis="y", visible=False)
+            axis.margins(x=0.2)
+            axis.xaxis.set_major_formatter("{x:,.0f}")
+    return path
+
+
+def loads(frame: pd.DataFrame) -> pd.DataFrame:
+    """Output tok/s of closed loops, with their concurrency as a column, `level`."""
+    return _with_level(frame[frame["metric"] == "output_rate"], r"^(\d+) concurrent$")
+
+
+def open_loops(frame: pd.DataFrame) -> pd.DataFrame:
+    """Goodput of open loops (without limits, the request rate), with the offered rate as `level`."""
+    metric = "goodput" if (frame["metric"] == "goodput").any() else "request_rate"
+    return _with_level(frame[frame["metric"] == metric], r"^([\d.]+) req/s$")
+
+
+def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
+    """Output tok/s by concurrency."""
+    title = _titled("Output tok/s by concurrency (more is better)", about)
+    return _draw_levels(loads(frame), colours_of(frame), path, title, "requests at once")
+
+
+def draw_open_loops(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
+    """Goodput by request rate: what stays below the rate offered came late, or not at all."""
+    rows = open_loops(frame)
+    title = _titled(f"{METRICS[str(rows['metric'].iloc[0])].title} (more is better)", about)
+    return _draw_levels(rows, colours_of(frame), path, title, "requests a second, offered")
+
+
+def _with_level(rows: pd.DataFrame, pattern: str) -> pd.DataFrame:
+    levels = rows["cell"].str.extract(pattern)[0]
+    return rows.assign(level=levels).dropna(subset=["level"]).astype({"level": "float64"})
+
+
+def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, title: str, what: str) -> Path:
+    """A panel a workload: a line a subject, every round a dot."""
+    workloads = list(dict.fromkeys(rows["workload"]))
+    width = 1.5 + 4.7 * len(workloads)
+    with figure(path, title=title, columns=len(workloads), width=max(width, 8.5), height=4.2) as axes:
+        for axis, workload in zip(axes, workloads, strict=True):
+            own = rows[rows["workload"] == workload]
+            for subject, some in own.groupby("subject", sort=False):
+                medians, colour = some.groupby("level")["value"].median(), colours[str(subject)]
+                axis.plot(medians.index, medians, "-", color=colour, label=str(subject), linewidth=1.6)
+                axis.plot(some["level"], some["value"], "o", color=colour, markersize=3.5)
+            levels = sorted(own["level"].unique())
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(levels, [f"{level:g}" for level in levels])
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
+            axis.set_xlabel(what)
+            axis.set_title(f"{workload} prompts", fontsize=9)
+        axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return path
+
+
+def panels_of(frame: pd.DataFrame, metric: str) -> list[tuple[str, str]]:
+    """Every workload and cell that a metric was measured in."""
+    rows = frame[frame["metric"] == metric]
+    return list(dict.fromkeys(zip(rows["workload"], rows["cell"], strict=True)))
+
+
+def draw_metric(frame: pd.DataFrame, metric: str, path: Path, about: str = "") -> Path:
+    """Any metric: a panel a workload and cell, a bar a subject, every round a dot."""
+    rows = frame[frame["metric"] == metric]
+    panels = panels_of(frame, metric)
+    subjects, colours = list(dict.fromkeys(rows["subject"])), colours_of(frame)
+    height = 1.3 + 0.4 * len(subjects)
+    title = _titled(f"{METRICS[metric].title}, {METRICS[metric].unit}", about)
+    with figure(path, title=title, columns=len(panels), width=2 + 3.2 * len(panels), height=height) as axes:
+        for axis, (workload, cell) in zip(axes, panels, strict=True):
+            some = rows[(rows["workload"] == workload) & (rows["cell"] == cell)]
+            for place, subject in enumerate(subjects):
+                values = some[some["subject"] == subject]["value"]
+                axis.barh([place], [values.median()], 0.7, color=colours[subject], alpha=0.8)
+                axis.plot(values, [place] * len(values), "k.", markersize=4)
+            axis.set_yticks(range(len(subjects)), subjects if axis is axes[0] else [""] * len(subjects))
+            axis.set_ylim(len(subjects) - 0.4, -0.6)
+            axis.set_title(f"{workload}, {cell}", fontsize=9)
+            axis.grid(axis="y", visible=False)
+    return path
+
+
+def colours_of(frame: pd.DataFrame) -> dict[str, str]:
+    """A colour for each subject, the same in every picture of one page."""
+    return {
+        str(name): PALETTE[number % len(PALETTE)]
+        for number, name in enumerate(dict.fromkeys(frame["subject"]))
+    }
+
+
+def _titled(what: str, about: str) -> str:
+    return "\n".join(filter(None, (what, *textwrap.wrap(about, 84))))
+
+
+def _measured(frame: pd.DataFrame, metric: str, workloads: Sequence[str]) -> bool:
+    return bool(((frame["metric"] == metric) & frame["workload"].isin(workloads)).any())
+
+
+def _has(found: dict[tuple[str, ...], Any], workload: str, subject: str) -> bool:
+    return any((workload, cell, subject) in found for cell in CATEGORIES)

@@ -1,0 +1,58 @@
+"""One look for every picture: a headless matplotlib figure that is written when the block ends."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
+STYLE: dict[Any, Any] = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "figure.titlesize": 12,
+    "font.size": 9.5,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text as text: smaller, and it can be searched
+    "svg.hashsalt": "qwen-bench",  # the same figures give the same bytes
+}
+
+
+@contextmanager
+def figure(
+    path: Path, *, title: str = "", rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
+) -> Iterator[Sequence["Axes"]]:
+    """Axes to draw on, row by row; the picture lies at ``path`` (its suffix says png, svg or pdf) afterwards.
+
+    ``width`` and ``height`` are inches. Raises BenchError when the suffix or the folder will not do.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        drawing = Figure(figsize=(width, height), layout="constrained")
+        if title:
+            drawing.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=10.5)
+        axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+        yield axes
+        for axis in axes:
+            if axis.get_ylim()[1] >= 1000 and axis.get_yscale() == "linear":
+                axis.yaxis.set_major_formatter("{x:,.0f}")
+        part, kind = path.with_name(f".{path.name}.part"), path.suffix.removeprefix(".")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            undated = {"Date": None} if kind == "svg" else None
+            drawing.savefig(part, format=kind or "png", dpi=130, metadata=undated)
+            part.replace(path)
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{path}: the picture cannot be written: {error}") from error

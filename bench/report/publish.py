@@ -1,0 +1,174 @@
+"""What a repository keeps of a store: summaries and pictures, no single requests. Everything follows from the
+store, so the same command makes it again."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from bench.analysis.comparison import compare_subjects
+from bench.analysis.statistics import LEAST_ROUNDS, percentiles
+from bench.errors import BenchError
+from bench.load.protocol import DISTINCT, OFFICIAL
+from bench.report.pictures import draw_pictures, loads
+from bench.report.tables import subjects_table
+from bench.store import Manifest, Results, write_atomically
+from bench.terminal import Cell, Table, show
+
+BEGIN, END = "<!-- headline -->", "<!-- end -->"
+PRIVATE = {"url", "log"}
+"""Of what is known of a subject: where it happened to run, which nobody else has a use for."""
+
+
+def publish_results(
+    results: Results, folder: Path, *, reference: str | None = None, page: Path | None = None
+) -> list[Path]:
+    """README.md, summary.csv, runs.json and pictures; the headline table goes into ``page``, too.
+
+    Raises BenchError: nothing measured, an unknown reference, or a page without the two marks.
+    """
+    frame = results.frame
+    subjects = list(dict.fromkeys(frame["subject"]))
+    if not subjects:
+        raise BenchError("nothing was measured in these runs")
+    first = reference or subjects[0]
+    if first not in subjects:
+        raise BenchError(f"--reference {first}: not measured; there are {', '.join(subjects)}")
+    results = Results(in_order(frame, first), results.manifests)
+    frame = results.frame
+    folder.mkdir(parents=True, exist_ok=True)
+    about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
+    pictures = draw_pictures(frame, folder, about=about)
+    headline = headline_table(frame, first, about)
+    everything = subjects_table(results, reference=first, title="Everything")
+    tables = [headline, everything] if headline.rows else [everything]
+    command = f"qwen-bench report STORE --publish {folder.name if folder.is_absolute() else folder}"
+    command += f" --reference '{first}'" if reference is not None else ""
+    parts = ["# Recorded results", f"Made from a store by `{command}`."]
+    parts += [f"![{title}]({path.name})" for title, path in pictures.items()]
+    parts += [table.markdown().strip() for table in tables]
+    parts += [_run_in_words(manifest) for manifest in results.manifests.values()]
+    written = [folder / "README.md", folder / "summary.csv", folder / "runs.json", *pictures.values()]
+    write_atomically(written[0], "\n\n".join(parts) + "\n")
+    write_atomically(written[1], summarize(frame).to_csv(index=False, float_format="%.6g"))
+    runs = ",\n".join(_public(one).model_dump_json(indent=1) for one in results.manifests.values())
+    write_atomically(written[2], f"[{runs}]\n")
+    if page is not None:
+        write_atomically(page, with_headline(page, headline))
+        written.append(page)
+    return written
+
+
+def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
+    """The reference first, then its kind (what stands before a comma in its name), then kind after kind."""
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in (reference, *frame["subject"])))
+    names = sorted(
+        dict.fromkeys((reference, *frame["subject"])), key=lambda name: kinds.index(name.split(",")[0])
+    )
+    place = {name: number for number, name in enumerate(names)}
+    return (
+        frame.assign(place=frame["subject"].map(place))
+        .sort_values("place", kind="stable")
+        .drop(columns="place")
+    )
+
+
+def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
+    """A line a subject: mean latency by protocol, output tok/s by concurrency, and times as good."""
+    latency = frame[frame["metric"] == "latency"]
+    protocols = [name for name in (OFFICIAL, DISTINCT) if (latency["workload"] == name).any()]
+    rates = loads(frame)
+    levels = [
+        (str(workload), int(level))
+        for workload, level in rates[["workload", "level"]].drop_duplicates().itertuples(index=False)
+    ]
+    levels.sort(key=lambda one: (one[0] not in ("random", DISTINCT), one))
+    rows: list[list[Cell]] = []
+    for subject in dict.fromkeys(frame["subject"]):
+        row: list[Cell] = [str(subject)]
+        row += [
+            _latency_cell(latency[latency["workload"] == name], str(subject), reference) for name in protocols
+        ]
+        row += [
+            _rate_cell(
+                rates[(rates["workload"] == workload) & (rates["level"] == level)], str(subject), reference
+            )
+            for workload, level in levels
+        ]
+        if any(row[1:]):
+            rows.append(row)
+    header = ["server", *(f"{name}, mean ms" for name in protocols)]
+    header += [f"{workload}, {level} at once, tok/s" for workload, level in levels]
+    notes = [
+        f"In brackets: times as good as {reference}, [95% interval], paired by round in one run. Without an "
+        f"interval: fewer than {LEAST_ROUNDS} rounds, or of different runs; close to 1, it settles nothing."
+    ]
+    return Table(header, rows, title=about, notes=notes)
+
+
+def with_headline(page: Path, table: Table) -> str:
+    """The page's text, the table between its marks. Raises BenchError where they are missing."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"--page {page}: cannot be read: {error.strerror}") from error
+    before, found, rest = text.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise BenchError(f"--page {page}: want a line {BEGIN} and, below it, a line {END}")
+    return f"{before}{BEGIN}\n{table.markdown()}{END}{after}"
+
+
+def summarize(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row for each run, subject, workload, cell and metric."""
+    keys = ["run", "subject", "workload", "cell", "metric", "unit"]
+    groups = frame.groupby(keys, sort=False)
+    spread = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack()
+    spread.columns = pd.Index(["p10", "p50", "p90"])
+    counted = groups.agg(rounds=("round", "nunique"), values=("value", "size"))
+    return counted.join(spread).reset_index()
+
+
+def model_and_card(manifest: Manifest) -> str:
+    """What was measured on what; a made-up model says so in its name."""
+    said = manifest.settings.get("model")
+    models = [said] if said else [one.get("model") for one in manifest.subjects.values()]
+    named = ", ".join(dict.fromkeys(str(name) for name in models if name))
+    return " on ".join(filter(None, (named, manifest.card)))
+
+
+def _latency_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
+    found = percentiles(rows, "latency", "subject", "cell")
+    medians = [spread.p50 for (name, _), spread in found.items() if name == subject]
+    if len(medians) < rows["cell"].nunique() or not medians:
+        return None
+    return _with_ratio(sum(medians) / len(medians), rows, subject, reference, "latency")
+
+
+def _rate_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
+    found = percentiles(rows, "output_rate", "subject").get((subject,))
+    return _with_ratio(found.p50, rows, subject, reference, "output_rate") if found is not None else None
+
+
+def _with_ratio(value: float, rows: pd.DataFrame, subject: str, reference: str, metric: str) -> str:
+    ratio = compare_subjects(rows, subject, reference, metric)
+    if ratio is None:
+        return show(value)
+    known = ratio.paired and ratio.ratio.low is not None
+    times = ratio.ratio.value
+    return f"{show(value)} ({ratio.ratio if known else f'{times:.2f}x'})"
+
+
+def _run_in_words(manifest: Manifest) -> str:
+    told = [f"- {manifest.run}: {manifest.card or 'no card'}, commit {manifest.commit or 'unknown'}"]
+    told += [f"  `{' '.join(manifest.command)}`", *(f"  - {note}" for note in manifest.notes)]
+    return "\n".join(told)
+
+
+def _public(manifest: Manifest) -> Manifest:
+    subjects = {
+        name: {key: value for key, value in about.items() if key not in PRIVATE}
+        for name, about in manifest.subjects.items()
+    }
+    host = {key: value for key, value in manifest.host.items() if key != "system"}
+    return manifest.model_copy(update={"subjects": subjects, "host": host})

@@ -1,0 +1,133 @@
+"""A sweep as tables, advice and pictures."""
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from bench.analysis.statistics import percentiles
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from bench.report.perplexity import WORKLOAD as DIVERGENCE
+from bench.store import Results
+from bench.terminal import Cell, Table
+from bench.variants.standing import LATENCY, Ranking, Standing, rank
+
+VERB = "sweep"
+WEIGHTS, FILE = "weights", "file"
+"""The store's workload and cell of a GGUF's size and bits."""
+
+
+def show_sweep(results: Results) -> None:
+    """Print the tables of every sweep, and under them what to ship."""
+    for table in sweep_tables(results):
+        table.print()
+    for sentence in sweep_advice(results):
+        print(sentence)
+
+
+def sweep_tables(results: Results) -> list[Table]:
+    """For each sweep the standings, then the latencies, if there are any."""
+    made: list[Table] = []
+    for run, manifest in results.manifests.items():
+        if manifest.verb == VERB:
+            rows = results.of(run=run)
+            made.append(_standings(results, run, rows, rank(results, run)))
+            if (rows["metric"] == LATENCY).any():
+                made.append(_latencies(rows, manifest.settings["variants"]))
+    return made
+
+
+def sweep_advice(results: Results) -> list[str]:
+    """For each sweep which variant to ship and why, a sentence each."""
+    return [
+        sentence
+        for run, manifest in results.manifests.items()
+        if manifest.verb == VERB
+        for sentence in rank(results, run).advice
+    ]
+
+
+def gate_names(standings: list[Standing]) -> list[str]:
+    """Every gate that some variant was asked, in order."""
+    return list(dict.fromkeys(gate.gate for standing in standings for gate in standing.gates))
+
+
+def weights_of(rows: pd.DataFrame, name: str) -> Mapping[str, float]:
+    """Size, bits and divergence of a variant's GGUF by metric, as far as they are known."""
+    own = rows[(rows["subject"] == name) & rows["workload"].isin([WEIGHTS, DIVERGENCE])]
+    return dict(zip(own["metric"], own["value"], strict=True))
+
+
+def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking) -> Table:
+    """A row a variant: weights, speed, every gate, where it stands."""
+    manifest = results.manifests[run]
+    gates = gate_names(ranking.standings)
+    lines: list[list[Cell]] = []
+    for standing in ranking.standings:
+        weights, scores = weights_of(rows, standing.name), {gate.gate: gate for gate in standing.gates}
+        kld = weights.get("kld_mean")
+        bits = weights.get("bits_per_weight")
+        line: list[Cell] = [standing.name, weights.get("size")]
+        line += [None if bits is None else f"{bits:.2f}", None if kld is None else f"{kld:.5f}"]
+        itself = standing.name == ranking.baseline
+        line += ["1" if itself else None if standing.speed is None else str(standing.speed)]
+        line += [f"{100 * scores[name].score:.1f}" if name in scores else None for name in gates]
+        line += [
+            None if standing.quality is None else f"{standing.quality:+.1f}",
+            _remark(ranking, standing),
+        ]
+        lines.append(line)
+    notes = []
+    if any(standing.speed is not None for standing in ranking.standings):
+        notes.append(
+            f"speed: times as fast as {ranking.baseline}, geometric mean over categories and protocols, "
+            "[95% interval], paired by round"
+        )
+    if any(standing.tightest is not None for standing in ranking.standings):
+        notes.append("margin: points from the threshold at the gate where they are fewest")
+    divergence = rows[rows["workload"] == DIVERGENCE]
+    if len(divergence):
+        tokens = divergence[divergence["metric"] == "scored_tokens"]["value"].max()
+        cells = " and ".join(dict.fromkeys(divergence["cell"]))
+        notes.append(
+            f"KLD: mean, nats from the whole model, over {tokens:,.0f} tokens of its own evaluation text "
+            f"({cells}: every position, not the second halves alone)"
+        )
+    header = ["variant", "MB", "bits", "KLD", "speed", *(f"{name} %" for name in gates), "margin", ""]
+    title = f"{manifest.settings['source']}: which variant to ship"
+    return Table(header, lines, title=title, notes=[*notes, *manifest.notes])
+
+
+def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
+    """A row a variant: the median of each category under each protocol, milliseconds."""
+    found = {metric: percentiles(rows, metric, "subject", "workload", "cell") for metric in (LATENCY, "ttft")}
+    columns = [
+        (protocol, category)
+        for category in CATEGORIES
+        for protocol in (OFFICIAL, DISTINCT)
+        if any((name, protocol, category) in found[LATENCY] for name in names)
+    ]
+    streamed = bool(found["ttft"])
+    header = ["variant"]
+    for protocol, category in columns:
+        header += [f"{category}, {protocol}", *(["TTFT"] if streamed else [])]
+    lines: list[list[Cell]] = []
+    for name in names:
+        line: list[Cell] = [name]
+        for protocol, category in columns:
+            for metric in (LATENCY, "ttft") if streamed else (LATENCY,):
+                spread = found[metric].get((name, protocol, category))
+                line.append(None if spread is None else spread.p50)
+        lines.append(line)
+    what = "Request latency and time to first token" if streamed else "Request latency"
+    return Table(header, lines, title=f"{what}, medians over all rounds, ms")
+
+
+def _remark(ranking: Ranking, standing: Standing) -> str:
+    if standing.error is not None:
+        return "FAILED"
+    parts: list[str] = [standing.verdict or "no threshold"]
+    if standing.front:
+        parts.append("front")
+    if standing.name == ranking.recommended:
+        parts.append("ship")
+    return ", ".join(parts)

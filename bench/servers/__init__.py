@@ -1,0 +1,1 @@
+"""Other programs: starting servers, building llama.cpp's, what they count, and comparing them in turns."""

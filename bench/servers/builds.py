@@ -1,0 +1,148 @@
+"""llama.cpp's own sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
+
+    qwen-bench build llama-server llama-batched-bench
+
+builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
+lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from bench.errors import BenchError
+
+Flavour = Literal["cpu", "cuda"]
+
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
+NVCC = "/usr/local/cuda/bin/nvcc"
+
+
+def llama_cpp_sources() -> Path:
+    """The vendored llama.cpp of the installed llama-cpp-python's version, unpacked. Raises BenchError."""
+    release = version("llama-cpp-python")
+    root = CACHE / f"llama_cpp_python-{release}"
+    sources = root / "vendor" / "llama.cpp"
+    with _alone():
+        if not root.is_dir():
+            _unpack(_download(release), root)
+    return sources
+
+
+def build_programs(names: Sequence[str], flavour: Flavour = "cpu") -> Path:
+    """Build llama.cpp programs such as llama-quantize, those that are missing; the folder they are in.
+
+    Raises BenchError when the sources cannot be fetched or do not build.
+    """
+    sources = llama_cpp_sources()
+    build = sources.parents[1] / ("build" if flavour == "cpu" else f"build-{flavour}")
+    with _alone():
+        if missing := [name for name in names if not (build / "bin" / name).is_file()]:
+            print(f"building {', '.join(missing)} ({flavour}): some minutes, once", file=sys.stderr)
+            _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *_backend(flavour))
+            jobs = str(len(os.sched_getaffinity(0)))
+            _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
+    return build / "bin"
+
+
+def this_machines_flavour() -> Flavour:
+    """CUDA where both a card and its compiler are found, as `make setup` decides."""
+    has_card = shutil.which("nvidia-smi") is not None and _card_architectures() != ""
+    return "cuda" if has_card and _nvcc() is not None else "cpu"
+
+
+def _backend(flavour: Flavour) -> list[str]:
+    if flavour == "cpu":
+        return ["-DGGML_CUDA=OFF"]
+    # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries
+    return [
+        "-DGGML_CUDA=ON",
+        f"-DCMAKE_CUDA_COMPILER={_nvcc()}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={_card_architectures()}",
+        "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL",
+    ]
+
+
+def _nvcc() -> str | None:
+    return shutil.which("nvcc") or (NVCC if Path(NVCC).is_file() else None)
+
+
+def _card_architectures() -> str:
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    found = {line.strip().replace(".", "") for line in done.stdout.splitlines() if "." in line}
+    return ";".join(sorted(found)) if done.returncode == 0 else ""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Lets one process at a time download or build."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        yield
+
+
+def _download(release: str) -> Path:
+    print(f"fetching llama-cpp-python {release}, which brings llama.cpp's sources", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-binary", "llama-cpp-python", "--dest", str(CACHE), f"llama-cpp-python=={release}"]
+    _run(*command)
+    return next(CACHE.glob(f"llama_cpp_python-{release}.tar.gz"))
+
+
+def _unpack(archive: Path, root: Path) -> None:
+    part = root.with_name(root.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    with tarfile.open(archive) as tar:
+        tar.extractall(part, filter="data")
+    (part / root.name).rename(root)
+    part.rmdir()
+
+
+def _cmake() -> str:
+    found = shutil.which("cmake")
+    if found is None:
+        raise BenchError("cmake is needed to build llama.cpp's programs")
+    return found
+
+
+def _run(*command: str | Path) -> None:
+    """Runs with the output on stderr: stdout is the caller's. Raises BenchError."""
+    done = subprocess.run(list(map(str, command)), stdout=sys.stderr.fileno(), check=False)
+    if done.returncode != 0:
+        raise BenchError(f"{' '.join(map(str, command))} ended with status {done.returncode}")
+
+
+def build(
+    programs: Annotated[tuple[str, ...], Parameter(negative=())], /, *, flavour: Flavour | None = None
+) -> int:
+    """Build llama.cpp's programs and print the folder that they are in.
+
+    Parameters
+    ----------
+    programs
+        Such as llama-server, llama-batched-bench.
+    flavour
+        cpu or cuda (else as this machine allows).
+    """
+    print(build_programs(programs, flavour or this_machines_flavour()))
+    return 0

@@ -1,0 +1,121 @@
+"""What our server's own counters say of a stretch of work: how much its steps took, and what its drafts were.
+
+The one place that knows the names on /metrics. A server without them is not asked twice; the growth between
+two readings becomes rows of the store:
+
+    workload "steps", cell "random, 8 concurrent, decode, 8 rows": steps, step_tokens, device and host time
+    workload "engine", cell "random, 8 concurrent": what belongs to no step
+    workload "drafts", cell "random, 8 concurrent, mtp": by drafter
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.errors import BenchError
+from bench.load.client import Client
+from bench.store import Run
+
+STEPS, ENGINE, DRAFTS = "steps", "engine", "drafts"
+"""Workloads of the store that hold counters, not requests."""
+
+COUNTED = frozenset({STEPS, ENGINE, DRAFTS})
+
+STEP_COUNTERS = {"qwen_steps_total": "steps", "qwen_step_tokens_total": "step_tokens"}
+STEP_SECONDS = "qwen_step_seconds_total"
+PHASES = {
+    "decode": "device_time",  # in llama_decode
+    "wait": "device_time",  # for what it started
+    "reserve": "overlapped_time",  # on a GPU, while the device computes
+    "flush": "overlapped_time",
+}
+"""Phases of a step by where they are spent; all others are the host's own time."""
+
+DRAFT_COUNTERS = {
+    "qwen_draft_verifications_total": "verifications",
+    "qwen_drafted_tokens_total": "drafted_tokens",
+    "qwen_accepted_draft_tokens_total": "accepted_tokens",
+    "qwen_drafts_failed_total": "drafts_failed",
+    "qwen_drafts_unready_total": "drafts_unready",
+}
+ENGINE_COUNTERS = {
+    "qwen_sampler_changes_total": "sampler_changes",
+    "qwen_prefix_failed_copies_total": "prefix_failed_copies",
+}
+RESIDENT_MEMORY = "process_resident_memory_bytes"
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+Counters = Mapping[Key, float]
+"""Value by name and sorted labels."""
+
+
+async def read_counters(client: Client) -> Counters:
+    """Everything on /metrics; nothing where the server has no such page, or one that cannot be read."""
+    try:
+        reply = await client.request("GET", "/metrics")
+        return parse_counters(reply.text) if reply.status == 200 else {}
+    except (BenchError, ValueError):
+        return {}
+
+
+def parse_counters(text: str) -> Counters:
+    """Prometheus' text format. Raises ValueError for another."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def growth(before: Counters, after: Counters) -> Counters:
+    """By how much each grew; what stood still is left out."""
+    grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    return {key: value for key, value in grown.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A row of the store in the making."""
+
+    workload: str
+    cell: str
+    values: dict[str, float]
+
+
+def counted(grown: Counters, cell: str) -> Iterator[Counted]:
+    """The rows of a stretch of work that ``cell`` names."""
+    steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    engine: dict[str, float] = {}
+    for (name, labelled), value in grown.items():
+        labels = dict(labelled)
+        if name in STEP_COUNTERS:
+            steps[_kind(labels)][STEP_COUNTERS[name]] += value
+        elif name == STEP_SECONDS:
+            steps[_kind(labels)][PHASES.get(labels["phase"], "host_time")] += 1000 * value
+        elif name in DRAFT_COUNTERS:
+            drafts[labels["drafter"]][DRAFT_COUNTERS[name]] += value
+        elif name in ENGINE_COUNTERS:
+            engine[ENGINE_COUNTERS[name]] = value
+    for kind, values in sorted(steps.items()):
+        if values.get("steps"):
+            yield Counted(STEPS, f"{cell}, {kind}", dict(values))
+    for drafter, values in sorted(drafts.items()):
+        yield Counted(DRAFTS, f"{cell}, {drafter}", dict(values))
+    if engine:
+        yield Counted(ENGINE, cell, engine)
+
+
+def record_growth(
+    run: Run, subject: str, workload: str, cell: str, round: int, before: Counters, after: Counters
+) -> None:
+    """Append what grew between two readings around a cell's round; nothing for servers that do not count."""
+    if before and after:
+        for one in counted(growth(before, after), f"{workload}, {cell}"):
+            run.add(subject, one.workload, one.cell, round, one.values)
+
+
+def _kind(labels: Mapping[str, str]) -> str:
+    return f"{labels['kind']}, {labels['rows']} rows"

@@ -1,0 +1,327 @@
+"""Several servers on one model and one workload, in turns: ratios against one of them, with intervals."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from bench.analysis.statistics import DEFAULT_ROUNDS
+from bench.arguments import (
+    Natural,
+    Positive,
+    PromptOptions,
+    StoreOptions,
+    comma_separated,
+)
+from bench.errors import BenchError
+from bench.load.cell import Cell, Supply, Target
+from bench.load.latency import LatencyCell, read_baseline
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, WARM_UPS, Category, category
+from bench.load.tasks import HELDOUT, task_cells
+from bench.load.throughput import Kind, LoadOptions
+from bench.report.peers import show_peers
+from bench.servers.builds import build_programs, this_machines_flavour
+from bench.servers.ceiling import PROGRAM as BATCHES
+from bench.servers.ceiling import Ceiling, run_batches
+from bench.servers.commands import Setup, allocated
+from bench.servers.peer import SYNTAX, Peer, parse_peer
+from bench.servers.presets import HELP
+from bench.servers.turns import Contender, Turns
+from bench.store import Run, load
+
+TEMPLATE_TOKENS = 64
+"""Room for a chat template around a prompt."""
+
+ROOM = 2
+"""Context beyond what the running requests need, as a factor: our server keeps cached prompts in it,
+llama-server a slot's last prompt."""
+
+LEVELS = (1, 8, 64)
+SLOTS_AT_A_RATE = 32
+LONGEST_TASK = 2048
+"""Tokens of a held-out task, with room."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Who is compared, and with which resources."""
+
+    peer: Annotated[tuple[str, ...], Parameter(negative=())]
+    """[NAME=]WHAT [FLAGS], once for each; see below."""
+    reference: str | None = None
+    """Whom the ratios are against (the first --peer)."""
+    gguf: Path | None = None
+    """The model that every server is started on."""
+    binaries: Path | None = None
+    """Folder of llama.cpp's programs (else they are built from the sources of llama-cpp-python)."""
+    python: str = sys.executable
+    """Runs the servers written in Python."""
+    threads: Natural = 0
+    """CPU threads of each server; 0: its own choice."""
+    slots: Positive | None = None
+    """Requests that each server runs at once (the most that the workload sends)."""
+    context: Positive | None = None
+    """Tokens of context of each server, all slots together (twice what the workload needs)."""
+    start_timeout: float = 300.0
+    """Seconds until a server must answer."""
+    residency: Literal["auto", "all", "one"] = "auto"
+    """All servers at once, visited in turns, or one after another; auto: all if they fit in memory."""
+    ceiling: bool = True
+    """Measure llama.cpp without a server around it, too."""
+    timeout: float = 600.0
+    """Seconds a request may take."""
+    api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
+    """Sent as a bearer token."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the servers do in every round."""
+
+    workload: Literal["latency", "tasks"] | Kind = "latency"
+    """One request at a time, a load, or held-out tasks."""
+    rounds: Positive = DEFAULT_ROUNDS
+    """Times that every server has its turn at every part; fewer than 10 settle nothing below 10%."""
+    protocol: Literal["both", "official", "distinct"] = "both"
+    """latency: the same prompt again, another each time, or both."""
+    categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values())
+    """latency: some of short, medium and long."""
+    runs: Positive = 1
+    """latency: timed requests of each category in each round."""
+    stream_runs: Natural = 0
+    """latency: streamed ones beside them, for TTFT and ITL."""
+    baseline: str = "none"
+    """latency: what speed-ups are against: official, none, short=MS,..., or a run of this command."""
+    tasks: Path = HELDOUT
+    """tasks: the folder of held-out tasks."""
+    items: Positive = 20
+    """tasks: of each family."""
+    max_tokens: Positive = 256
+    """tasks: of an answer."""
+
+    def size(self, load: LoadOptions) -> tuple[int, int]:
+        """(tokens of the longest request with its answer, most requests at once)."""
+        if self.workload == "latency":
+            return max(one.prompt_tokens + one.max_tokens for one in self.categories) + TEMPLATE_TOKENS, 1
+        if self.workload == "tasks":
+            return LONGEST_TASK + self.max_tokens, 1
+        turn = sum(load.lengths(self.workload)) + TEMPLATE_TOKENS
+        turn += load.prefix_tokens if self.workload == "shared-prefix" else 0
+        most = max(*load.chosen_levels(LEVELS), *([SLOTS_AT_A_RATE] if load.rate else []), 1)
+        return turn * (load.turns if self.workload == "chat" else 1), most
+
+    def settings(self, load: LoadOptions) -> dict[str, Any]:
+        """What the manifest records: the parts that count for this workload."""
+        made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds}
+        if self.workload == "latency":
+            categories = [one.name for one in self.categories]
+            made |= {"protocol": self.protocol, "categories": categories, "runs": self.runs}
+            return {**made, "stream_runs": self.stream_runs, "warmup": load.warmup}
+        if self.workload == "tasks":
+            return {**made, "items": self.items, "max_tokens": self.max_tokens}
+        return {**made, **load.settings(self.workload, LEVELS)}
+
+    async def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
+        """One for each category and protocol, level or rate, or family of tasks."""
+        if self.workload == "latency":
+            return self._latency_cells(supply, load)
+        if self.workload == "tasks":
+            return task_cells(self.tasks, self.items, supply, max_tokens=self.max_tokens)
+        return await load.cells(self.workload, supply, LEVELS)
+
+    def _latency_cells(self, supply: Supply, load: LoadOptions) -> list[Cell]:
+        protocols = (OFFICIAL, DISTINCT) if self.protocol == "both" else (self.protocol,)
+        counts = [(False, self.runs), *([(True, self.stream_runs)] if self.stream_runs else [])]
+        return [
+            LatencyCell(
+                one,
+                protocol,
+                supply,
+                endpoint=load.endpoint or "/v1/completions",  # every server has this one
+                streamed=streamed,
+                warmup=WARM_UPS if load.warmup is None else load.warmup,
+                count=count,
+            )
+            for one in self.categories
+            for protocol in protocols
+            for streamed, count in counts
+        ]
+
+
+async def peers(
+    *,
+    who: PeerOptions,
+    work: Work = Work(),
+    load: LoadOptions = LoadOptions(),
+    prompts: PromptOptions = PromptOptions(),
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    found, reference = contestants(who)
+    if prompts.tokenizer is None and who.gguf is not None:
+        prompts = replace(prompts, tokenizer=str(who.gguf))
+    baseline = any_baseline(work.baseline)
+    setup = make_setup(who, work.size(load), found)
+    resident = fits_at_once(who, setup, found)
+    settings = {
+        **work.settings(load),
+        **prompts.settings(),
+        "baseline": baseline,
+        "reference": reference,
+        "gguf": who.gguf.name if who.gguf is not None else None,
+        "gguf_bytes": who.gguf.stat().st_size if who.gguf is not None else None,
+        "slots": setup.parallel,
+        "context": setup.context,
+        "threads": setup.threads,
+        "resident": resident,
+    }
+
+    async def make_cells(target: Target) -> tuple[Supply, Sequence[Cell]]:
+        supply = await Supply.of(target.client, target.model, prompts)
+        return supply, await work.cells(supply, load)
+
+    with Run.begin(store.out, "peers", settings=settings, card=store.card, notes=store.note) as run:
+        setup = replace(setup, logs=run.folder / "logs")
+        contenders = [
+            Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in found
+        ]
+        try:
+            await _ceiling(run, who, work, load, setup)
+            await Turns(run, contenders, reference, work.rounds, resident, make_cells).hold()
+        finally:
+            show_peers(run.results())
+        if not len(run.results().of(metric=["latency", "ttft"])):
+            reasons = "\n".join(f"{one.peer.name}: {one.failed or 'not reached'}" for one in contenders)
+            raise BenchError(f"nothing was measured:\n{reasons}")
+    if failed := [one.peer.name for one in contenders if not one.alive]:
+        raise BenchError(f"failed: {', '.join(failed)}")
+    return 0
+
+
+peers.__doc__ = f"""Several servers in turns on one model and one workload, with ratios against one of them.
+
+Each server is started on a free port with the same slots, context and threads, and stopped in the end; its
+output is in the run's folder. llama-batched-bench gives the ceiling that the engine sets.
+
+    qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned
+
+{SYNTAX}
+
+{HELP}
+"""
+
+
+def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
+    """(the peers, the name of the reference). Raises BenchError for what cannot be."""
+    found = [parse_peer(text) for text in who.peer]
+    names = [peer.name for peer in found]
+    if not names:
+        raise BenchError("--peer: want at least one")
+    if len(set(names)) < len(names):
+        raise BenchError("--peer: two have one name; give each its own as NAME=...")
+    reference = who.reference or names[0]
+    if reference not in names:
+        raise BenchError(f"--reference {reference}: want one of {', '.join(names)}")
+    if any(peer.url is None and peer.model is None for peer in found):
+        if who.gguf is None:
+            raise BenchError("--gguf: the servers that are started here need a model")
+        if not who.gguf.is_file():
+            raise BenchError(f"--gguf {who.gguf}: no such file")
+    return found, reference
+
+
+def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -> Setup:
+    """The same resources for all. Builds llama.cpp's programs where they are needed and not given."""
+    needed = ["llama-server"] if any(peer.program == "llama-server" for peer in found) else []
+    if who.gguf is not None and who.ceiling:
+        needed += [BATCHES]
+    binaries = who.binaries
+    if needed and binaries is None:
+        binaries = build_programs(needed, this_machines_flavour())
+    tokens, most = size
+    slots = who.slots or most
+    return Setup(
+        gguf=who.gguf or Path(),
+        parallel=slots,
+        context=who.context or ROOM * slots * allocated(tokens),
+        threads=who.threads,
+        binaries=(binaries or Path()).resolve(),
+        python=who.python,
+        logs=Path(),  # known when the run has begun
+        start_timeout=who.start_timeout,
+    )
+
+
+def any_baseline(text: str) -> dict[str, float]:
+    """Milliseconds by category: as latency's --baseline, or the reference's medians in a run of peers."""
+    if text in {"none", "official"} or "=" in text:
+        return read_baseline(text)
+    results = load([Path(text)])
+    references = {m.settings["reference"] for m in results.manifests.values() if "reference" in m.settings}
+    if len(references) != 1:
+        raise BenchError(f"--baseline {text}: want one run of peers, or short=MS,medium=MS,long=MS")
+    rows = results.of(metric="latency", workload=OFFICIAL, subject=references.pop())
+    return {str(cell): float(value) for cell, value in rows.groupby("cell")["value"].median().items()}
+
+
+def fits_at_once(who: PeerOptions, setup: Setup, found: Sequence[Peer]) -> bool:
+    """Whether all servers may run at once: as told, else when a generous estimate of them fits."""
+    if who.residency != "auto":
+        return who.residency == "all"
+    started = [peer for peer in found if peer.url is None]
+    if not started:
+        return True
+    if any(peer.program == "vllm" for peer in started):
+        return len(started) == 1  # it takes all of the card
+    size = setup.gguf.stat().st_size
+    cells = setup.context * 2**16 + setup.parallel * 2**27
+    need = len(started) * (1.2 * size + 2**30 + (cells / 16 if size < 2**28 else cells))
+    free = _free_memory()
+    if need > free:
+        told = f"{need / 2**30:.0f} GiB for all, {free / 2**30:.0f} free"
+        print(f"one server at a time: {told}", file=sys.stderr)
+    return need <= free
+
+
+def _free_memory() -> float:
+    """Bytes free on the first card, else on the host."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return float(done.stdout.splitlines()[0]) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+async def _ceiling(run: Run, who: PeerOptions, work: Work, load: LoadOptions, setup: Setup) -> None:
+    if who.gguf is None or not who.ceiling or work.workload == "chat" or work.workload == "tasks":
+        return
+    if work.workload == "latency":
+        prompts = [one.prompt_tokens for one in work.categories]
+        outputs = [one.max_tokens for one in work.categories]
+        levels = [1]
+    else:
+        prompts, outputs = ([tokens] for tokens in load.lengths(work.workload))
+        levels = list(load.chosen_levels(LEVELS))
+    if not levels:
+        return
+    given: dict[str, Any] = {"threads": who.threads, "timeout": who.timeout}
+    try:
+        batches = await run_batches(
+            setup.binaries, who.gguf, prompts=prompts, outputs=outputs, sequences=levels, **given
+        )
+        if work.workload == "shared-prefix":
+            prefix = [load.prefix_tokens]
+            batches += await run_batches(
+                setup.binaries, who.gguf, prompts=prefix, outputs=[1], sequences=[1], **given
+            )
+    except BenchError as error:
+        run.note(f"no ceiling: {error}")
+    else:
+        Ceiling(batches).record(run)

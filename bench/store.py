@@ -1,0 +1,287 @@
+"""The one record: every measurement is a run, a folder with a manifest and tidy rows; the rest are views.
+
+    STORE/2026-11-22T16-40-12-latency/manifest.json   command, commit, card, driver, versions, settings, date
+                                      rows.jsonl      subject, workload, cell, round, metric, value, unit
+                                      ...             what a command adds: replies, server logs
+
+Rows are appended as they are measured, whole lines at a time, so an interrupted run keeps what it has; the
+manifest is written under a temporary name and renamed. A store is any folder that holds runs at any depth.
+
+- ``subject``: what is compared: a server, a variant, a file.
+- ``workload`` and ``cell``: what it did, such as "distinct" and "short", or "random" and "8 concurrent".
+- ``round``: from 1; in a round every subject has its turn, so rounds are what statistics pair.
+- several values of one metric in a round are samples, such as its requests'.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bench import provenance
+from bench.errors import BenchError
+from bench.metrics import METRICS
+
+COLUMNS = ("run", "subject", "workload", "cell", "round", "metric", "value", "unit")
+MANIFEST, ROWS = "manifest.json", "rows.jsonl"
+STOPPED = "STOPPED: "
+
+Status = Literal["running", "finished", "stopped"]
+
+
+class Manifest(BaseModel):
+    """How a run came about. ``card`` and ``driver`` are the servers', ``host`` the client's machine.
+
+    ``subjects``: what is known of each, such as its command line, URL or settings. ``seconds``: wall time.
+    ``status``: "stopped" after an error or an interruption, "running" too where the process was killed.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[2] = 2
+    run: str
+    verb: str
+    command: list[str]
+    started: datetime
+    seconds: float = 0.0
+    status: Status = "running"
+    commit: str | None = None
+    card: str | None = None
+    driver: str | None = None
+    host: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    subjects: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+
+
+class Run:
+    """A run while it is measured: ``with Run.begin(store, "latency", settings={...}) as run:
+    run.add(...)``."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._began = perf_counter() - manifest.seconds
+        self._rows = os.open(folder / ROWS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._save()
+
+    @classmethod
+    def begin(
+        cls,
+        store: Path,
+        verb: str,
+        *,
+        settings: Mapping[str, Any],
+        card: str | None = None,
+        local: bool = True,
+        notes: Sequence[str] = (),
+    ) -> Self:
+        """Make the run's folder. ``card``: as the user names it; else this machine's if the servers are
+        ``local``. Raises BenchError when the store cannot be written."""
+        started = datetime.now(UTC)
+        found, driver = provenance.card() if local else (None, None)
+        folder = _make_folder(store, f"{started:%Y-%m-%dT%H-%M-%S}-{verb}")
+        return cls(
+            folder,
+            Manifest(
+                run=folder.name,
+                verb=verb,
+                command=_command_line(verb),
+                started=started,
+                commit=provenance.commit(),
+                card=card or found,
+                driver=driver,
+                host=provenance.host(),
+                versions=provenance.versions(),
+                settings=dict(settings),
+                notes=list(notes),
+            ),
+        )
+
+    @classmethod
+    def resume(cls, folder: Path, keep: Callable[[Mapping[str, Any]], bool]) -> Self:
+        """Go on with a run that was measured in part, or is to be measured further. Rows that are not to be
+        kept, such as those of a round that was cut, are dropped.
+
+        Raises BenchError for a folder that holds no run, or a broken one.
+        """
+        manifest = _read_manifest(folder)
+        kept = "".join(json.dumps(row) + "\n" for row in _rows_of(folder) if keep(row))
+        write_atomically(folder / ROWS, kept)
+        manifest.status = "running"
+        manifest.command = _command_line(manifest.verb)
+        manifest.notes = [note for note in manifest.notes if not note.startswith(STOPPED)]
+        return cls(folder, manifest)
+
+    def add(self, subject: str, workload: str, cell: str, round: int, values: Mapping[str, float]) -> None:
+        """Append the values of one request, or of a whole cell, by the names of `METRICS`.
+
+        Raises KeyError for an unknown metric, ValueError for a value that is no finite number.
+        """
+        head = {"subject": subject, "workload": workload, "cell": cell, "round": round}
+        lines = []
+        for metric, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{subject}, {workload}, {cell}: {metric} is {value}")
+            lines.append(json.dumps({**head, "metric": metric, "value": value, "unit": METRICS[metric].unit}))
+        if lines:
+            _write_whole(self._rows, "".join(line + "\n" for line in lines).encode())
+
+    def describe(self, subject: str, **about: Any) -> None:
+        """Take down what is known of a subject, beside what was known before."""
+        self.manifest.subjects[subject] = {**self.manifest.subjects.get(subject, {}), **about}
+        self._save()
+
+    def note(self, text: str) -> None:
+        """Keep a sentence that every view of the run has to show, and say it on stderr."""
+        print(f"note: {text}", file=sys.stderr, flush=True)
+        self.manifest.notes.append(text)
+        self._save()
+
+    def close(self, status: Status = "finished") -> None:
+        """End the run; what it holds stays."""
+        os.close(self._rows)
+        self.manifest.status = status
+        self._save()
+
+    def results(self) -> "Results":
+        """What has been recorded so far."""
+        return load([self.folder])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            why = str(error) if isinstance(error, Exception) else "interrupted"
+            self.manifest.notes.append(f"{STOPPED}{why or type(error).__name__}")
+        self.close("finished" if error is None else "stopped")
+        files = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+        if error is not None and files.keys() == {MANIFEST, ROWS} and files[ROWS] == 0:
+            shutil.rmtree(self.folder)  # nothing was measured, and no log says why
+
+    def _save(self) -> None:
+        self.manifest.seconds = perf_counter() - self._began
+        write_atomically(self.folder / MANIFEST, self.manifest.model_dump_json(indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What lies in a store: ``frame`` has `COLUMNS`, ``manifests`` a manifest for each run, oldest first."""
+
+    frame: pd.DataFrame
+    manifests: dict[str, Manifest]
+
+    def of(self, **columns: str | Sequence[str]) -> pd.DataFrame:
+        """The rows whose columns have these values: ``of(metric="latency", workload=["official"])``."""
+        chosen = self.frame
+        for name, wanted in columns.items():
+            values = [wanted] if isinstance(wanted, str) else list(wanted)
+            chosen = chosen[chosen[name].isin(values)]
+        return chosen
+
+
+def load(paths: Sequence[Path]) -> Results:
+    """All runs in some folders, each a run's own or one that holds runs at any depth.
+
+    Raises BenchError: no run there, a manifest or a row that is none. A last line that was cut by the end of
+    the process that wrote it is left out.
+    """
+    folders = list(dict.fromkeys(folder.resolve() for path in paths for folder in _runs_in(path)))
+    found = {folder: _read_manifest(folder) for folder in folders}
+    manifests = dict(sorted(((m.run, m) for m in found.values()), key=lambda one: (one[1].started, one[0])))
+    if len(manifests) < len(found):
+        raise BenchError(f"two runs in {', '.join(map(str, paths))} have one name: leave a copy out")
+    rows = [{"run": manifest.run, **row} for folder, manifest in found.items() for row in _rows_of(folder)]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"round": "int64", "value": "float64"})
+    return Results(frame, manifests)
+
+
+def manifests(store: Path) -> dict[Path, Manifest]:
+    """Every run in a store by its folder, oldest first, without its rows; none in a folder that is not there.
+    Raises BenchError for a manifest that is none."""
+    found = {path.parent: _read_manifest(path.parent) for path in store.rglob(MANIFEST)}
+    return dict(sorted(found.items(), key=lambda one: (one[1].started, one[1].run)))
+
+
+def _command_line(verb: str) -> list[str]:
+    """This process's, without the verb that stands before the options and with the API key masked."""
+    words = sys.argv[1:]
+    options = list(words[1:] if words[:1] == [verb] else words)
+    for number, word in enumerate(options):
+        if word == "--api-key" and number + 1 < len(options):
+            options[number + 1] = "***"
+        elif word.startswith("--api-key="):
+            options[number] = "--api-key=***"
+    return ["qwen-bench", verb, *options]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _make_folder(store: Path, name: str) -> Path:
+    for number in range(1, 1000):
+        folder = store / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise BenchError(f"--out {store}: cannot be written: {error.strerror}") from error
+        return folder
+    raise BenchError(f"--out {store}: too many runs of one second")
+
+
+def _write_whole(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _runs_in(path: Path) -> list[Path]:
+    folders = sorted(manifest.parent for manifest in path.rglob(MANIFEST))
+    if not folders:
+        raise BenchError(f"{path}: no run there: want a folder that a command wrote with --out")
+    return folders
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise BenchError(f"{path}: not a manifest: {where}: {first['msg']}") from error
+
+
+def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    path = folder / ROWS
+    if not path.is_file():
+        return
+    *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    del rest  # empty, or a line that was cut
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            yield {name: row[name] for name in COLUMNS if name != "run"}
+        except (ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{path}, line {number}: not a row: {error!r}") from error

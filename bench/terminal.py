@@ -1,0 +1,129 @@
+"""What people see: the one table, on the terminal and in Markdown, and the one progress bar."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table as RichTable
+
+Cell = str | int | float | None
+
+SECONDS_BETWEEN_LINES = 15.0
+FULL_WIDTH = 200  # where there is no terminal to fit
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a header. The first column is a label and stands left, figures stand right.
+
+    A float is shown with three significant digits or in full thousands, None (not measured) as a dash.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    notes: Sequence[str] = ()
+
+    def print(self) -> None:
+        """To stdout: as wide as the terminal, or as a file needs it."""
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else FULL_WIDTH)
+        made = RichTable(title=self.title or None, title_justify="left", box=None, header_style="bold")
+        for number, name in enumerate(self.header):
+            made.add_column(name, justify="left" if self.is_text(number) else "right")
+        for row in self.rows:
+            made.add_row(*(show(cell) for cell in row))
+        console.print(made, markup=False)
+        for note in self.notes:
+            console.print(f"  {note}", markup=False, soft_wrap=True)
+        console.print()
+
+    def markdown(self) -> str:
+        """The same as a Markdown table, title and notes as paragraphs."""
+        rule = ["---" if self.is_text(number) else "---:" for number in range(len(self.header))]
+        rows = [list(self.header), rule, *([show(cell) for cell in row] for row in self.rows)]
+        body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        parts = [f"**{self.title}**"] if self.title else []
+        return "\n\n".join([*parts, body, *self.notes]) + "\n"
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column stands left: the first one, and those that hold words."""
+        cells = [row[column] for row in self.rows]
+        return column == 0 or any(isinstance(cell, str) and not cell[:1].isdigit() for cell in cells)
+
+
+def show(cell: Cell) -> str:
+    """One cell's text."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        if cell == 0 or abs(cell) >= 100:
+            return f"{cell:,.0f}"
+        digits = 1 if abs(cell) >= 10 else 2 if abs(cell) >= 1 else 3
+        return f"{cell:.{digits}f}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+class Bar:
+    """``with Bar("short, official", total=50) as bar: bar.advance()``; on stderr: a bar on a terminal, a line
+    now and then in a log."""
+
+    def __init__(self, description: str, *, total: int, unit: str = "requests") -> None:
+        self.description, self.total, self.unit, self.done = description, total, unit, 0
+        self._console = Console(stderr=True, highlight=False)
+        self._started = self._printed = monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = (
+            Progress(*columns, console=self._console, transient=True) if self._console.is_terminal else None
+        )
+        self._task = self._bar.add_task(description, total=total, note="") if self._bar is not None else None
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """``count`` more are done; ``note`` is shown behind the bar."""
+        self.done += count
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, advance=count, note=note)
+        elif monotonic() - self._printed > SECONDS_BETWEEN_LINES and self.done < self.total:
+            self._line(note)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        else:
+            self._line("done" if kind is None else "stopped")
+
+    def _line(self, note: str) -> None:
+        self._printed = monotonic()
+        spent = self._printed - self._started
+        done = f"{self.done}/{self.total} {self.unit} in {spent:.0f} s"
+        left = (
+            f", {(self.total - self.done) * spent / self.done:.0f} s left"
+            if 0 < self.done < self.total
+            else ""
+        )
+        self._console.print(f"{self.description}: {done}{left} {note}".rstrip(), markup=False, soft_wrap=True)

@@ -1,0 +1,152 @@
+"""What is measured of a variant, each stage at a server of its own: the gates, then rounds of timing."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from bench import provenance
+from bench.arguments import PromptOptions
+from bench.errors import BenchError
+from bench.gates.options import GateServer
+from bench.load.cell import Cell, Supply, Target, record
+from bench.load.client import Client
+from bench.load.latency import LatencyCell
+from bench.load.vocabulary import GgufVocabulary, Vocabulary
+from bench.servers.launch import ServerProcess, free_port
+from bench.store import Run
+from bench.terminal import Bar
+from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
+from bench.variants.variant import Variant
+from bench.variants.weights import import_paths
+
+READY = "/ping"
+GATES = "gates"
+
+
+def round_stage(number: int) -> str:
+    """The name of a round as a stage."""
+    return f"round {number}"
+
+
+class Stages:
+    """The stages of one sweep. A variant's prompts are made once, and are the same in its every round; of
+    variants with one vocabulary they are the same, too."""
+
+    def __init__(self, plan: Plan, run: Run) -> None:
+        self._plan = plan
+        self._run = run
+        self._cells: dict[str, list[Cell]] = {}
+
+    def gates(self, variant: Variant) -> None:
+        """The quality gates. Raises BenchError when the server does not start, or an answer cannot be had."""
+        from bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
+
+        options = self._plan.gates
+        assert options is not None
+        samples = samples_of(self._run.folder, variant.name)
+        samples.unlink(missing_ok=True)
+        with serving(self._plan, variant, self._log(variant, GATES)) as url:
+            server = GateServer(url=url, timeout=self._plan.timeout)
+            model, _ = probe(server)
+            loaded = load_gates(options)
+            ask_gates(self._run, variant.name, loaded, options, server=server, model=model, samples=samples)
+
+    def time(self, variant: Variant, number: int) -> None:
+        """Round ``number`` of the latency protocols. Raises BenchError when the server does not start, or a
+        request failed."""
+        with serving(self._plan, variant, self._log(variant, f"round-{number}")) as url:
+            asyncio.run(self._time(variant, number, url))
+
+    async def _time(self, variant: Variant, number: int, url: str) -> None:
+        async with Client(url, timeout=self._plan.timeout) as client:
+            target = Target(variant.name, client)
+            if variant.name not in self._cells:
+                self._cells[variant.name] = await self._prepare(variant, client)
+                about = await provenance.about_server(client)
+                del about["url"]  # of a server that is gone by then
+                self._run.describe(variant.name, **about)
+            cells = self._cells[variant.name]
+            for cell in cells:
+                await cell.warm_up(target)
+            total = sum(cell.requests() for cell in cells)
+            with Bar(f"{variant.name}, {round_stage(number)}", total=total) as bar:
+                for cell in cells:
+                    found = await cell.measure(target, number, bar)
+                    record(self._run, target, cell, number, found)
+                    if found.errors:
+                        raise BenchError(
+                            f"latency, {cell.workload}, {cell.name}: {len(found.errors)} requests failed; "
+                            f"the first: {found.errors[0]}"
+                        )
+
+    async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
+        plan, effort = self._plan, self._plan.effort
+        supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
+        cells: list[Cell] = []
+        for category in plan.categories:
+            for protocol in plan.protocols:
+                for streamed, count in ((False, effort.runs), (True, effort.stream_runs)):
+                    if count:
+                        endpoint = STREAM_ENDPOINT if streamed else ENDPOINT
+                        warmup = min(effort.warmup, 1) if streamed else effort.warmup
+                        cell = LatencyCell(
+                            category,
+                            protocol,
+                            supply,
+                            endpoint=endpoint,
+                            streamed=streamed,
+                            warmup=warmup,
+                            count=count,
+                        )
+                        await cell.prepare(effort.rounds)
+                        cells.append(cell)
+        return cells
+
+    def _log(self, variant: Variant, stage: str) -> Path:
+        return self._run.folder / "logs" / f"{variant.name}-{stage}.log"
+
+
+def samples_of(folder: Path, name: str) -> Path:
+    """The file of a variant's replies in a run's folder."""
+    return folder / f"{name}.samples.jsonl"
+
+
+@cache
+def vocabulary_of(gguf: Path) -> Vocabulary:
+    """The GGUF's own tokenizer: counts that do not rest on the server's word."""
+    return GgufVocabulary(gguf)
+
+
+@contextmanager
+def serving(plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
+    """The URL of a server that runs the variant for the time of the block. Raises BenchError as it starts."""
+    port = free_port()
+    command = [sys.executable, "-m", "server", "--model", str(plan.gguf(variant)), "--alias", variant.name]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in plan.server_settings(variant).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    server = ServerProcess(
+        variant.name,
+        command,
+        f"http://127.0.0.1:{port}",
+        ready_path=READY,
+        log=log,
+        environment=import_paths(),
+        timeout=plan.start_timeout,
+    )
+    asyncio.run(server.start())
+    try:
+        yield server.url
+    except BenchError as error:
+        if server.running:
+            raise
+        raise BenchError(f"{error}; the server has ended, its log with:\n{server.tail()}") from error
+    finally:
+        asyncio.run(server.stop())

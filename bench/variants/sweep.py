@@ -1,0 +1,433 @@
+"""``qwen-bench sweep``: which quant to ship.
+
+A sweep is one run of the store, however often it was interrupted: the same command finds it there by a
+fingerprint of the variants' weights, their servers' settings and how they are timed, and goes on. Scores of
+the quality gates have a fingerprint for each variant, so those of another sweep in the store serve as well.
+"""
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shutil import copyfile
+from time import perf_counter
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from bench import provenance
+from bench.arguments import Natural, Positive, StoreOptions, comma_separated, repeated
+from bench.errors import BenchError
+from bench.gates.options import Data, GateOptions, Limit
+from bench.gates.score import SUBTASKS
+from bench.gates.score import WORKLOAD as SCORES
+from bench.load.latency import read_baseline
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category, category
+from bench.report.perplexity import WORKLOAD as DIVERGENCE
+from bench.report.sweep import FILE, WEIGHTS, show_sweep
+from bench.store import Manifest, Run, load, manifests
+from bench.variants.plan import (
+    FULL,
+    LIGHT,
+    Effort,
+    Plan,
+    brings_items,
+    items_folder,
+    kept_vocabulary,
+    model_name,
+)
+from bench.variants.stages import GATES, Stages, round_stage, samples_of
+from bench.variants.standing import FIRST
+from bench.variants.variant import (
+    Setting,
+    Variant,
+    check_distinct,
+    check_settings,
+    of_quants,
+    read_setting,
+    read_variant,
+)
+from bench.variants.weights import EVERY_POSITION, Weights, make_weights
+
+NONE = "none"
+SOME = 0.1
+"""Of each benchmark's items."""
+ENV_PREFIX = "QWEN_"
+
+
+def sweep(
+    *,
+    src: str,
+    quants: Annotated[tuple[str, ...], comma_separated(str)] = (),
+    variants: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
+    set_: Annotated[tuple[tuple[str, Setting], ...], repeated(read_setting), Parameter(name="--set")] = (),
+    models: Path = Path("models"),
+    name: str | None = None,
+    convert_options: str = "",
+    threads: Positive | None = None,
+    tasks: str | None = None,
+    limit: Limit = SOME,
+    concurrency: Positive = 8,
+    data: Data = (),
+    rounds: Positive | None = None,
+    runs: Positive | None = None,
+    warmup: Natural | None = None,
+    stream_runs: Natural | None = None,
+    protocol: Literal["both", "official", "distinct"] = "both",
+    categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values()),
+    baseline: str | None = None,
+    store: StoreOptions = StoreOptions(),
+    force: Annotated[bool, Parameter(negative=())] = False,
+    seed: int = 0,
+    start_timeout: float = 900.0,
+    timeout: float = 3600.0,
+) -> int:
+    """Which quant to ship: convert, serve and measure every variant of a model, and rank them.
+
+    Each variant is converted if it is not there yet, served by our server, put through the quality gates and
+    timed under both latency protocols; its divergence from the whole model is the converter's. The
+    recommended variant is the fastest that passes every gate; speed is the geometric mean over categories and
+    protocols, with an interval paired by round, which alone decides whether two variants are told apart.
+
+    The same command goes on with an interrupted sweep, tries what failed again, and measures nothing that is
+    finished (changes of the server's code do not count: --force). Variants are timed side by side: with
+    another set of them, timing begins anew, and only the gates' scores are kept.
+
+    Parameters
+    ----------
+    src
+        The checkpoint, a folder or a hub id.
+    quants
+        Levels of quant_recipes/ (or F16, BF16, F32), separated by commas.
+    variants
+        Variant files: TOML with name, about, quant or recipe, and a table [server] of settings (see
+        bench/variants/examples).
+    set_
+        NAME=VALUE, a server setting for every variant that does not set it itself; may be repeated.
+    models
+        Where the GGUFs are or go.
+    name
+        First part of the GGUFs' names (else the source's).
+    convert_options
+        Further options of python -m convert: --convert-options='--no-kld --keep-vocab 100000'.
+    threads
+        CPU threads of converter and server (their own choice).
+    tasks
+        nano, official, none, or names as of qwen-bench quality (else nano for a source with held-out items of
+        its own, official for any other).
+    limit
+        Items of each subtask: a share below 1, a number, or all.
+    concurrency
+        Requests of a gate under way at once.
+    data
+        GATE=FOLDER: a dataset's local copy; may be repeated.
+    rounds
+        Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano).
+    runs
+        Timed requests per category, protocol and round (5; 1 for nano).
+    warmup
+        Untimed requests before them (2; 1 for nano).
+    stream_runs
+        Streamed requests per category, protocol and round, for TTFT and ITL (1; 0 for nano).
+    protocol
+        The same prompt again (official), another one each time (distinct), or both.
+    categories
+        Some of short, medium and long.
+    baseline
+        What speed is relative to: first (the first variant; for nano), another variant, official (BF16 on an
+        A10G; for others), or short=MS,medium=MS,long=MS.
+    force
+        Measure everything again.
+    seed
+        Of the drawn items and the prompts.
+    start_timeout
+        Seconds a server may take to start.
+    timeout
+        Seconds a request may take.
+    """
+    chosen = choose_variants(quants, variants, dict(set_))
+    suited = "nano" if brings_items(src) else "official"
+    usual = LIGHT if suited == "nano" else FULL
+    convert = tuple(shlex.split(convert_options))
+    kept_vocabulary(convert)  # a mistake shows before anything is made
+    asked = tasks or suited
+    plan = Plan(
+        source=src,
+        model=name or model_name(src),
+        models=models,
+        store=store.out,
+        gates=None
+        if asked == NONE
+        else GateOptions(
+            tasks=asked,
+            limit=limit,
+            seed=seed,
+            concurrency=concurrency,
+            data=data,
+            nano=items_folder(src),
+        ),
+        protocols=(OFFICIAL, DISTINCT) if protocol == "both" else (protocol,),
+        categories=categories,
+        effort=Effort(
+            rounds=usual.rounds if rounds is None else rounds,
+            runs=usual.runs if runs is None else runs,
+            warmup=usual.warmup if warmup is None else warmup,
+            stream_runs=usual.stream_runs if stream_runs is None else stream_runs,
+        ),
+        seed=seed,
+        threads=threads,
+        convert_options=convert,
+        start_timeout=start_timeout,
+        timeout=timeout,
+    )
+    against = checked_baseline(baseline or (FIRST if suited == "nano" else "official"), chosen)
+    for variable in [variable for variable in os.environ if variable.startswith(ENV_PREFIX)]:
+        say(f"{variable} is left out: a variant's settings are in its file")
+        del os.environ[variable]
+    try:
+        say(f"weights of {len(chosen)} variants in {plan.models}")
+        weights = make_weights(plan, chosen)
+        failed = Sweep(plan, chosen, weights, against, store, force=force).run()
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM: main turns it into this
+        say("the same command goes on from here")
+        raise
+    if failed:
+        raise BenchError(f"{len(failed)} of {len(chosen)} variants failed: {', '.join(failed)}")
+    return 0
+
+
+class Sweep:
+    """One sweep over variants, some of which may have no weights."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        variants: Sequence[Variant],
+        weights: Mapping[str, Weights | BenchError],
+        baseline: str | dict[str, float],
+        store: StoreOptions,
+        *,
+        force: bool,
+    ) -> None:
+        self._plan = plan
+        self._variants = variants
+        self._store = store
+        self._force = force
+        self._errors: dict[str, str] = {}
+        self._weights: dict[str, Weights] = {}
+        for variant in variants:
+            have = weights[variant.name]
+            if isinstance(have, BenchError):
+                self._fail(variant, str(have))
+            else:
+                self._weights[variant.name] = have
+        sha256 = {name: have.report.sha256 for name, have in self._weights.items()}
+        self._asked = {
+            variant.name: plan.gates_fingerprint(variant, sha256[variant.name]) for variant in self._left()
+        }
+        fingerprint = plan.fingerprint(self._left(), sha256)
+        self._settings = {
+            "source": plan.source,
+            "variants": [variant.name for variant in variants],
+            "baseline": baseline,
+            "rounds": plan.effort.rounds,
+            **plan.timing(),
+            "gates": None if plan.gates is None else plan.gates.settings(),
+            "convert_options": list(plan.convert_options),
+            "fingerprint": fingerprint,
+        }
+
+    def run(self) -> list[str]:
+        """Measure what is not finished, stage by stage, and show the tables. Returns what failed: one
+        variant's failure is not the others'."""
+        known = {} if self._force else manifests(self._plan.store)
+        with self._begin(known) as run:
+            self._take_down(run, known)
+            stages = Stages(self._plan, run)
+            try:
+                self._ask_gates(run, stages)
+                for number in range(1, self._plan.effort.rounds + 1):
+                    self._time(run, stages, number)
+            finally:
+                show_sweep(run.results())
+        say(f"recorded in {run.folder}; qwen-bench report {self._plan.store} makes a page of it")
+        return list(self._errors)
+
+    def _begin(self, known: Mapping[Path, Manifest]) -> Run:
+        """The run of this sweep in the store, else a new one."""
+        fingerprint = self._settings["fingerprint"]
+        mine = [folder for folder, one in known.items() if one.settings.get("fingerprint") == fingerprint]
+        if mine:
+            return self._resume(mine[-1], known[mine[-1]])
+        store = self._store
+        return Run.begin(store.out, "sweep", settings=self._settings, card=store.card, notes=store.note)
+
+    def _take_down(self, run: Run, known: Mapping[Path, Manifest]) -> None:
+        """What is known of every variant before anything is served."""
+        for variant in self._variants:
+            about = variant.model_dump(mode="json", exclude={"name", "server"})
+            error = self._errors.get(variant.name)
+            run.describe(variant.name, **about, settings=self._plan.server_settings(variant), error=error)
+        for variant in self._left():
+            have = self._weights[variant.name]
+            run.describe(variant.name, file=have.path.name, sha256=have.report.sha256)
+            run.add(variant.name, WEIGHTS, FILE, 1, have.values)
+            run.add(variant.name, DIVERGENCE, EVERY_POSITION, 1, have.divergence)
+            if self._plan.gates is not None and not self._has_scores(run.manifest, variant):
+                asked = self._asked[variant.name]
+                before = run.manifest.subjects[variant.name].get("asked", asked)
+                replies = samples_of(run.folder, variant.name)
+                if before != asked and replies.is_file():
+                    replies.rename(samples_of(run.folder, f"{variant.name}-{before}"))
+                run.describe(variant.name, asked=asked, gates=None)
+                self._adopt_scores(run, variant, known)
+
+    def _resume(self, folder: Path, before: Manifest) -> Run:
+        """Keep the gates that were asked alike, and the rounds in which every variant had its turn."""
+        names = [variant.name for variant in self._left()]
+        scored = {v.name for v in self._left() if self._plan.gates is None or self._has_scores(before, v)}
+        done = {name: dict(before.subjects.get(name, {}).get("stages", {})) for name in names}
+        whole = set.intersection(*(set(stages) for stages in done.values())) if done else set()
+        for name, stages in done.items():
+            done[name] = {
+                stage: spent
+                for stage, spent in stages.items()
+                if (name in scored if stage == GATES else stage in whole)
+            }
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            if row["workload"] in (WEIGHTS, DIVERGENCE):
+                return False
+            if row["workload"] in (SCORES, SUBTASKS):
+                return row["subject"] in scored
+            return round_stage(row["round"]) in whole
+
+        run = Run.resume(folder, keep)
+        asked = self._settings["gates"] or before.settings.get("gates")  # scores stay where none are asked
+        run.manifest.settings = {**self._settings, "gates": asked}
+        if (now := provenance.commit()) != before.commit:
+            run.note(f"begun at commit {before.commit}, gone on with at {now}")
+            run.manifest.commit = now
+        run.manifest.notes += [note for note in self._store.note if note not in run.manifest.notes]
+        for name, stages in done.items():
+            run.describe(name, stages=stages)
+        say(f"going on with {folder}")
+        return run
+
+    def _has_scores(self, manifest: Manifest, variant: Variant) -> bool:
+        about = manifest.subjects.get(variant.name, {})
+        return about.get("asked") == self._asked[variant.name] and GATES in about.get("stages", {})
+
+    def _adopt_scores(self, run: Run, variant: Variant, known: Mapping[Path, Manifest]) -> None:
+        """Take a variant's scores from another sweep of the store, where the same was asked."""
+        for folder, manifest in reversed(list(known.items())):
+            if folder.resolve() == run.folder.resolve():
+                continue
+            for name, about in manifest.subjects.items():
+                stages = about.get("stages", {})
+                if about.get("asked") != self._asked[variant.name] or GATES not in stages:
+                    continue
+                rows = load([folder]).of(subject=name, workload=[SCORES, SUBTASKS])
+                for (workload, cell), of_cell in rows.groupby(["workload", "cell"], sort=False):
+                    values = dict(zip(of_cell["metric"], of_cell["value"], strict=True))
+                    run.add(variant.name, str(workload), str(cell), 1, values)
+                if (samples := samples_of(folder, name)).is_file():
+                    copyfile(samples, samples_of(run.folder, variant.name))
+                run.describe(
+                    variant.name,
+                    gates=about.get("gates"),
+                    scores_from=manifest.run,
+                    stages={**self._stages(run, variant), GATES: stages[GATES]},
+                )
+                say(f"{variant.name}: scores of {manifest.run}")
+                return
+
+    def _ask_gates(self, run: Run, stages: Stages) -> None:
+        if self._plan.gates is not None:
+            left = [variant for variant in self._left() if GATES not in self._stages(run, variant)]
+            self._visit(run, left, GATES, stages.gates)
+
+    def _time(self, run: Run, stages: Stages, number: int) -> None:
+        """One round: all variants in turn, each time another one first, for a round drifts, too."""
+        stage = round_stage(number)
+        left = [variant for variant in self._left() if stage not in self._stages(run, variant)]
+        first = (number - 1) % len(left) if left else 0
+        self._visit(run, [*left[first:], *left[:first]], stage, lambda one: stages.time(one, number))
+
+    def _visit(
+        self, run: Run, variants: Sequence[Variant], stage: str, measure: Callable[[Variant], None]
+    ) -> None:
+        spent: list[float] = []
+        for number, variant in enumerate(variants, 1):
+            say(f"{stage} [{number}/{len(variants)}] {variant.name}")
+            began = perf_counter()
+            error = attempt(measure, variant, run.folder)
+            spent.append(perf_counter() - began)
+            if error is not None:
+                self._fail(variant, error)
+                run.describe(variant.name, error=error)
+                continue
+            run.describe(variant.name, stages={**self._stages(run, variant), stage: spent[-1]})
+            if number < len(variants):
+                minutes = (len(variants) - number) * sum(spent) / len(spent) / 60
+                say(f"  done in {spent[-1]:.0f} s, about {minutes:.1f} min left of {stage}")
+
+    def _fail(self, variant: Variant, error: str) -> None:
+        say(f"{variant.name}: FAILED: {error}")
+        self._errors[variant.name] = error
+
+    def _left(self) -> list[Variant]:
+        """The variants that have not failed."""
+        return [variant for variant in self._variants if variant.name not in self._errors]
+
+    @staticmethod
+    def _stages(run: Run, variant: Variant) -> dict[str, float]:
+        stages: dict[str, float] = run.manifest.subjects.get(variant.name, {}).get("stages", {})
+        return stages
+
+
+def attempt(measure: Callable[[Variant], None], variant: Variant, folder: Path) -> str | None:
+    """One stage of one variant; why it failed, or None."""
+    try:
+        measure(variant)
+    except BenchError as error:
+        return str(error)
+    except Exception as error:  # whatever lm-eval or a dataset throws is not the others' matter
+        path = folder / "errors.txt"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(traceback.format_exc() + "\n")
+        return f"{type(error).__name__}: {error} ({path})"
+    return None
+
+
+def choose_variants(
+    quants: Sequence[str], files: Sequence[Path], common: Mapping[str, Setting]
+) -> list[Variant]:
+    """--quants, then --variants, under the settings of --set. Raises BenchError for what can not be."""
+    check_settings(common, Path(__file__), "--set")
+    variants = [*of_quants(quants), *(read_variant(path) for path in files)]
+    if not variants:
+        raise BenchError("nothing to measure: want --quants Q8_0,Q4_K_M,... or --variants FILE...")
+    variants = [variant.with_settings(common) for variant in variants]
+    check_distinct(variants)
+    return variants
+
+
+def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, float]:
+    """--baseline: FIRST or a variant's name, else milliseconds by category. Raises BenchError."""
+    if text == FIRST:
+        return text
+    by_name = {variant.name.lower(): variant.name for variant in variants}
+    if text.lower() in by_name:
+        return by_name[text.lower()]
+    if "=" not in text and text != "official":
+        names = ", ".join(by_name.values())
+        raise BenchError(f"--baseline {text}: want first, one of {names}, official or short=MS,...")
+    return read_baseline(text)
+
+
+def say(*parts: str) -> None:
+    """Progress over variants and stages, on stderr; a stage's own bar comes below it."""
+    print(": ".join(parts), file=sys.stderr, flush=True)

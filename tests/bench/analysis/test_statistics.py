@@ -1,0 +1,131 @@
+"""Simulations: peers that do the same come out alike, a true difference is found, drift does not matter."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bench.analysis.statistics import (
+    DEFAULT_ROUNDS,
+    LEAST_ROUNDS,
+    Ratio,
+    interval,
+    percentiles,
+    times_as_good,
+    unpaired,
+)
+
+SCATTER = 0.03
+"""Of one server's median from round to round, beyond what the round does to all: as measured on a card."""
+
+
+def rows(values: dict[str, list[list[float]]], metric: str = "latency", cell: str = "short") -> pd.DataFrame:
+    """By subject the values of each round."""
+    return pd.DataFrame(
+        [
+            {"run": "r", "subject": subject, "workload": "w", "cell": cell, "round": number}
+            | {"metric": metric, "value": value, "unit": "ms"}
+            for subject, rounds in values.items()
+            for number, measured in enumerate(rounds, 1)
+            for value in measured
+        ]
+    )
+
+
+def told_apart(times: float, rounds: int, *, trials: int = 400, skewed: bool = False) -> float:
+    """The share of experiments in which a server ``times`` as slow as another is told from it."""
+    rng = np.random.default_rng(7)
+    count = 0
+    for _ in range(trials):
+        scatter = rng.gamma(1.0, SCATTER, (2, rounds)) if skewed else rng.normal(0.0, SCATTER, (2, rounds))
+        count += interval(np.log(times) + scatter[0] - scatter[1]).told_apart
+    return count / trials
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("rounds", [LEAST_ROUNDS, DEFAULT_ROUNDS, 30])
+def test_two_that_do_the_same_come_out_alike_about_95_percent_of_the_time(rounds: int, skewed: bool) -> None:
+    assert 0.015 <= told_apart(1.0, rounds, skewed=skewed) <= 0.085
+
+
+def test_a_true_six_percent_is_found_at_the_default_number_of_rounds() -> None:
+    assert told_apart(1.06, DEFAULT_ROUNDS) > 0.95
+    assert told_apart(1 / 1.06, DEFAULT_ROUNDS) > 0.95
+
+
+def test_intervals_hold_the_truth_about_95_percent_of_the_time() -> None:
+    rng = np.random.default_rng(3)
+    found = [interval(np.log(1.3) + rng.normal(0.0, SCATTER, DEFAULT_ROUNDS)) for _ in range(400)]
+    held = [one.low <= 1.3 <= one.high for one in found if one.low is not None and one.high is not None]
+    assert len(held) == 400
+    assert 0.92 <= np.mean(held) <= 0.985
+
+
+def test_drift_that_hits_all_alike_does_not_matter() -> None:
+    rng = np.random.default_rng(5)
+    drift = np.linspace(1.0, 2.0, DEFAULT_ROUNDS)
+    ours, theirs = (
+        [[100.0 * times * slow * np.exp(rng.normal(0, 0.01)) for _ in range(5)] for slow in drift]
+        for times in (1.0, 1.1)
+    )
+    ratio = times_as_good(rows({"ours": ours, "theirs": theirs}), "ours", "theirs", "latency")
+    assert ratio is not None
+    assert ratio.told_apart
+    assert ratio.value == pytest.approx(1.1, rel=0.02)
+
+
+def test_above_one_is_better_whichever_way_the_metric_counts() -> None:
+    twice = {"ours": [[1.0]] * 6, "theirs": [[2.0]] * 6}
+    assert times_as_good(rows(twice, "latency"), "ours", "theirs", "latency") == Ratio(2.0, 2.0, 2.0, 6)
+    assert times_as_good(rows(twice, "output_rate"), "ours", "theirs", "output_rate") == Ratio(
+        0.5, 0.5, 0.5, 6
+    )
+
+
+def test_cells_count_alike_and_the_mean_does_not_depend_on_the_reference() -> None:
+    frame = pd.concat(
+        [rows({"a": [[1.0]] * 5, "b": [[4.0]] * 5}), rows({"a": [[2.0]] * 5, "b": [[1.0]] * 5}, cell="long")]
+    )
+    there, back = times_as_good(frame, "a", "b", "latency"), times_as_good(frame, "b", "a", "latency")
+    assert there is not None
+    assert back is not None
+    assert there.value == pytest.approx(2**0.5)
+    assert there.value * back.value == pytest.approx(1.0)
+
+
+def test_rounds_that_one_lacks_are_left_out() -> None:
+    frame = rows({"a": [[1.0]] * 7, "b": [[1.0]] * 5})
+    ratio = times_as_good(frame, "a", "b", "latency")
+    assert ratio is not None
+    assert ratio.rounds == 5
+    assert times_as_good(frame, "a", "nobody", "latency") is None
+    assert times_as_good(frame, "a", "b", "ttft") is None
+
+
+def test_few_rounds_settle_nothing() -> None:
+    ratio = interval(np.full(LEAST_ROUNDS - 1, 0.5))
+    assert not ratio.told_apart
+    assert "no interval" in str(ratio)
+
+
+def test_runs_of_different_times() -> None:
+    rng = np.random.default_rng(11)
+    apart = {1.0: 0, 1.06: 0}
+    for times in apart:
+        for _ in range(200):
+            before, after = np.exp(rng.normal(0.0, SCATTER, (2, DEFAULT_ROUNDS)))
+            ratio = unpaired(after * times, before, lower_is_better=True)
+            assert ratio is not None
+            apart[times] += ratio.told_apart
+    assert apart[1.0] <= 20
+    assert apart[1.06] >= 180
+    assert unpaired([], [1.0], lower_is_better=True) is None
+    slower = unpaired([2.0] * 5, [1.0] * 5, lower_is_better=True)
+    assert slower is not None
+    assert slower.value == pytest.approx(0.5)
+
+
+def test_percentiles_by_any_columns() -> None:
+    frame = rows({"a": [[float(n)] for n in range(101)], "b": [[5.0]]})
+    found = percentiles(frame, "latency", "subject", "cell")
+    assert (found["a", "short"].p10, found["a", "short"].p50, found["a", "short"].p99) == (10.0, 50.0, 99.0)
+    assert found["b", "short"].count == 1

@@ -1,0 +1,167 @@
+"""Prompts have the exact length that was asked for, and no two are alike."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.errors import BenchError
+from bench.load.client import Client
+from bench.load.prompts import CountedPrompts, NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
+from bench.load.vocabulary import (
+    GgufVocabulary,
+    HuggingFaceVocabulary,
+    ServerVocabulary,
+    Vocabulary,
+    find_vocabulary,
+)
+from tests.bench.fake_model import FakeVocabulary
+from tests.bench.fake_server import FakeServer, Script
+
+NANO = Path(__file__).parents[3] / "models" / "nano"
+LENGTHS = (1, 7, 64, 500)
+
+
+class Merging(Vocabulary):
+    """Decoding and encoding again changes the length: neighbours 'a' and 'b' become one token."""
+
+    source = "merging"
+    size = 200
+
+    def __init__(self) -> None:
+        self._inner = FakeVocabulary()
+
+    async def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text)
+
+    async def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+        texts = (self._inner.decode([token]) for token in ids)
+        # Every third word loses its space and so joins its neighbour.
+        return "".join(
+            text.strip() if token % 3 == 0 else text for token, text in zip(ids, texts, strict=True)
+        )
+
+
+@pytest.mark.parametrize("words", [True, False])
+async def test_random_prompts_hold_their_length(words: bool) -> None:
+    with FakeServer() as server:
+        async with Client(server.url) as client:
+            vocabulary = await find_vocabulary(None, client, None)
+            assert vocabulary is not None
+            prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=words)
+            rng = random.Random(2)
+            made = [await prompts.make(length, rng) for length in LENGTHS for _ in range(5)]
+            counts = [await vocabulary.count(text) for text in made]
+    assert counts == [length for length in LENGTHS for _ in range(5)]
+    assert len(set(made[5:])) == len(made) - 5
+    assert not any("<" in text for text in made)
+
+
+async def test_random_prompts_are_fixed_until_the_length_holds() -> None:
+    vocabulary = Merging()
+    prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=False)
+    assert await vocabulary.count(await prompts.make(300, random.Random(2))) == 300
+
+
+class Bytes(Vocabulary):
+    """Encodes to bytes, a token each; some tokens decode to a character of three of them."""
+
+    source = "bytes"
+    size = 128
+
+    async def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        pieces = ("€".encode() if 100 <= i < 128 else bytes([i]) for i in ids)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+async def test_a_character_that_the_length_would_cut_is_replaced() -> None:
+    prompts = await RandomPrompts.build(Bytes(), random.Random(1), words=False)
+    rng = random.Random(2)
+    made = [await prompts.make(64, rng) for _ in range(100)]
+    assert {len(text.encode()) for text in made} == {64}
+    assert not any("\ufffd" in text for text in made)
+
+
+async def test_a_seed_makes_the_same_prompts() -> None:
+    made = []
+    for _ in range(2):
+        prompts = await RandomPrompts.build(Merging(), random.Random(5), words=True)
+        rng = random.Random(6)
+        made.append([await prompts.make(50, rng) for _ in range(3)])
+        natural, rng = NaturalPrompts(Bytes()), random.Random(6)
+        made[-1] += [await natural.make(50, rng) for _ in range(3)]
+    assert made[0] == made[1]
+    assert len(set(made[0])) == 6
+
+
+async def test_natural_text(nano_f16: Path) -> None:
+    vocabulary = GgufVocabulary(nano_f16)
+    prompts = NaturalPrompts(vocabulary)
+    made = [await prompts.make(tokens, random.Random(number)) for number in range(5) for tokens in (64, 2048)]
+    assert [await vocabulary.count(text) for text in made] == [64, 2048] * 5
+    assert len({text[:40] for text in made}) == 5, "each begins with another paragraph"
+    assert made[0].split(". ")[0] in " ".join(prose()), "sentences as they were written"
+    assert await vocabulary.count(await prompts.make(100_000, random.Random(1))) == 100_000
+
+
+async def test_slices_of_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f" word{'abcdefghij'[n % 10]}" for n in range(1000)))
+    prompts = await TextPrompts.build(Merging(), file)
+    rng = random.Random(1)
+    first, second = await prompts.make(300, rng), await prompts.make(300, rng)
+    assert await Merging().count(first) == await Merging().count(second) == 300
+    with pytest.raises(BenchError, match="used up"):
+        for _ in range(5):
+            await prompts.make(300, rng)
+
+
+async def test_words_that_the_usage_counts() -> None:
+    with FakeServer(Script(tokenizer=None)) as server:
+        async with Client(server.url) as client:
+            assert await find_vocabulary(None, client, None) is None
+            prompts = await find_prompts(client, None, None, kind="natural", seed=1)
+            assert isinstance(prompts, CountedPrompts)
+            text = await prompts.make(77, random.Random(1))
+            done = await client.complete("/v1/completions", {"prompt": text, "max_tokens": 1})
+            assert done.usage is not None
+            assert done.usage.prompt_tokens == 77
+            with pytest.raises(BenchError, match="--text needs a tokenizer"):
+                await find_prompts(client, None, None, kind="words", seed=1, text=Path("x"))
+
+
+@pytest.mark.parametrize("dialect", ["llama-server", "vLLM", "llama_cpp.server"])
+async def test_the_servers_own_tokenizer(dialect: str) -> None:
+    with FakeServer(Script(tokenizer=dialect)) as server:
+        async with Client(server.url) as client:
+            vocabulary = await ServerVocabulary.find(client, "fake")
+            assert vocabulary is not None
+            assert dialect in vocabulary.source
+            assert vocabulary.size == server.vocabulary.size
+            ids = await vocabulary.encode("water wood 12")
+            assert await vocabulary.decode(ids) == "water wood 12"
+
+
+async def test_a_tokenizer_json_and_a_gguf_count_alike(nano_f16: Path) -> None:
+    from_gguf = GgufVocabulary(nano_f16)
+    from_json = HuggingFaceVocabulary(str(NANO))
+    for text in (
+        "The quick brown fox jumps over the lazy dog. " * 3,
+        "What is 17+25?\n<think>",
+        "Zürich 東京",
+    ):
+        assert await from_gguf.encode(text) == await from_json.encode(text)
+        assert await from_gguf.decode(await from_gguf.encode(text)) == text
+        assert await from_json.decode(await from_json.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["/no/such/file.gguf", "/no/such/tokenizer.json"])
+async def test_no_such_tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    async with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(BenchError, match="--tokenizer"):
+            await find_vocabulary(name, client, None)

@@ -1,0 +1,51 @@
+"""A soak sends everything there is, goes away from some of it, and tells failures and drift."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bench.cli import main
+from bench.load.soak import drift, drifts
+from bench.store import COLUMNS, Results, load
+from tests.bench.fake_server import FakeServer, Script
+
+QUICK = ["--minutes", "0.02", "--window", "0.4", "--concurrency", "3", "--input-tokens", "24"]
+QUICK += ["--output-tokens", "8"]
+
+
+def test_all_kinds_are_sent_and_some_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(Script(token_delay=0.002)) as server:
+        options = ["--url", server.url, "--aborts", "0.3", "--out", str(tmp_path)]
+        assert main(["soak", *QUICK, *options]) == 0
+        bodies = [body for _, body in server.requests if "max_tokens" in body]
+    results = load([tmp_path])
+    assert set(results.of(metric="latency")["round"]) == {1, 2, 3}
+    assert results.of(metric="aborted")["value"].sum() > 0
+    assert any(len(body.get("messages", ())) > 1 for body in bodies), "chats grow"
+    assert any("prompt" in body for body in bodies)
+    assert "0 FAILED" in capsys.readouterr().out
+
+
+def test_a_failure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(fail=lambda path: 500 if path == "/v1/completions" else None)
+    with FakeServer(script) as server:
+        assert main(["soak", *QUICK, "--aborts", "0", "--url", server.url, "--out", str(tmp_path)]) == 1
+    assert "requests failed; the first: POST /v1/completions answered 500" in capsys.readouterr().err
+    assert load([tmp_path]).of(metric="failed")["value"].sum() > 0
+
+
+def made(values: list[float], metric: str) -> Results:
+    rows = [["r", "s", "soak", "8 concurrent", at, metric, value, ""] for at, value in enumerate(values, 1)]
+    return Results(pd.DataFrame(rows, columns=list(COLUMNS)), {})
+
+
+def test_a_leak_is_found_and_noise_is_not() -> None:
+    leak = made([100.0 + 5 * at for at in range(24)], "resident_memory")
+    ratio = drift(leak.frame, "resident_memory")
+    assert ratio is not None
+    assert ratio.value < 0.7
+    assert ["resident memory of the server" in told for told in drifts(leak)] == [True]
+    steady = made([100.0 + 5 * (at % 2) for at in range(24)], "output_rate")
+    assert list(drifts(steady)) == []
+    assert drift(made([1.0] * 12, "itl").frame, "itl") is None, "too few windows"

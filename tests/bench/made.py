@@ -1,0 +1,20 @@
+"""Runs that were never measured, for what reads a store."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.store import Run
+
+Row = tuple[str, str, str, int, dict[str, float]]
+"""subject, workload, cell, round, values by metric."""
+
+
+def made_run(
+    store: Path, rows: Iterable[Row], *, verb: str = "made", card: str | None = None, **settings: Any
+) -> Path:
+    """A finished run in ``store``; its folder."""
+    with Run.begin(store, verb, settings=settings, card=card, local=False) as run:
+        for subject, workload, cell, round, values in rows:
+            run.add(subject, workload, cell, round, values)
+    return run.folder

@@ -1,0 +1,286 @@
+"""The synthetic model: llama.cpp loads it, its tokenizer counts as promised, decoding follows the chain."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench.cli import main
+from bench.errors import BenchError
+from bench.load.prompts import TextPrompts
+from bench.load.protocol import CATEGORIES, FILLER, FILLER_TOKENS
+from bench.load.vocabulary import GgufVocabulary
+from bench.models.chain import make_chain
+from bench.models.synthetic import FIELDS, SHAPES, ShapeOptions, Synthetic, model_config
+from bench.models.vocab import MOST_WORDS
+from convert.gguf_header import read_tensors
+from convert.llama import Batch, Context, Model, Runtime
+from convert.quantize import quantize
+from convert.recipes import load_recipe
+from convert.tensors import expected_tensors
+
+ACCEPTANCE, SEED = 0.6, 3
+RUNTIME = Runtime(threads=1)
+CHUNK = 256
+
+Ids = npt.NDArray[np.int64]
+
+
+@pytest.fixture(scope="module")
+def made() -> Synthetic:
+    return Synthetic.make(SHAPES["small"], mtp_acceptance=ACCEPTANCE, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written through the command line, as users do."""
+    path = tmp_path_factory.mktemp("synthetic") / "small.gguf"
+    command = ["--out", str(path), "--shape", "small", "--words", "20000", "--threads", "2"]
+    command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
+    assert main(["synthetic", *command]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def q4_k_m(f16: Path) -> Path:
+    path = f16.with_name("small-Q4_K_M.gguf")
+    quantize(f16, path, recipe=load_recipe("Q4_K_M"), imatrix=None, runtime=RUNTIME)
+    return path
+
+
+@pytest.fixture(scope="module", params=["f16", "q4_k_m"])
+def gguf_file(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+def next_tokens(model: Model, ids: Ids) -> tuple[Ids, npt.NDArray[np.float32]]:
+    """After each token of `ids`, read as one sequence: the likeliest next one, and the hidden state."""
+    with Context(model, n_ctx=ids.size, n_batch=CHUNK) as context:
+        context.keep_hidden()
+        best, hidden = [], []
+        for start in range(0, ids.size, CHUNK):
+            batch = Batch(context)
+            for position, token in enumerate(ids[start : start + CHUNK].tolist(), start):
+                batch.add(token, position, output=True)
+            context.decode(batch)
+            best.append(context.logits().argmax(axis=1))
+            hidden.append(context.hidden().copy())
+    return np.concatenate(best), np.concatenate(hidden)
+
+
+def drafts(model: Model, ids: Ids, hidden: npt.NDArray[np.float32]) -> Ids:
+    """What the MTP block drafts after each token."""
+    with Context(model, n_ctx=ids.size, n_batch=CHUNK, kind="mtp") as context:
+        best = []
+        for start in range(0, ids.size, CHUNK):
+            batch = Batch(context)
+            for position, token in enumerate(ids[start : start + CHUNK].tolist(), start):
+                batch.add(token, position, output=True, hidden=hidden[position])
+            context.decode(batch)
+            best.append(context.logits().argmax(axis=1))
+    return np.concatenate(best)
+
+
+def test_every_token_leads_to_its_successor_and_the_mtp_block_errs_as_told(
+    gguf_file: Path, made: Synthetic
+) -> None:
+    chain = made.chain
+    ids = np.random.default_rng(0).permutation(made.vocab.size)
+    with Model(gguf_file, RUNTIME) as model:
+        assert model.n_nextn == 1
+        best, hidden = next_tokens(model, ids)
+        assert (best == chain.successor[ids]).all()
+        drafted = drafts(model, ids, hidden)
+    assert (drafted == np.where(chain.drafted, chain.successor, chain.decoy)[ids]).all()
+    right = drafted == best
+    words = np.isin(ids, chain.tokens[FILLER_TOKENS:])
+    assert right[words].sum() == round(ACCEPTANCE * words.sum())
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_filler_goes_on_as_filler(gguf_file: Path, made: Synthetic, repeats: int) -> None:
+    with Model(gguf_file, RUNTIME) as model:
+        ids = model.tokenize(FILLER * repeats)
+        assert len(ids) == FILLER_TOKENS * repeats
+        assert model.detokenize(ids).decode() == FILLER * repeats
+        best, _ = next_tokens(model, np.array(ids))
+    assert made.chain.follow(ids[-1], FILLER_TOKENS) == ids[:FILLER_TOKENS]
+    assert best.tolist() == ids[1:] + ids[:1]
+
+
+def test_words_are_one_token_each_and_the_rest_falls_back_to_bytes(f16: Path, made: Synthetic) -> None:
+    words = list(made.vocab.words)
+    with Model(f16, RUNTIME) as model:
+        assert model.tokenize(made.vocab.text(words)) == words
+        for text in ("Größe 東京 \U0001f600\n\n3.14", "x", " dog", "a. b", "\t"):
+            assert model.detokenize(model.tokenize(text)).decode() == text
+        chat = model.tokenize("<|im_start|>user\nhi<|im_end|>\n<think>")
+        assert chat[0] == model.tokenize("<|im_start|>")[0]
+        assert len(model.tokenize("<|im_start|>")) == len(model.tokenize("</think>")) == 1
+        assert model.is_eog(model.tokenize("<|im_end|>")[0])
+        assert "enable_thinking" in (model.metadata("tokenizer.chat_template") or "")
+
+
+async def test_prompts_of_exact_length_are_cut_from_the_words(f16: Path) -> None:
+    vocabulary = GgufVocabulary(f16)
+    prompts = await TextPrompts.build(vocabulary, f16.with_suffix(".words.txt"))
+    rng = random.Random(0)
+    made = [await prompts.make(category.prompt_tokens, rng) for category in CATEGORIES.values()]
+    assert [await vocabulary.count(prompt) for prompt in made] == [64, 2048, 8192]
+
+
+def test_the_text_never_tells_what_follows_a_word(f16: Path, made: Synthetic) -> None:
+    with Model(f16, RUNTIME) as model:
+        ids = np.array(model.tokenize(f16.with_suffix(".words.txt").read_text(encoding="utf-8")))
+    assert ids.size == 20_000
+    counts = Counter(ids.tolist())
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert (made.chain.successor[ids[:-1]] == ids[1:]).mean() < 0.002
+
+
+def test_each_share_holds_for_a_region_with_a_text_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "two.gguf"
+    command = ["--out", str(out), "--shape", "small", "--words", "500", "--mtp-acceptance", "1.0,0.3"]
+    assert main(["synthetic", *command]) == 0
+    chain = Synthetic.make(SHAPES["small"], mtp_acceptance=[1, 0.3], seed=0).chain
+    assert chain.drafted[chain.tokens[:FILLER_TOKENS]].all()
+    for share, region in zip(("1.0", "0.3"), chain.regions, strict=True):
+        text = out.with_suffix(f".words-{share}.txt").read_text(encoding="utf-8")
+        with Model(out, RUNTIME) as model:
+            ids = np.array(model.tokenize(text))
+        assert ids.size == 500
+        assert np.isin(ids, region).all()
+        answers = np.array([chain.follow(token, 500) for token in ids.tolist()])
+        assert np.isin(answers, region).all()
+        assert chain.drafted[region].sum() == round(float(share) * region.size)
+        leaning = np.isin(chain.anchor, region)
+        assert chain.drafted[leaning].mean() == pytest.approx(float(share), abs=0.01)
+
+
+def test_the_path_is_long_and_meets_no_word_twice(made: Synthetic) -> None:
+    words = made.chain.tokens[FILLER_TOKENS:].tolist()
+    path = made.chain.follow(made.chain.decoy, len(words) - 1)
+    assert [made.chain.decoy, *path] == words
+    assert made.chain.decoy not in made.chain.successor
+    loop = made.chain.follow(words[-1], 1000)
+    assert loop.index(loop[0], 1) > SHAPES["small"]["ffn"] - FILLER_TOKENS - 2
+
+
+def test_a_successor_never_belongs_to_a_later_layer() -> None:
+    for n_words, ffn in ((100, 64), (250, 64), (1000, 64), (70, 64)):
+        chain = make_chain(
+            range(10),
+            range(10, 10 + n_words),
+            n_words + 50,
+            n_layers=4,
+            ffn=ffn,
+            mtp_acceptance=[0.5],
+            rng=np.random.default_rng(0),
+        )
+        layer_of = {int(token): layer for layer in range(4) for token in chain.neurons(layer)}
+        assert len(layer_of) == chain.tokens.size == min(n_words + 10, 4 * ffn)
+        assert max(len(chain.neurons(layer)) for layer in range(4)) <= ffn
+        for token, layer in layer_of.items():
+            assert layer_of[int(chain.successor[token])] <= layer
+        assert all(int(chain.anchor[token]) in layer_of for token in range(n_words + 50))
+
+
+def test_same_seed_same_bytes(f16: Path, tmp_path: Path) -> None:
+    files = {}
+    for name, flags in {
+        "again": ["--seed", str(SEED), "--threads", "1"],
+        "other": ["--seed", str(SEED + 1), "--threads", "1"],
+    }.items():
+        path = tmp_path / f"{name}.gguf"
+        command = ["--out", str(path), "--shape", "small", "--words", "20000", *flags]
+        assert main(["synthetic", *command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
+        files[name] = path
+    assert files["again"].read_bytes() == f16.read_bytes()
+    assert files["again"].with_suffix(".words.txt").read_bytes() == f16.with_suffix(".words.txt").read_bytes()
+    assert files["other"].read_bytes() != f16.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again.gguf",
+        "again.words.txt",
+        "other.gguf",
+        "other.words.txt",
+    ]
+
+
+def test_the_default_shape_is_the_4b() -> None:
+    config = model_config(SHAPES["4b"])
+    assert (config.hidden_size, config.n_layers, config.intermediate_size) == (2560, 32, 9216)
+    assert (config.n_heads, config.n_kv_heads, config.head_dim) == (16, 4, 256)
+    assert (config.linear_key_heads, config.linear_value_heads, config.conv_kernel) == (16, 32, 4)
+    assert (config.linear_key_dim, config.linear_value_dim) == (128, 128)
+    assert (config.vocab_size, config.n_mtp_layers, config.tied_embeddings) == (248_320, 1, True)
+    assert config.mrope_sections == (11, 11, 10, 0)
+    assert config.rotary_dim == 64
+
+
+def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> None:
+    shapes = {tensor.name: tuple(reversed(tensor.shape)) for tensor in read_tensors(f16)}
+    wanted = {
+        target: tuple(n for n in rule.shape(made.config) if n != 1)
+        for _, target, rule in expected_tensors(made.config, "", range(made.config.n_layers), has_mtp=True)
+        if target in shapes
+    }
+    assert shapes == wanted
+    assert {name.split(".")[1] for name in shapes if name.startswith("blk.")} == set("01234")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "6"], "--layers 6: want a multiple of 4"),
+        (["--mtp-acceptance", "1.5"], "--mtp-acceptance 1.5: want a share from 0 to 1"),
+        (["--mtp-acceptance", "0.7,0.5,0.3"], "--mtp-acceptance: 3 shares of a chain of 3,072 tokens leave"),
+        (
+            ["--mtp-acceptance", "0.7,0.70"],
+            "--mtp-acceptance 0.7,0.70: want at least one share, none of them",
+        ),
+        (["--mtp-acceptance", "most"], "--mtp-acceptance: could not convert string to float: 'most'"),
+        (["--mtp-acceptance", "nan"], "--mtp-acceptance nan: want a share from 0 to 1"),
+        (["--hidden", "300"], "--hidden: 300: want a multiple of 256"),
+        (["--heads", "3"], "--heads times --head-dim: 192: want a multiple of 256"),
+        (["--kv-heads", "3"], "--heads 4: want a multiple of --kv-heads, 3"),
+        (["--vocab", "400"], "--vocab 400: want 5"),
+        (["--vocab", str(2 * MOST_WORDS)], f"--vocab {2 * MOST_WORDS}: want 5"),
+        (["--layers", "256", "--ffn", "256", "--vocab", "70000"], "--ffn 256: the MTP block needs"),
+    ],
+)
+def test_a_wrong_flag_is_named(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.gguf"
+    assert main(["synthetic", "--out", str(out), "--shape", "small", *flags]) == 1
+    assert f"error: {message}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["synthetic", "--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
+    assert f"error: --out {tmp_path}/file/x.gguf: " in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    made: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(BenchError, match="MB will be written, 1 MB are free"):
+        made.write(tmp_path / "x.gguf", threads=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_shape_has_every_flag() -> None:
+    assert all(set(shape) == set(FIELDS) for shape in SHAPES.values())
+    assert [option.name for option in fields(ShapeOptions)] == list(FIELDS)

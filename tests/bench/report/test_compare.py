@@ -1,0 +1,90 @@
+"""Subjects side by side: paired within a run, unpaired across runs and said so."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.analysis.comparison import compare_subjects
+from bench.cli import main
+from bench.store import load
+from tests.bench.made import Row, made_run
+
+CELLS = ("short", "long")
+
+
+def rows(subject: str, times: float, *, rounds: int = 10, drift: float = 0.0) -> list[Row]:
+    """Latencies ``times`` 100 ms; ``drift``: what the machine does to everybody in a round."""
+    noise = np.random.default_rng(1).normal(0.0, drift, rounds)
+    return [
+        (subject, "distinct", cell, number, {"latency": 100.0 * times * float(np.exp(noise[number - 1]))})
+        for number in range(1, rounds + 1)
+        for cell in CELLS
+    ]
+
+
+def test_rounds_of_one_run_are_paired(tmp_path: Path) -> None:
+    """What drifts hits both alike, so 5% are seen through a drift of 20%."""
+    made_run(tmp_path, [*rows("a", 1.0, drift=0.2), *rows("b", 1.05, drift=0.2)])
+    found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
+    assert found is not None
+    assert found.paired
+    assert found.ratio.told_apart
+    assert found.ratio.value == pytest.approx(1 / 1.05)
+
+
+def test_runs_are_not_paired_and_the_text_says_so(tmp_path: Path) -> None:
+    made_run(tmp_path, rows("a", 1.0, drift=0.2))
+    made_run(tmp_path, rows("b", 1.05, drift=0.2, rounds=9))
+    found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
+    assert found is not None
+    assert not found.paired
+    assert not found.ratio.told_apart
+    assert "not told apart, unpaired" in str(found)
+
+
+def test_few_rounds_have_no_interval(tmp_path: Path) -> None:
+    made_run(tmp_path, [*rows("a", 1.0, rounds=3), *rows("b", 2.0, rounds=3)])
+    found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
+    assert str(found) == "0.5x, fewer than 5 rounds"
+
+
+def test_what_has_no_better_side_or_no_shared_cell_is_not_compared(tmp_path: Path) -> None:
+    made_run(
+        tmp_path,
+        [
+            ("a", "w", "one", 1, {"turn": 1.0, "latency": 5.0}),
+            ("b", "w", "other", 1, {"turn": 1.0, "latency": 5.0}),
+        ],
+    )
+    frame = load([tmp_path]).frame
+    assert compare_subjects(frame, "b", "a", "turn") is None
+    assert compare_subjects(frame, "b", "a", "latency") is None
+    assert compare_subjects(frame, "a", "a", "latency") is None
+    assert compare_subjects(frame, "nobody", "a", "latency") is None
+
+
+def test_the_command_sets_a_run_beside_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = made_run(tmp_path, rows("server", 1.0), quant="Q4_K_M")
+    after = made_run(tmp_path, rows("server", 0.5), quant="Q2_K")
+    assert main(["compare", str(before), str(after)]) == 0
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if f"{after.name}: server" in line]
+    assert all("2x [2, 2], unpaired" in line for line in lines)
+    assert len(lines) == len(CELLS) + 1, "each cell, and all of them"
+    (line,) = [line for line in shown.splitlines() if line.strip().startswith("quant")]
+    assert line.split() == ["quant", "Q4_K_M", "Q2_K"]
+
+
+def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = made_run(tmp_path / "alone", rows("a", 1.0))
+    both = made_run(tmp_path / "both", [*rows("a", 1.0), *rows("b", 1.0)])
+    for words, message in (
+        ([], "want at least one store or run"),
+        ([alone], "one subject alone, a: want two or more"),
+        ([both, "--reference", "c"], "c: not measured; there are a, b"),
+        ([both, "--metric", "ttft"], "--metric ttft: not measured; there are latency"),
+        ([tmp_path / "nothing"], "no run there"),
+    ):
+        assert main(["compare", *map(str, words)]) == 1
+        assert message in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""llama.cpp's programs are built once, for what the machine has, from the pinned package's sources."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+from bench.errors import BenchError
+from bench.servers import builds
+from bench.servers.builds import build_programs, this_machines_flavour
+
+CMAKE = """#!/bin/sh
+PATH=/usr/bin:/bin
+echo "$@" >> {log}
+[ "$1" = --build ] || exit {status}
+while [ "$1" != --target ]; do shift; done
+shift
+mkdir -p "{bin}"
+for name; do touch "{bin}/$name"; done
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The unpacked sdist, with a cmake on PATH that builds empty programs."""
+    made = tmp_path / "cache" / f"llama_cpp_python-{version('llama-cpp-python')}"
+    (made / "vendor" / "llama.cpp").mkdir(parents=True)
+    monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(builds, "NVCC", "/no/nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))  # nothing else
+    program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin=made / "build" / "bin", status=0))
+    return made
+
+
+def program(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "path").mkdir(exist_ok=True)
+    (tmp_path / "path" / name).write_text(text)
+    (tmp_path / "path" / name).chmod(0o755)
+
+
+def test_built_once(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert build_programs(["llama-server", "llama-bench"]) == root / "build" / "bin"
+    configure, build = (tmp_path / "log").read_text().splitlines()
+    assert f"-S {root / 'vendor' / 'llama.cpp'}" in configure
+    assert "-DGGML_CUDA=OFF" in configure
+    assert build.endswith("--target llama-server llama-bench")
+    assert "building llama-server, llama-bench (cpu): some minutes, once" in capfd.readouterr().err
+    build_programs(["llama-server"])
+    assert len((tmp_path / "log").read_text().splitlines()) == 2, "it is there"
+
+
+def test_the_verb_prints_the_folder(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "llama-server", "--flavour", "cpu"]) == 0
+    assert capfd.readouterr().out == f"{root / 'build' / 'bin'}\n"
+
+
+def test_a_build_that_fails(root: Path, tmp_path: Path) -> None:
+    program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin="/no", status=3))
+    with pytest.raises(BenchError, match=r"cmake -S .* ended with status 3"):
+        build_programs(["llama-server"])
+
+
+def test_without_cmake(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no")
+    with pytest.raises(BenchError, match="cmake is needed"):
+        build_programs(["llama-server"])
+
+
+def test_cuda_where_there_is_a_card_and_its_compiler(root: Path, tmp_path: Path) -> None:
+    program(tmp_path, "nvidia-smi", "#!/bin/sh\necho 9.0\necho 8.6\n")
+    assert this_machines_flavour() == "cpu", "no compiler"
+    program(tmp_path, "nvcc", "#!/bin/sh\n")
+    assert this_machines_flavour() == "cuda"
+    assert build_programs(["llama-server"], "cuda") == root / "build-cuda" / "bin"
+    configure = (tmp_path / "log").read_text().splitlines()[0]
+    assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in configure
+    assert f"-DCMAKE_CUDA_COMPILER={tmp_path / 'path' / 'nvcc'}" in configure
+    program(tmp_path, "nvidia-smi", "#!/bin/sh\nexit 9\n")
+    assert this_machines_flavour() == "cpu", "no card"

@@ -1,0 +1,146 @@
+"""Servers are started, awaited and stopped with their children, whatever happens in between."""
+
+import asyncio
+import sys
+from pathlib import Path
+from time import sleep
+from typing import cast
+
+import pytest
+
+from bench.servers.launch import ServerProcess, StartError, free_port, start_all
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
+
+
+def process(
+    tmp_path: Path, code: str = SERVER, *, ready: str = "/ready", timeout: float = 20.0
+) -> ServerProcess:
+    port = free_port()
+    command = [sys.executable, "-c", code, str(port)]
+    url = f"http://127.0.0.1:{port}"
+    return ServerProcess(
+        "fake", command, url, ready_path=ready, log=tmp_path / f"{port}.log", timeout=timeout
+    )
+
+
+def child_of(server: ServerProcess) -> int:
+    return int(server.tail().split("child ")[1].split()[0])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whether it is gone within twenty seconds: a signal takes a moment to arrive."""
+    for _ in range(1000):
+        if not is_running(pid):
+            return True
+        sleep(0.02)
+    return False
+
+
+async def test_start_and_stop(tmp_path: Path) -> None:
+    async with process(tmp_path) as server:
+        assert server.running
+        assert server.start_seconds > 0
+        child = child_of(server)
+        assert is_running(child)
+    assert not server.running
+    assert ends(child), "children go too"
+    await server.stop()  # a second time is nothing
+
+
+async def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
+    server = process(tmp_path, STUBBORN)
+    await server.start()
+    child = child_of(server)
+    await server.stop(patience=0.2)
+    assert ends(child)
+
+
+async def test_a_program_that_ends(tmp_path: Path) -> None:
+    code = "print('loading'); print('no such model'); raise SystemExit(3)"
+    with pytest.raises(StartError, match=r"ended with status 3; its log ends:\n +loading\n +no such model"):
+        await process(tmp_path, code).start()
+
+
+async def test_a_program_that_is_never_ready(tmp_path: Path) -> None:
+    server = process(tmp_path, ready="/never", timeout=5)
+    with pytest.raises(StartError, match=r"not ready within 5 s: /never answers 404; its log"):
+        await server.start()
+    assert ends(child_of(server))
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    server = ServerProcess("x", ["/no/such"], "http://127.0.0.1:9", ready_path="/", log=tmp_path / "x.log")
+    with pytest.raises(StartError, match="x: cannot run /no/such: No such file"):
+        await server.start()
+
+
+async def test_somebody_elses_server_is_not_stopped(tmp_path: Path) -> None:
+    async with process(tmp_path) as server:
+        async with ServerProcess("theirs", [], server.url, ready_path="/ready"):
+            pass
+        assert server.running
+    gone = ServerProcess("theirs", [], server.url, ready_path="/ready", timeout=0.1)
+    with pytest.raises(StartError, match=r"theirs: not ready within 0.1 s: cannot connect"):
+        await gone.start()
+
+
+async def test_one_failure_leaves_the_others(tmp_path: Path) -> None:
+    servers = [process(tmp_path), process(tmp_path, "raise SystemExit(1)"), process(tmp_path)]
+    outcomes = await start_all(servers)
+    try:
+        assert [outcome is None for outcome in outcomes] == [True, False, True]
+        assert [server.running for server in servers] == [True, False, True]
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+async def test_the_next_starts_when_the_one_before_is_ready() -> None:
+    said: list[str] = []
+
+    class Slow:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def start(self) -> None:
+            said.append(f"{self.name} begins")
+            await asyncio.sleep(0.01)
+            said.append(f"{self.name} is ready")
+
+    await start_all(cast("list[ServerProcess]", [Slow("one"), Slow("two")]))
+    assert said == ["one begins", "one is ready", "two begins", "two is ready"]
+
+
+async def test_cancelling_stops_what_is_starting(tmp_path: Path) -> None:
+    server = process(tmp_path, ready="/never")
+    starting = asyncio.create_task(start_all([server]))
+    while "child" not in server.tail():
+        await asyncio.sleep(0.02)
+    child = child_of(server)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert ends(child)

@@ -1,0 +1,357 @@
+"""Servers are compared in turns, on the same prompts, with ratios paired by round; what fails is named."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.analysis.statistics import times_as_good
+from bench.cli import main
+from bench.report.peers import engine_ms, engine_rate, peers_tables
+from bench.servers.ceiling import Batch, Ceiling
+from bench.store import Results, load
+from tests.bench.fake_server import FakeServer, Script
+from tests.bench.servers.test_ceiling import BATCHED, write_program
+
+ROOT = Path(__file__).parents[3]
+TOKENIZER = ["--tokenizer", str(ROOT / "models" / "nano")]
+SHORT = ["--categories", "short", *TOKENIZER]
+QUICK = [*SHORT, "--warmup", "1", "--rounds", "3"]
+MANY = ["--input-tokens", "24", "--output-tokens", "12", "--requests", "6", "--levels", "1,3"]
+PROGRAM = """#!{python}
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.bench.fake_server import FakeServer, Script
+flags = sys.argv
+print("started with", *flags[1:], flush=True)
+if "--crash" in flags:
+    sys.exit("out of memory")
+script = Script(fail=lambda path: 500 if "--broken" in flags and "completions" in path else None)
+with FakeServer(script, port=int(flags[flags.index("--port") + 1])):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def binaries(tmp_path: Path) -> Path:
+    """A folder of llama.cpp's programs, none of them real."""
+    folder = tmp_path / "bin"
+    write_program(folder, BATCHED.replace('"tg": 16', '"tg": 128'))
+    program = folder / "llama-server"
+    program.write_text(PROGRAM.format(python=sys.executable, root=str(ROOT)))
+    program.chmod(0o755)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    return folder
+
+
+def compare(tmp_path: Path, *options: str, status: int = 0) -> Results:
+    """Run the command and load what it recorded."""
+    store = tmp_path / "store"
+    assert main(["peers", *options, "--out", str(store)]) == status
+    return load([store])
+
+
+def text_of(results: Results) -> str:
+    return "\n".join(table.markdown() for table in peers_tables(results))
+
+
+def values(results: Results, metric: str, **where: str) -> list[float]:
+    return results.of(metric=metric, **where)["value"].tolist()
+
+
+def sent_to(servers: Sequence[FakeServer]) -> list[list[str]]:
+    return [
+        sorted(json.dumps(body.get("prompt") or body["messages"][:1]) for _, body in server.requests)
+        for server in servers
+    ]
+
+
+def test_latency_of_running_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as fast, FakeServer(Script(token_delay=0.001)) as slow:
+        named = ["--peer", f"slow={slow.url}", "--peer", f"fast={fast.url}"]
+        results = compare(tmp_path, *SHORT, *named, "--rounds", "5", "--warmup", "1")
+        prompts = sent_to((fast, slow))
+    assert prompts[0] == prompts[1], "both get the same prompts"
+    assert len(prompts[0]) == 2 * (5 + 5), "a run and a warm-up in each round under each protocol"
+    assert len(set(prompts[0])) == 1 + 1 + 5, "the filler, the warm-up's, one a round"
+    ratio = times_as_good(results.of(workload="distinct"), "fast", "slow", "latency")
+    assert ratio is not None
+    assert ratio.rounds == 5
+    assert ratio.told_apart
+    assert ratio.value > 1.2
+    assert values(results, "same_answers", subject="fast", workload="official") == [1.0] * 5
+    (manifest,) = results.manifests.values()
+    assert manifest.settings["reference"] == "slow"
+    assert manifest.settings["resident"]
+    shown = capsys.readouterr().out
+    assert "x slow" in shown
+    assert str(ratio) in shown
+    assert "5/5" in shown
+
+
+def test_two_that_do_the_same_are_not_told_apart(tmp_path: Path) -> None:
+    """Rows are made up: 400 comparisons of servers whose rounds scatter by 3% and drift together."""
+    import numpy as np
+    import pandas as pd
+
+    rng = np.random.default_rng(1)
+    apart = 0
+    for _ in range(400):
+        drift = rng.normal(0, 0.2, 10)
+        rows = [
+            ["run", subject, "official", "short", round, "latency", float(np.exp(drift[round] + noise)), "ms"]
+            for subject in ("a", "b")
+            for round, noise in enumerate(rng.normal(0, 0.03, 10))
+        ]
+        columns = ["run", "subject", "workload", "cell", "round", "metric", "value", "unit"]
+        ratio = times_as_good(pd.DataFrame(rows, columns=columns), "b", "a", "latency")
+        apart += ratio is not None and ratio.told_apart
+    assert 5 <= apart <= 36, "about 5% of 400"
+
+
+def test_a_run_is_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        every = ["--categories", "short,medium", "--rounds", "1", "--warmup", "0", "--protocol", "official"]
+        every += ["--peer", f"one={server.url}", *TOKENIZER]
+        first = compare(tmp_path, *every)
+        (folder,) = (tmp_path / "store").iterdir()
+        assert main(["peers", *every, "--baseline", str(folder), "--out", str(tmp_path / "second")]) == 0
+    (manifest,) = load([tmp_path / "second"]).manifests.values()
+    assert manifest.settings["baseline"]["medium"] == values(first, "latency", cell="medium")[0]
+    assert "score" in capsys.readouterr().out
+
+
+def test_answers_that_differ_are_counted_and_failed_ones_are_not_answers(tmp_path: Path) -> None:
+    def on_answer(_: str, answer: dict[str, Any]) -> dict[str, Any]:
+        return {**answer, "choices": [{**answer["choices"][0], "text": "nonsense"}]}
+
+    seen = count()
+
+    def fail(path: str) -> int | None:
+        return 500 if path == "/v1/completions" and next(seen) in (1, 4) else None  # a run of two in a round
+
+    options = [*SHORT, "--protocol", "official", "--runs", "2", "--warmup", "1", "--rounds", "2"]
+    with FakeServer(Script(fail=fail)) as right, FakeServer(Script(on_answer=on_answer)) as wrong:
+        named = ["--peer", f"right={right.url}", "--peer", f"wrong={wrong.url}"]
+        results = compare(tmp_path, *options, *named)
+    assert values(results, "failed", subject="right") == [1.0, 1.0]
+    for name, same in (("right", 2.0), ("wrong", 0.0)):
+        assert sum(values(results, "compared_answers", subject=name)) == 2.0, "failed ones are left out"
+        assert sum(values(results, "same_answers", subject=name)) == same
+
+
+@pytest.mark.parametrize("workload", ["random", "distinct", "shared-prefix", "chat"])
+def test_loads(tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--workload",
+        workload,
+        *MANY,
+        "--prefix-tokens",
+        "40",
+        "--turns",
+        "2",
+        "--rounds",
+        "1",
+        "--warmup",
+        "1",
+    ]
+    with FakeServer(Script(token_delay=0.002)) as one, FakeServer(Script(token_delay=0.002)) as two:
+        named = ["--peer", f"a={one.url}", "--peer", f"b={two.url}"]
+        results = compare(tmp_path, *options, *named, *TOKENIZER)
+        first, second = sent_to((one, two))
+    assert first == second
+    assert (one.peak, two.peak) == (3, 3)
+    for level in (1, 3):
+        assert values(results, "output_rate", subject="a", cell=f"{level} concurrent")[0] > 0
+    assert "3 concurrent, b" in capsys.readouterr().out
+
+
+def test_an_open_loop_is_judged_by_its_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "distinct", "--input-tokens", "24", "--output-tokens", "12", "--requests", "6"]
+    options += ["--rate", "50", "--goodput", "ttft=500ms", "--rounds", "2", "--warmup", "1", *TOKENIZER]
+    with FakeServer() as one, FakeServer(Script(token_delay=0.01)) as two:
+        results = compare(tmp_path, *options, "--peer", f"fast={one.url}", "--peer", f"slow={two.url}")
+    ratio = times_as_good(results.frame, "slow", "fast", "latency")
+    assert ratio is not None
+    assert ratio.value < 0.8
+    shown = capsys.readouterr().out
+    assert str(ratio) in shown
+    assert "goodput req/s" in shown
+
+
+def test_waves_follow_the_level_and_text_is_cut_the_same_for_all(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text(" and one or two" * 400, encoding="utf-8")
+    options = ["--workload", "distinct", *MANY, "--waves", "2", "--text", str(text), "--warmup", "0"]
+    options += ["--spot-checks", "0"]
+    with FakeServer() as one, FakeServer() as two:
+        named = ["--peer", f"a={one.url}", "--peer", f"b={two.url}", "--rounds", "1"]
+        results = compare(tmp_path, *options, *named, *TOKENIZER)
+        sent = [sorted(body["prompt"] for _, body in server.requests) for server in (one, two)]
+    for level, requests in ((1, 4), (3, 6)):
+        assert len(values(results, "latency", subject="a", cell=f"{level} concurrent")) == requests
+    assert sent[0] == sent[1]
+    assert all(prompt in text.read_text() for prompt in sent[0])
+
+
+@pytest.mark.parametrize("residency", ["all", "one"])
+def test_programs_are_started_and_stopped(
+    tmp_path: Path, binaries: Path, residency: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--gguf", str(tmp_path / "model.gguf"), "--binaries", str(binaries), "--residency", residency]
+    named = ["--peer", "a=llama-server", "--peer", "b=llama-server:plain"]
+    failing = ["--peer", "crash=llama-server --crash", "--peer", "broken=llama-server --broken"]
+    results = compare(
+        tmp_path, *SHORT, "--warmup", "1", "--rounds", "2", *options, *named, *failing, status=1
+    )
+    (manifest,) = results.manifests.values()
+    assert manifest.status == "finished" or "failed" in str(manifest.notes)
+    subjects = manifest.subjects
+    assert {name for name, about in subjects.items() if "failed" in about} == {"crash", "broken"}
+    assert "crash ended with status 1; its log ends:" in subjects["crash"]["failed"]
+    assert "out of memory" in subjects["crash"]["failed"]
+    assert "warm-up: POST /v1/completions answered 500" in subjects["broken"]["failed"]
+    assert len(values(results, "latency", subject="b", workload="distinct")) == 2
+    assert Path(subjects["a"]["log"]).read_text().startswith("started with")
+    assert (subjects["a"]["slots"], subjects["a"]["context"]) == (1, 2 * 256)
+    assert subjects["a"]["context"] == subjects["b"]["context"], "equal resources, stated"
+    assert "--no-cache-prompt" in subjects["b"]["command"]
+    assert all(port_is_free(subjects[name]["url"]) for name in "ab")
+    ceiling = Ceiling.of(results.frame)
+    assert engine_ms(ceiling, "short") == pytest.approx(43.626)
+    shown = capsys.readouterr()
+    assert "error: failed: crash, broken" in shown.err
+    assert "llama.cpp without a server" in shown.out
+
+
+def test_without_the_programs_there_is_no_ceiling(tmp_path: Path, binaries: Path) -> None:
+    (binaries / "llama-batched-bench").unlink()
+    options = ["--gguf", str(tmp_path / "model.gguf"), "--binaries", str(binaries), *QUICK]
+    with FakeServer() as server:
+        results = compare(tmp_path, *options, "--peer", f"x={server.url}")
+    assert Ceiling.of(results.frame) is None
+    (manifest,) = results.manifests.values()
+    assert any("cannot run" in note and "llama-batched-bench" in note for note in manifest.notes)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything_and_keeps_what_is_measured(
+    tmp_path: Path, binaries: Path, number: signal.Signals, status: int
+) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-m", "bench", "peers", "--gguf", str(tmp_path / "model.gguf"), "--no-ceiling"]
+    command += ["--binaries", str(binaries), *SHORT, "--rounds", "100000", "--protocol", "official"]
+    command += ["--peer", "llama-server", "--out", str(store)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    for _ in range(600):
+        if any(path.stat().st_size for path in store.glob("*/rows.jsonl")):
+            break
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    os.kill(process.pid, number)
+    assert process.wait(60) == status
+    results = load([store])
+    (manifest,) = results.manifests.values()
+    assert manifest.status == "stopped"
+    assert manifest.notes == ["STOPPED: interrupted"]
+    assert len(values(results, "latency")) > 0
+    assert port_is_free(manifest.subjects["llama-server"]["url"])
+
+
+def test_a_server_that_fails_after_its_warm_up_is_out(tmp_path: Path) -> None:
+    seen = count()
+    broken = Script(fail=lambda path: 500 if path == "/v1/completions" and next(seen) > 0 else None)
+    with FakeServer() as good, FakeServer(broken) as bad:
+        named = ["--peer", f"bad={bad.url}", "--peer", f"good={good.url}"]
+        results = compare(tmp_path, *QUICK, *named, status=1)
+    (manifest,) = results.manifests.values()
+    failed = manifest.subjects["bad"]["failed"]
+    assert "official, short, round 1: every request failed, the first: POST /v1/completions" in failed
+    assert len(values(results, "latency", subject="good", workload="official")) == 3
+    assert times_as_good(results.frame, "good", "bad", "latency") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--peer", "server"], "--gguf: the servers that are started here need a model"),
+        (["--peer", "server", "--gguf", "/no.gguf"], "--gguf /no.gguf: no such file"),
+        (["--peer", "http://a", "--peer", "http://a"], "two have one name"),
+        (["--peer", "http://a", "--reference", "b"], "--reference b: want one of http://a"),
+        (["--peer", "nothing"], "not 'nothing'"),
+        (["--peer", "http://a", "--baseline", "/no/run"], "/no/run: no run there"),
+    ],
+)
+def test_mistakes(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peers", *options, "--out", str(tmp_path / "store")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_nothing_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--peer", "x=http://127.0.0.1:9", "--start-timeout", "0.2", "--out", str(tmp_path)]
+    assert main(["peers", *options, *QUICK]) == 1
+    assert "nothing was measured:\nx: x: not ready within 0.2 s: cannot connect" in capsys.readouterr().err
+
+
+def test_our_server_and_its_own_counters(
+    nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--gguf", str(nano_q4_k_m), "--no-ceiling", "--threads", "1", "--rounds", "1", "--warmup", "0"]
+    named = ["--peer", "plain=server --speculation off", "--peer", "narrow=server --ubatch-size 64"]
+    results = compare(tmp_path, *SHORT, *options, *named)
+    assert set(values(results, "claimed_tokens", subject="narrow")) == {128.0}
+    (manifest,) = results.manifests.values()
+    assert manifest.subjects["plain"]["model"] == nano_q4_k_m.stem
+    decodes = results.of(subject="plain", workload="steps", cell="official, short, decode, 1 rows")
+    counted = dict(zip(decodes["metric"], decodes["value"], strict=True))
+    assert 100 < counted["steps"] < 128, "the first of 128 tokens comes out of the prefill"
+    assert counted["step_tokens"] == counted["steps"]
+    assert counted["device_time"] > 0
+    assert counted["host_time"] > 0
+    assert "Steps of our server" in capsys.readouterr().out
+
+
+def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "tasks", "--items", "1", "--max-tokens", "24", "--rounds", "1"]
+    options += ["--gguf", str(nano_q4_k_m), "--threads", "1", "--no-ceiling"]
+    named = ["--peer", "off=server --speculation off"]
+    named += ["--peer", "ngram=server --speculation ngram --draft-always"]
+    results = compare(tmp_path, *options, *named)
+    cells = set(results.of(metric="ms_per_token")["cell"])
+    assert {"knowledge", "instructions", "reasoning", "reasoning, thinking"} < cells
+    assert sum(values(results, "compared_answers", subject="ngram")) == 5
+    assert "tasks, server" in capsys.readouterr().out
+
+
+def test_what_a_level_can_reach() -> None:
+    row = Batch(100, 64, 8, prefill_seconds=0.5, decode_seconds=1.5)
+    ceiling = Ceiling([row, Batch(2000, 1, 1, prefill_seconds=0.2, decode_seconds=0.01)])
+    settings = {"input_tokens": 100, "output_tokens": 64, "requests": 16, "waves": 0}
+    assert engine_rate(ceiling, "random", 8, settings) == pytest.approx(8 * 64 / 2.0)
+    assert engine_rate(ceiling, "random", 4, settings) is None
+    assert engine_rate(ceiling, "chat", 8, settings) is None
+    shared = {**settings, "prefix_tokens": 2000, "prefixes": 4}
+    # four prefixes of 0.2 s, then two batches of 2 s
+    assert engine_rate(ceiling, "shared-prefix", 8, shared) == pytest.approx(16 * 64 / 4.8)
+    assert engine_rate(ceiling, "shared-prefix", 8, {**shared, "prefix_tokens": 1000}) is None
+    # three waves: three batches
+    assert engine_rate(ceiling, "shared-prefix", 8, {**shared, "waves": 3}) == pytest.approx(24 * 64 / 6.8)
+
+
+def port_is_free(url: str) -> bool:
+    """Whether nothing listens there any more."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0

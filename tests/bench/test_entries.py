@@ -1,0 +1,41 @@
+"""Every spelling of a command reaches it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem in COMMANDS)
+
+
+def test_the_documented_files_are_there() -> None:
+    assert {"conformance", "latency", "throughput", "quality", "sweep", "peers", "compare"} <= set(ENTRIES)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_file_is_its_command(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: qwen-bench {name} ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_has_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Usage: qwen-bench {name}")
+    assert len(shown.splitlines()) > 5
+
+
+def test_help_names_all_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    with pytest.raises(SystemExit) as exit:
+        main(["nothing"])
+    assert exit.value.code == 2

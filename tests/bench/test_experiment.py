@@ -1,0 +1,104 @@
+"""An experiment is a TOML file of commands; what is finished is not run again."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main, make_app
+from bench.experiments.run import FOLDER, Experiment
+from bench.store import load
+from tests.bench.fake_server import FakeServer
+
+ROOT = Path(__file__).parents[2]
+FILE = """
+title = "two servers"
+[needs]
+one = "a URL"
+[options]
+rounds = 1
+warmup = 0
+tokenizer = "{root}/models/nano"
+[peers]
+a = "{{one}}"
+b = "{{one}}"
+[[parts]]
+name = "official"
+minutes = 1
+peers = ["a", "b"]
+options = {{ protocol = "official", categories = ["short"], ceiling = false }}
+[[parts]]
+name = "other"
+minutes = 500
+peers = ["b"]
+options = {{ protocol = "distinct", categories = ["short"] }}
+"""
+
+
+def test_parts_are_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "it.toml", tmp_path / "store"
+    file.write_text(FILE.format(root=ROOT))
+    with FakeServer() as server:
+        command = ["experiment", str(file), "--set", f"one={server.url}", "--out", str(store)]
+        assert main([*command, "--minutes", "10"]) == 0
+        first = capsys.readouterr().out
+        asked = len(server.requests)
+        assert main([*command, "--minutes", "10"]) == 0
+        assert len(server.requests) == asked
+        assert "is there" in capsys.readouterr().out
+        assert main([*command, "--part", "official", "--option", "rounds=2", "--without", "b"]) == 0
+    assert "finished" in first
+    assert "left out" in first
+    manifests = list(load([store]).manifests.values())
+    assert [one.verb for one in manifests] == ["peers", "peers"]
+    assert [list(one.subjects) for one in manifests] == [["a", "b"], ["a"]]
+    assert manifests[1].settings["rounds"] == 2
+    assert {path.name for path in store.iterdir()} == {"official"}
+
+
+def test_a_part_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "it.toml"
+    file.write_text(FILE.format(root=ROOT))
+    command = ["experiment", str(file), "--part", "official", "--option", "start-timeout=0.2"]
+    assert main([*command, "--set", "one=http://127.0.0.1:9", "--out", str(tmp_path)]) == 1
+    assert "exit status 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (FILE, [], "needs one (a URL)"),
+        (FILE, ["--set", "one"], "--set one: want NAME=VALUE"),
+        (FILE, ["--set", "one=x", "--part", "third"], "--part third: want official, other"),
+        ("title = 1", [], "title: Input should be a valid string"),
+        ("title = ", [], "not TOML"),
+        (FILE.replace('["a", "b"]', '["c"]'), [], "part official: no peer 'c'"),
+        (FILE.replace("{{one}}", "{{two}}"), ["--set", "one=x", "--dry-run"], "'two' is not in the file's"),
+    ],
+)
+def test_mistakes(
+    text: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "it.toml"
+    file.write_text(text.format(root=ROOT))
+    assert main(["experiment", str(file), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
+def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As far as their options go: each command is one that its parser takes."""
+    needs = [word for need in Experiment.read(Path(name)).needs for word in ("--set", f"{need}=/no/{need}")]
+    assert main(["experiment", name, *needs, "--dry-run"]) == 0
+    commands = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
+    assert commands
+    for words in commands:
+        app = make_app(words[0])
+        command, bound, *_ = app.parse_args(words, exit_on_error=False)
+        assert callable(command)
+        assert bound.arguments or bound.kwargs
+
+
+def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", "nothing"]) == 1
+    assert "there are nano, record" in capsys.readouterr().err
