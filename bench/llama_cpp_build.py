@@ -3,9 +3,9 @@
     python bench/llama_cpp_build.py llama-server llama-bench llama-batched-bench
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
-lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake. Programs are
-patched as the server's llama.cpp is (patches/README.md); with PATCHES=0 in the environment they are stock, in a
-folder of their own.
+lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake. Programs
+are patched as the server's llama.cpp is (patches/README.md); with PATCHES=0 in the environment they are stock
+and have a folder of their own.
 """
 
 import argparse
