@@ -2,8 +2,8 @@
 #
 #     cmake -DCMAKE_PROJECT_INCLUDE=/path/to/patches/apply.cmake ...
 #
-# works for llama-cpp-python (CMAKE_ARGS) and for llama.cpp itself. -DLLAMA_PATCHES=OFF builds stock sources. A
-# patch that does not apply stops the build with its name. What was applied lies in .patches/ beside the sources,
+# works for llama-cpp-python (CMAKE_ARGS) and for llama.cpp itself. -DLLAMA_PATCHES=OFF builds stock sources,
+# -DLLAMA_PATCHES_LAST=0002 those up to that number. A patch that does not apply stops the build with its name. What was applied lies in .patches/ beside the sources,
 # so that a later configuration with other patches takes it back first, and `llama_patches()`, exported by
 # libllama, returns the names.
 #
@@ -14,6 +14,7 @@ if(NOT CMAKE_CURRENT_SOURCE_DIR STREQUAL CMAKE_SOURCE_DIR)
 endif()
 
 option(LLAMA_PATCHES "Patch llama.cpp" ON)
+set(LLAMA_PATCHES_LAST "9999" CACHE STRING "Patch llama.cpp up to this number")
 
 set(LLAMA_PATCHED_DIR ${CMAKE_SOURCE_DIR})
 if(EXISTS ${CMAKE_SOURCE_DIR}/vendor/llama.cpp/src/CMakeLists.txt)
@@ -38,6 +39,13 @@ function(llama_patch_sources)
     if(LLAMA_PATCHES)
         file(GLOB queue ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/llama.cpp/*.patch)
         set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${queue})
+        foreach(patch IN LISTS queue)
+            get_filename_component(name ${patch} NAME)
+            string(SUBSTRING ${name} 0 4 number)
+            if(number STRGREATER LLAMA_PATCHES_LAST)
+                list(REMOVE_ITEM queue ${patch})
+            endif()
+        endforeach()
     endif()
     file(GLOB applied ${LLAMA_PATCHED_DIR}/.patches/*.patch)
 

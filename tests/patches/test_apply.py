@@ -117,6 +117,14 @@ def test_off_takes_them_back(tmp_path: Path, queue: Path, sources: Path) -> None
     assert not hasattr(library, "llama_patches")
 
 
+def test_up_to_a_number(tmp_path: Path, queue: Path, sources: Path) -> None:
+    configure(tmp_path)
+    configure(tmp_path, "-DLLAMA_PATCHES_LAST=0001")
+    library = built(tmp_path)
+    assert (library.one(), library.two()) == (11, 2)
+    assert told(library) == b"0001-one"
+
+
 def test_another_queue_replaces_the_first(tmp_path: Path, queue: Path, sources: Path) -> None:
     configure(tmp_path)
     (queue / "0002-two.patch").unlink()

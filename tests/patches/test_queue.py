@@ -1,4 +1,4 @@
-"""The queue: its files say what a reader needs, and what is built with it computes what stock llama.cpp does."""
+"""The queue: its files say what a reader needs; what is built with it computes what stock llama.cpp does."""
 
 from __future__ import annotations
 
