@@ -3,8 +3,8 @@
     LLAMA_CPP_LIB_PATH=/build/bin python tests/patches/rows.py --model nano-F32.gguf --out rows.npz
 
 The script is drawn from a seed and never looks at a logit, so that two builds run the same one: prompts of
-unequal length, steps of several sequences in changing order, prefill beside them, checkpoints by seq_cp, restores,
-seq_rm. It speaks to the C API itself: nothing of the server may hide a difference.
+unequal length, steps of several sequences in changing order, prefill beside them, checkpoints by seq_cp and
+restores, seq_rm. It speaks to the C API itself: nothing of the server may hide a difference.
 """
 
 from __future__ import annotations
