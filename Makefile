@@ -35,14 +35,26 @@ else
   $(error CUDA=$(CUDA): want 0, 1 or auto)
 endif
 
+# llama.cpp is patched before it is built (patches/README.md); PATCHES=0 builds it as it comes.
+PATCHES ?= 1
+ifeq ($(filter $(PATCHES),0 1),)
+  $(error PATCHES=$(PATCHES): want 0 or 1)
+endif
+ifeq ($(PATCHES),1)
+  # the stamp carries their checksum: a changed patch builds again
+  STAMP_PATCHES := -patched-$(shell cat patches/apply.cmake patches/llama.cpp/*.patch | cksum | cut -d ' ' -f 1)
+  SAY_PATCHES   := , patched
+  CMAKE_PATCHES := '-DCMAKE_PROJECT_INCLUDE=$(CURDIR)/patches/apply.cmake'
+endif
+
 LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
-BUILT := $(VENV)/.$(LLAMA)-$(FLAVOUR)$(if $(filter cuda,$(FLAVOUR)),-$(subst ;,-,$(CUDA_ARCHS)))
+BUILT := $(VENV)/.$(LLAMA)-$(FLAVOUR)$(if $(filter cuda,$(FLAVOUR)),-$(subst ;,-,$(CUDA_ARCHS)))$(STAMP_PATCHES)
 # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
 CMAKE_cpu  := -DLLAVA_BUILD=OFF
 CMAKE_cuda := -DLLAVA_BUILD=OFF -DGGML_CUDA=ON -DCMAKE_CUDA_COMPILER=$(NVCC) \
 	'-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL
-SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),none))
-SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))
+SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),none))$(SAY_PATCHES)
+SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup convert serve chat test test-reference lint clean
@@ -54,7 +66,7 @@ help: ## this text
 	@echo
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
-setup: $(BUILT) $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice)
+setup: $(BUILT) $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0)
 	@echo "llama-cpp-python is built $(SAY_$(FLAVOUR))"
 
 convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]
@@ -93,7 +105,7 @@ $(PY):
 $(BUILT): | $(PY)
 	@$(if $(and $(filter cuda,$(FLAVOUR)),$(if $(NVCC),,x)),echo "CUDA=1 needs nvcc: put the CUDA toolkit's bin/ on PATH" >&2; exit 1,:)
 	@echo "building llama-cpp-python $(SAY_$(FLAVOUR)): some minutes"
-	CMAKE_ARGS="$(CMAKE_$(FLAVOUR))" $(PIP) install --no-cache-dir --force-reinstall --no-deps \
+	CMAKE_ARGS="$(CMAKE_$(FLAVOUR)) $(CMAKE_PATCHES)" $(PIP) install --no-cache-dir --force-reinstall --no-deps \
 		--no-binary llama-cpp-python '$(LLAMA)'
 	@rm -f $(VENV)/.llama-cpp-python* && touch '$@'
 

@@ -3,9 +3,12 @@
     qwen-bench build llama-server llama-batched-bench
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
-lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake.
+lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake. Programs
+are patched as the server's llama.cpp is (patches/README.md); with PATCHES=0 in the environment they are stock
+and have a folder of their own.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -33,6 +36,7 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
 )
 CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
 NVCC = "/usr/local/cuda/bin/nvcc"
 
 
@@ -53,11 +57,12 @@ def build_programs(names: Sequence[str], flavour: Flavour = "cpu") -> Path:
     Raises BenchError when the sources cannot be fetched or do not build.
     """
     sources = llama_cpp_sources()
-    build = sources.parents[1] / ("build" if flavour == "cpu" else f"build-{flavour}")
+    queue, patched = _patches()
+    build = sources.parents[1] / (("build" if flavour == "cpu" else f"build-{flavour}") + queue)
     with _alone():
         if missing := [name for name in names if not (build / "bin" / name).is_file()]:
             print(f"building {', '.join(missing)} ({flavour}): some minutes, once", file=sys.stderr)
-            _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *_backend(flavour))
+            _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *patched, *_backend(flavour))
             jobs = str(len(os.sched_getaffinity(0)))
             _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
     return build / "bin"
@@ -90,6 +95,15 @@ def _card_architectures() -> str:
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     found = {line.strip().replace(".", "") for line in done.stdout.splitlines() if "." in line}
     return ";".join(sorted(found)) if done.returncode == 0 else ""
+
+
+def _patches() -> tuple[str, list[str]]:
+    """What a build folder's name ends in and cmake's options: patched, or stock with PATCHES=0."""
+    options = [f"-DCMAKE_PROJECT_INCLUDE={PATCHES / 'apply.cmake'}"]
+    if os.environ.get("PATCHES", "1") == "0":
+        return "", [*options, "-DLLAMA_PATCHES=OFF"]
+    queue = b"".join(patch.read_bytes() for patch in sorted((PATCHES / "llama.cpp").glob("*.patch")))
+    return f"-patched-{hashlib.sha256(queue).hexdigest()[:12]}", [*options, "-DLLAMA_PATCHES=ON"]
 
 
 @contextmanager

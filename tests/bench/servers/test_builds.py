@@ -1,5 +1,6 @@
 """llama.cpp's programs are built once, for what the machine has, from the pinned package's sources."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (made / "vendor" / "llama.cpp").mkdir(parents=True)
     monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(builds, "NVCC", "/no/nvcc")
+    monkeypatch.setenv("PATCHES", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "path"))  # nothing else
     program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin=made / "build" / "bin", status=0))
     return made
@@ -44,6 +46,7 @@ def test_built_once(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     configure, build = (tmp_path / "log").read_text().splitlines()
     assert f"-S {root / 'vendor' / 'llama.cpp'}" in configure
     assert "-DGGML_CUDA=OFF" in configure
+    assert "-DLLAMA_PATCHES=OFF" in configure
     assert build.endswith("--target llama-server llama-bench")
     assert "building llama-server, llama-bench (cpu): some minutes, once" in capfd.readouterr().err
     build_programs(["llama-server"])
@@ -53,6 +56,25 @@ def test_built_once(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_the_verb_prints_the_folder(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "llama-server", "--flavour", "cpu"]) == 0
     assert capfd.readouterr().out == f"{root / 'build' / 'bin'}\n"
+
+
+def test_patched_programs_have_a_folder_for_each_queue(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = tmp_path / "patches" / "llama.cpp"
+    queue.mkdir(parents=True)
+    (queue / "0001-one.patch").write_text("one")
+    monkeypatch.setattr(llama_cpp_build, "PATCHES", queue.parent)
+    monkeypatch.setenv("PATCHES", "1")
+    for text in ("one", "two"):
+        (queue / "0001-one.patch").write_text(text)
+        build_programs(["llama-server"])  # (the stand-in for cmake fills build/bin only, which is another)
+    configured = (tmp_path / "log").read_text().splitlines()[::2]
+    folders = {re.search(r"-B (\S+)", line).group(1) for line in configured}  # type: ignore[union-attr]
+    assert len(folders) == 2
+    assert str(root / "build") not in folders
+    assert all(f"-DCMAKE_PROJECT_INCLUDE={queue.parent}/apply.cmake" in line for line in configured)
+    assert all("-DLLAMA_PATCHES=ON" in line for line in configured)
 
 
 def test_a_build_that_fails(root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""What the loaded libllama was patched with (patches/README.md)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+
+def patches() -> tuple[str, ...]:
+    """The names of the patches in their order, such as `0001-ssm-out-2d`; empty for stock llama.cpp.
+
+    Source: `llama_patches()`, which patches/apply.cmake adds to libllama.
+    """
+    try:
+        function = C._lib.llama_patches
+    except AttributeError:
+        return ()
+    function.restype, function.argtypes = ctypes.c_char_p, []
+    return tuple(function().decode().split())

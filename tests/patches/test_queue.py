@@ -1,0 +1,113 @@
+"""The queue: its files say what a reader needs; what is built with it computes what stock llama.cpp does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.llama_cpp_build import build_programs, llama_cpp_sources
+from server.engine.llama.patches import patches
+from tests.conftest import nano_gguf
+
+QUEUE = sorted((Path(__file__).parents[2] / "patches" / "llama.cpp").glob("*.patch"))
+ROWS = Path(__file__).parent / "rows.py"
+
+
+@pytest.mark.parametrize("patch", QUEUE, ids=lambda path: path.stem)
+def test_a_header_says_what_why_measured_and_upstream(patch: Path) -> None:
+    header = patch.read_text().split("\ndiff --git ")[0]
+    assert re.search(r"^From: .+$", header, re.MULTILINE), "git am needs it"
+    assert re.search(r"^Subject: \[PATCH\] \S.* : \S.+", header, re.MULTILINE), "[PATCH] module : what"
+    assert re.search(r"\b([Mm]easured)\b", header)
+    assert re.search(r"^Upstream: ", header, re.MULTILINE)
+
+
+def test_the_order_is_that_of_the_numbers() -> None:
+    assert QUEUE, "no queue"
+    assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+\.patch", patch.name) for patch in QUEUE)
+    assert len({patch.name[:4] for patch in QUEUE}) == len(QUEUE)
+
+
+def test_the_loaded_library_tells_what_it_has() -> None:
+    """Which may be an older queue than this one, or nothing: stock."""
+    assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+", name) for name in patches())
+    assert list(patches()) == sorted(patches())
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, Path]:
+    """The folders of libllama, stock and patched (llama-quantize brings them)."""
+    folders = {}
+    for name, wanted in (("stock", "0"), ("patched", "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATCHES", wanted)
+            folders[name] = build_programs(["llama-quantize"])
+    return folders
+
+
+def rows(
+    library: Path, model: Path, out: Path, *options: str
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    command = [sys.executable, str(ROWS), "--model", str(model), "--out", str(out), *options]
+    paths = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
+    subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, timeout=600)
+    with np.load(out) as file:
+        loaded: np.ndarray[tuple[int, int], np.dtype[np.float32]] = file["rows"]
+    return loaded
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ("--f32 --actions 300", 1e-5),
+        ("--f32 --streams --seed 2", 1e-5),
+        ("--flash --seed 3", 2e-3),  # attention in F16: the noise of another batch shape
+        ("--flash --streams --seed 4", 2e-3),
+    ],
+)
+def test_logits_are_those_of_stock(
+    libraries: dict[str, Path], tmp_path: Path, options: str, bound: float
+) -> None:
+    """The largest difference, in standard deviations of the logits."""
+    model = nano_gguf("F32")
+    stock, patched = (
+        rows(libraries[name], model, tmp_path / f"{name}.npz", *options.split())
+        for name in ("stock", "patched")
+    )
+    assert stock.shape == patched.shape
+    assert len(stock) > 300
+    assert np.isfinite(patched).all()
+    assert np.abs(stock - patched).max() < bound * stock.std()
+
+
+@pytest.mark.reference
+def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """llama.cpp's test that a patch brings: random cells, every mask compared with the function as it was."""
+    sources, library = llama_cpp_sources(), libraries["patched"]
+    program = tmp_path / "test-kv-mask"
+    command = [
+        "c++",
+        "-std=c++17",
+        "-O1",
+        f"-I{sources}/include",
+        f"-I{sources}/ggml/include",
+        "-o",
+        str(program),
+    ]
+    command += [
+        f"{sources}/tests/test-kv-mask.cpp",
+        f"-L{library}",
+        "-lllama",
+        "-lggml-base",
+        f"-Wl,-rpath,{library}",
+    ]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    assert "masks are equal" in done.stdout
