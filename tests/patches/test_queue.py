@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.llama_cpp_build import build_programs, llama_cpp_sources
+from bench.servers.builds import build_programs, llama_cpp_sources
 from server.engine.llama.patches import patches
 from tests.conftest import nano_gguf
 

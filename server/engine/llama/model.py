@@ -11,6 +11,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from server.engine.errors import LlamaError, ModelLoadError
 
 from .log import reason, set_up, tapped_log
+from .patches import amx_is_right
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +47,7 @@ class Model:
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
         params.no_alloc = rehearse
         params.load_mtp = load_mtp
+        params.use_extra_bufts = amx_is_right()
         with tapped_log() as lines:
             self._handle = C.llama_model_load_from_file(str(path).encode(), params)
         self.log = lines

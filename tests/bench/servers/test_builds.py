@@ -64,7 +64,7 @@ def test_patched_programs_have_a_folder_for_each_queue(
     queue = tmp_path / "patches" / "llama.cpp"
     queue.mkdir(parents=True)
     (queue / "0001-one.patch").write_text("one")
-    monkeypatch.setattr(llama_cpp_build, "PATCHES", queue.parent)
+    monkeypatch.setattr(builds, "PATCHES", queue.parent)
     monkeypatch.setenv("PATCHES", "1")
     for text in ("one", "two"):
         (queue / "0001-one.patch").write_text(text)
