@@ -17,6 +17,7 @@ REASONS = {
     "server/engine/mailbox.py": {"ctypes"},  # libc's write(), with the interpreter's lock held
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/gates/perplexity.py": {"llama_cpp"},  # the same
+    "bench/engine/chains.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
     "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 
