@@ -129,7 +129,7 @@ def _step_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
 def _ceiling_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
     for _, rows in frame.groupby("run", sort=False):
         ceiling = Ceiling.of(rows)
-        for row in ceiling.batched if ceiling is not None else ():
+        for row in ceiling.batches if ceiling is not None else ():
             context = row.prompt_tokens + (row.output_tokens - 1) / 2
             step = geometry.decode(context, sequences=row.sequences)
             name = sequences_cell(row.sequences, row.prompt_tokens)

@@ -8,6 +8,7 @@ import pandas as pd
 from bench.analysis.statistics import percentiles
 from bench.load.generator import is_miscounted
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from bench.report.steps import step_tables, without_counters
 from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 
@@ -21,16 +22,17 @@ def show_latency(results: Results) -> None:
 
 
 def latency_tables(results: Results) -> list[Table]:
-    """For each run and subject a table of latencies and, where answers were streamed, one of TTFT and ITL."""
+    """For each run and subject a table of latencies and, where answers were streamed, one of TTFT and ITL;
+    then what our server counted."""
     made: list[Table] = []
-    for (run, subject), rows in results.frame.groupby(["run", "subject"], sort=False):
+    for (run, subject), rows in without_counters(results.frame).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]
         about = manifest.subjects.get(str(subject), {})
         title = f"{subject} ({about.get('model') or 'its model'})"
         made.append(_latency(rows, manifest, about, title))
         if (rows["metric"] == "ttft").any():
             made.append(_streamed(rows, title))
-    return made
+    return made + step_tables(results)
 
 
 def _latency(rows: pd.DataFrame, manifest: Manifest, about: Mapping[str, object], title: str) -> Table:

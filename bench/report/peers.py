@@ -9,11 +9,10 @@ import pandas as pd
 from bench.analysis.statistics import Ratio, percentiles, times_as_good
 from bench.load.protocol import CATEGORIES
 from bench.report.latency import cached_share, total
-from bench.report.steps import step_tables
+from bench.report.steps import step_tables, without_counters
 from bench.servers.ceiling import SUBJECT as ALONE
 from bench.servers.ceiling import WORKLOAD as CEILING
 from bench.servers.ceiling import Ceiling
-from bench.servers.counters import COUNTED
 from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 
@@ -32,7 +31,7 @@ def peers_tables(results: Results) -> list[Table]:
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
-        requests = rows[~rows["workload"].isin([CEILING, *COUNTED])]
+        requests = without_counters(rows[rows["workload"] != CEILING])
         ceiling = Ceiling.of(rows)
         for workload, group in requests.groupby("workload", sort=False):
             if (group["metric"] == "output_rate").any() or (group["metric"] == "ms_per_token").any():

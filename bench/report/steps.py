@@ -2,14 +2,22 @@
 
 import pandas as pd
 
-from bench.servers.counters import DRAFTS, ENGINE, STEPS
+from bench.servers.counters import COUNTED, DRAFTS, ENGINE, STEPS
 from bench.store import Results
 from bench.terminal import Cell, Table
 
 
+def without_counters(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are of requests."""
+    return frame[~frame["workload"].isin(COUNTED)]
+
+
 def step_tables(results: Results) -> list[Table]:
-    """A table of steps, one of drafts, one of what else was counted; those that have rows."""
-    made = (_steps(results.frame), _drafts(results.frame), _engine(results.frame))
+    """For each run a table of steps, one of drafts, one of what else was counted; those that have rows."""
+    counters = results.frame[results.frame["workload"].isin(COUNTED)]
+    made = [
+        table(rows) for _, rows in counters.groupby("run", sort=False) for table in (_steps, _drafts, _engine)
+    ]
     return [table for table in made if table is not None]
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 from bench.analysis.statistics import percentiles
 from bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency
 from bench.report.latency import cached_share, count_notes, miscounted, total
+from bench.report.steps import step_tables, without_counters
 from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 
@@ -23,16 +24,18 @@ def show_throughput(results: Results) -> None:
 
 
 def throughput_tables(results: Results) -> list[Table]:
-    """For each run, subject and workload a table of its cells, and for conversations one by turn."""
+    """For each run, subject and workload a table of its cells, and for conversations one by turn; then what
+    our server counted."""
     made: list[Table] = []
-    for (run, subject, workload), rows in results.frame.groupby(["run", "subject", "workload"], sort=False):
+    requests = without_counters(results.frame).groupby(["run", "subject", "workload"], sort=False)
+    for (run, subject, workload), rows in requests:
         manifest = results.manifests[str(run)]
         about = manifest.subjects.get(str(subject), {})
         title = f"{subject} ({about.get('model') or 'its model'}), {workload}"
         made.append(_cells(rows, manifest, about, str(workload), title))
         if (rows[rows["metric"] == "turn"]["value"] > 1).any():
             made.append(_turns(rows, title))
-    return made
+    return made + step_tables(results)
 
 
 def _cells(

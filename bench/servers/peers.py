@@ -319,7 +319,7 @@ async def _ceiling(run: Run, who: PeerOptions, work: Work, load: LoadOptions, se
         if work.workload == "shared-prefix":
             prefix = [load.prefix_tokens]
             batches += await run_batches(
-                setup.binaries, who.gguf, prompts=prefix, outputs=[1], sequences=[1], **given
+                setup.binaries, who.gguf, prompts=prefix, outputs=outputs, sequences=[1], **given
             )
     except BenchError as error:
         run.note(f"no ceiling: {error}")

@@ -151,7 +151,11 @@ class FakeServer:
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=f"# TYPE fake_running gauge\nfake_running {self.running}\n")
+        steps = '{kind="decode",rows="1"}'
+        lines = ["# TYPE fake_running gauge", f"fake_running {self.running}"]
+        for name, each in (("steps", 2), ("step_tokens", 6)):
+            lines += [f"# TYPE qwen_{name} counter", f"qwen_{name}_total{steps} {each * len(self.requests)}"]
+        return web.Response(text="\n".join([*lines, ""]))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "test", "max_model_len": CONTEXT}

@@ -56,6 +56,9 @@ def test_both_protocols_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "official ms" in shown
     assert "TTFT p50" in shown
+    assert "Steps of our server" in shown
+    steps = results.of(workload="steps", cell="official, short, decode, 1 rows")
+    assert steps.groupby("metric")["value"].sum().to_dict() == {"steps": 10.0, "step_tokens": 30.0}
     (manifest,) = results.manifests.values()
     assert manifest.subjects["fake"]["model"] == "fake"
     assert manifest.settings["baseline"]["short"] == 2582.0

@@ -84,7 +84,7 @@ def test_an_open_loop_sends_whatever_is_under_way(tmp_path: Path, capsys: pytest
             "0",
         )
         assert server.peak >= 5, "a closed loop would wait a second for each"
-    assert set(results.frame["cell"]) == {"40 req/s"}, "levels only if they are asked for, too"
+    assert set(results.of(metric="latency")["cell"]) == {"40 req/s"}, "levels only if they are asked for, too"
     assert cell(results, "good", "40 req/s") == [1.0] * 8
     (goodput,), (rate,) = cell(results, "goodput", "40 req/s"), cell(results, "request_rate", "40 req/s")
     assert goodput == rate
