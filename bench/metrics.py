@@ -62,7 +62,7 @@ METRICS: dict[str, Metric] = {
     "accepted_tokens": Metric("tokens", None, "draft tokens accepted", per_cell=True),
     "drafts_failed": Metric("drafts", "lower", "drafts lost to an error", per_cell=True),
     "drafts_unready": Metric("drafts", None, "drafts wanted before the drafter was ready", per_cell=True),
-    "sampler_changes": Metric("changes", None, "readouts changed for a request", per_cell=True),
+    "sampler_changes": Metric("changes", None, "device samplers changed for a request", per_cell=True),
     "prefix_failed_copies": Metric(
         "copies", "lower", "checkpoints not taken for want of memory", per_cell=True
     ),

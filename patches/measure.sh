@@ -22,14 +22,14 @@ build() { # build LAST TARGET...: the sources with the patches up to LAST
         "-DCMAKE_CUDA_ARCHITECTURES=$architectures" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL \
         -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
-        "-DCMAKE_PROJECT_INCLUDE=$here/apply.cmake" "-DLLAMA_PATCHES_LAST=$last" >"$out/configure.log"
+        "-DCMAKE_PROJECT_INCLUDE=$here/apply.cmake" "-DLLAMA_PATCHES_LAST=$last" -DLLAMA_PATCHES_NEXT=ON >"$out/configure.log"
     grep "llama.cpp's patches" "$out/configure.log" || echo "-- stock llama.cpp"
     cmake --build "$out/build" --target "$@" >"$out/build.log" 2>&1 || { tail -30 "$out/build.log"; exit 1; }
     rm -rf "${out:?}/$last" && cp -a "$out/build/bin" "$out/$last"
 }
 
 steps=(0000)
-for patch in "$here"/llama.cpp/*.patch; do
+for patch in "$here"/llama.cpp/*.patch "$here"/llama.cpp/next/*.patch; do
     name=$(basename "$patch")
     steps+=("${name%%-*}")
 done

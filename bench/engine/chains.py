@@ -1,4 +1,4 @@
-"""llama.cpp's own samplers in the graph: what the engine's readouts are measured against."""
+"""llama.cpp's own samplers in the graph: what the engine's device samplers are measured against."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from server.engine.llama import Context
 
 @contextmanager
 def greedy_chains(context: Context, n: int) -> Iterator[None]:
-    """llama.cpp's greedy sampler on the first ``n`` sequence ids of a context without readouts, as
+    """llama.cpp's greedy sampler on the first ``n`` sequence ids of a context without device samplers, as
     llama-server's ``--backend-sampling`` has it. The context is closed in the end, before the samplers."""
     chains = []
     for sequence in range(n):

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.arguments import Positive, Positives, StoreOptions
 from bench.engine.chains import detach, greedy_chains, sampled_tokens
 from bench.engine.recording import Recorder, make_context, recorded
-from server.engine.llama import Context, Model, Readout, Rows
+from server.engine.llama import Context, DeviceSampler, Model, Rows
 from server.engine.warmup import decode
 
 CELLS_EACH = 256
@@ -22,8 +22,9 @@ def sampling_cost(
 ) -> int:
     """Milliseconds of a step that ends with a token of each sequence on the host, by the way it gets there.
 
-    From raw rows, from each readout, from llama.cpp's own greedy samplers; with one request among them that
-    needs its whole row, read out or copied with all the others; and what another readout for a slot costs.
+    From raw rows, from each device sampler, from llama.cpp's own greedy samplers; with one request among them
+    that needs its whole row, read out or copied with all the others; and what another device sampler for a
+    slot costs.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ def sampling_cost(
 
 def _raw(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
     """Rows copied to the host, and numpy's argmax."""
-    context = _context(model, counts, readouts=False)
+    context = _context(model, counts, samplers=False)
     try:
         _each(context, recorder, "whole rows, argmax on the host", counts, times)
     finally:
@@ -52,24 +53,26 @@ def _raw(model: Model, recorder: Recorder, counts: Sequence[int], times: int) ->
 
 
 def _by_readout(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
-    context, most = _context(model, counts, readouts=True), counts[-1]
+    context, most = _context(model, counts, samplers=True), counts[-1]
     try:
-        if context.readouts.refused:
-            recorder.run.note(f"no readouts: {context.readouts.refused}")
+        if context.samplers.refused:
+            recorder.run.note(f"no device samplers: {context.samplers.refused}")
             return
-        _each(context, recorder, "readout BEST", counts, times)
-        context.set_readout(most - 1, Readout.ROW)
-        recorder.time(f"readout BEST and one ROW, {most} rows", lambda: decode(context, most), times)
+        _each(context, recorder, "device sampler BEST", counts, times)
+        context.set_sampler(most - 1, DeviceSampler.ROW)
+        recorder.time(f"device sampler BEST and one ROW, {most} rows", lambda: decode(context, most), times)
         detach(context, most - 1)
-        cell = f"readout BEST and one row without a sampler, {most} rows"
+        cell = f"device sampler BEST and one row without a sampler, {most} rows"
         recorder.time(cell, lambda: decode(context, most, take=False), times)
-        context.set_readouts(Readout.BEST)
+        context.set_samplers(DeviceSampler.BEST)
         decode(context, most)
-        context.set_readout(most - 1, Readout.TOP_K)
-        recorder.once(f"first step after a change of readout, {most} rows", lambda: decode(context, most))
-        for kind in (Readout.TOP_K, Readout.GUESS, Readout.ROW):
-            context.set_readouts(kind)
-            _each(context, recorder, f"readout {kind.name}", counts, times)
+        context.set_sampler(most - 1, DeviceSampler.TOP_K)
+        recorder.once(
+            f"first step after a change of device sampler, {most} rows", lambda: decode(context, most)
+        )
+        for kind in (DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
+            context.set_samplers(kind)
+            _each(context, recorder, f"device sampler {kind.name}", counts, times)
     finally:
         context.close()
 
@@ -80,7 +83,7 @@ def _each(context: Context, recorder: Recorder, what: str, counts: Sequence[int]
 
 
 def _greedy_samplers(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
-    context = _context(model, counts, readouts=False)
+    context = _context(model, counts, samplers=False)
     with greedy_chains(context, counts[-1]):
 
         def step(n: int) -> None:
@@ -91,15 +94,15 @@ def _greedy_samplers(model: Model, recorder: Recorder, counts: Sequence[int], ti
             recorder.time(f"llama.cpp's greedy sampler, {n} rows", lambda n=n: step(n), times)  # type: ignore[misc]
 
 
-def _context(model: Model, counts: Sequence[int], *, readouts: bool) -> Context:
+def _context(model: Model, counts: Sequence[int], *, samplers: bool) -> Context:
     most = counts[-1]
-    return make_context(model, n_seq=most, n_ctx=CELLS_EACH * most, n_readouts=most if readouts else 0)
+    return make_context(model, n_seq=most, n_ctx=CELLS_EACH * most, n_samplers=most if samplers else 0)
 
 
 def _take(rows: Rows) -> None:
     """What a sampler reads of each row."""
     for row, kind in enumerate(rows.kinds):
-        if kind is Readout.TOP_K:
+        if kind is DeviceSampler.TOP_K:
             rows.candidates(row)
-        elif kind is Readout.GUESS:
+        elif kind is DeviceSampler.GUESS:
             rows.best(row)

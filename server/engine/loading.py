@@ -189,7 +189,7 @@ def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | Non
             f"({settings.ubatch_size}), or set cache_type_k and cache_type_v to q8_0. "
             f"The plan was:\n{plan}"
         ) from error
-    if refused := context.readouts.refused:
+    if refused := context.samplers.refused:
         log.warning("nothing is sampled on the device: %s", refused)
-        context.set_readouts(None)
+        context.set_samplers(None)
     return context, head

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .hardware import available_memory
-from .llama import Context, ContextOptions, Device, Model, Readout, devices
+from .llama import Context, ContextOptions, Device, DeviceSampler, Model, devices
 from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
@@ -558,7 +558,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         flash_attn=settings.flash_attn,
         type_k=settings.cache_type_k,
         type_v=settings.cache_type_v,
-        n_readouts=0 if settings.sampling == "host" else settings.parallel,
+        n_samplers=0 if settings.sampling == "host" else settings.parallel,
         n_snapshots=settings.mtp_snapshots,
     )
 
@@ -577,5 +577,5 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_outputs=max(options.n_seq, WIDEST),
         n_outputs_per_seq=WIDEST,
         n_snapshots=0,
-        readout=Readout.GUESS,
+        sampler=DeviceSampler.GUESS,
     )

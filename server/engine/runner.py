@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import Readout
+from .llama import DeviceSampler
 from .ubatches import ubatches
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 PATIENCE = 400
-"""Rows that may be read out more widely than needed before slots get narrower readouts: what a change costs,
-all graphs being planned anew, over what a whole row costs (`python -m bench engine sampling`)."""
+"""Rows that may be read out more widely than needed before slots get narrower device samplers: what a change
+costs, all graphs being planned anew, over what a whole row costs (`python -m bench engine sampling`)."""
 
 
 class Runner:
@@ -36,15 +36,15 @@ class Runner:
         self._filled: Batch | None = None
         """The batch that is in the context's arrays, where it only decodes."""
         self._fits = False
-        """Whether its slots' readouts are what is needed in the long run."""
+        """Whether its slots' device samplers are what is needed in the long run."""
         self._device_runs_alone, self._device_is_idle = device_runs_alone, True
         self._shape: tuple[int, list[int]] = 0, []
         self._planned_anew = False
-        """A readout has changed: the next decode plans all graphs, which takes long."""
+        """A device sampler has changed: the next decode plans all graphs, which takes long."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
         self.sampler_changes = 0
-        """How often a slot had to be given another readout for a request."""
+        """How often a slot had to be given another device sampler for a request."""
 
     def launch(self, batch: Batch) -> None:
         """Start to compute a batch. On a GPU this returns at once, without one when it is done.
@@ -70,18 +70,19 @@ class Runner:
         return rows
 
     def place(self, sequence: Sequence, free: ListLike[int]) -> int:
-        """The slot for a sequence: one whose readout is what it needs, or tells enough, or the first."""
-        if not self._context.readouts.active:
+        """The slot for a sequence: one whose device sampler is what it needs, or tells enough, or the
+        first."""
+        if not self._context.samplers.active:
             return free[0]
-        kinds, need = self._context.readouts.kinds, sequence.sampler.need
+        kinds, need = self._context.samplers.kinds, sequence.sampler.need
         return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
     def _only_builds_a_graph(self, batch: Batch) -> bool:
-        """Whether the decode will be short, but call back into Python for the readout of every slot: then
-        other threads stand still meanwhile, rather than each callback wait for them.
+        """Whether the decode will be short, but call back into Python for the device sampler of every slot:
+        then other threads stand still meanwhile, rather than each callback wait for them.
 
-        It is short in one ubatch: before another, it would wait for the device. And it is not where a readout
-        has changed: llama.cpp then plans its largest graphs, which took an H200's host 33 to 40 ms.
+        It is short in one ubatch: before another, it would wait for the device. And it is not where a device
+        sampler has changed: llama.cpp then plans its largest graphs, which took an H200's host 33 to 40 ms.
         """
         shape = batch.n_tokens, self._slots
         changed, self._shape = shape != self._shape, shape
@@ -90,29 +91,29 @@ class Runner:
             and self._device_runs_alone
             and self._device_is_idle
             and not self._planned_anew
-            and self._context.readouts.active
+            and self._context.samplers.active
             and batch.n_tokens == len(batch.chunks) * batch.chunks[0].n_tokens <= self._context.n_ubatch
         )
 
-    def _set_readouts(self, batch: Batch) -> bool:
+    def _set_samplers(self, batch: Batch) -> bool:
         """Have enough read out of each slot for the request that is in it, and in the long run no more.
 
         Whether that holds already of the long run.
         """
-        readouts = self._context.readouts
-        if not readouts.active:
+        samplers = self._context.samplers
+        if not samplers.active:
             return True
         patience, fits = self._wasted < PATIENCE, True
         for chunk in batch.chunks:
             slot, need = chunk.slot, chunk.sequence.sampler.need
-            kind = readouts.kinds[slot]
+            kind = samplers.kinds[slot]
             if kind is need or not chunk.samples:
                 continue
             if kind.serves(need) and patience:
                 self._wasted += 1
                 fits = False
             else:
-                self._context.set_readout(slot, need)
+                self._context.set_sampler(slot, need)
                 self.sampler_changes += 1
                 self._wasted, self._planned_anew = 0, True
         return fits
@@ -126,10 +127,10 @@ class Runner:
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
             if not self._fits:
-                self._fits = self._set_readouts(batch)
+                self._fits = self._set_samplers(batch)
             return
-        self._fits = self._set_readouts(batch)
-        batch.greedy = all(chunk.sequence.sampler.need is Readout.BEST for chunk in batch.chunks)
+        self._fits = self._set_samplers(batch)
+        batch.greedy = all(chunk.sequence.sampler.need is DeviceSampler.BEST for chunk in batch.chunks)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks):
             self._fill_decodes(batch.chunks)

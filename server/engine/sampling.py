@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import N_CANDIDATES, Readout, SamplerChain
+from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,26 +83,26 @@ class Sampler:
                 min_p=params.min_p,
                 seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
             )
-        self.need = self._least_readout(params, len(vocab.eog_ids))
+        self.need = self._least_sampler(params, len(vocab.eog_ids))
         """The least that the device has to tell about a row; more does as well."""
 
-    def _least_readout(self, params: SamplingParams, n_ends: int) -> Readout:
+    def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
         if self._penalties is not None:
-            return Readout.ROW  # any token may become the best
+            return DeviceSampler.ROW  # any token may become the best
         if params.is_greedy:
-            return Readout.BEST
+            return DeviceSampler.BEST
         candidates = params.top_k + (n_ends if params.ignore_eos else 0)
-        return Readout.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else Readout.ROW
+        return DeviceSampler.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else DeviceSampler.ROW
 
     def sample(self, rows: Rows, row: int) -> int:
-        """The next token, from a row of what was decoded, whose readout must serve `need`.
+        """The next token, from a row of what was decoded, whose device sampler must serve `need`.
 
         Raises FloatingPointError when the model computed no usable logits.
         """
         kind = rows.kinds[row]
-        if kind is Readout.ROW:
+        if kind is DeviceSampler.ROW:
             return self.choose(rows.logits(row))
-        if kind is Readout.TOP_K:
+        if kind is DeviceSampler.TOP_K:
             return self.choose_among(*rows.candidates(row))
         token = rows.best(row)
         if self._banned is not None and token in self._banned:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import Readout
+from .llama import DeviceSampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ copies them all, is far behind: no reason to take it for a few per cent."""
 
 SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
-the same batch may be computed a little differently with a readout and without."""
+the same batch may be computed a little differently with a device sampler and without."""
 
 LEAST_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
@@ -41,7 +41,7 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bo
     the faster of the two, for one row and for as many as that, is measured and kept.
     """
     decode(context, 1, prefill)
-    if context.readouts.active:
+    if context.samplers.active:
         _check(context, counts[0], counts[-1], choose=choose)
     for count in counts:
         for _ in range(2):
@@ -72,16 +72,16 @@ def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
 
 
 def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
-    """Leaves the readouts on if they are right and, with `choose`, no slower than the host."""
+    """Leaves the device samplers on if they are right and, with `choose`, no slower than the host."""
     best = decode(context, many).all_best()
-    context.set_readouts(None)
-    wrong = _wrong(decode(context, many), best, context.readouts.n_real)
+    context.set_samplers(None)
+    wrong = _wrong(decode(context, many), best, context.samplers.n_real)
     device, host = (np.inf, np.inf), (np.inf, np.inf)
     for turn in range(TURNS if choose else 1):
         if turn:
-            context.set_readouts(None)
+            context.set_samplers(None)
         host = min(host[0], _time(context, few)), min(host[1], _time(context, many))
-        context.set_readouts(Readout.BEST)
+        context.set_samplers(DeviceSampler.BEST)
         device = min(device[0], _time(context, few)), min(device[1], _time(context, many))
     if wrong:
         log.error(
@@ -90,11 +90,11 @@ def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
             *(wrong, many),
         )
     if wrong or (choose and (device[0] > TOLERATED * host[0] or device[1] > TOLERATED * host[1])):
-        context.set_readouts(None)
+        context.set_samplers(None)
     log.info(
         "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms with the device, "
         "%.2f and %.2f ms with the host",
-        "device" if context.readouts.active else "host",
+        "device" if context.samplers.active else "host",
         *(few, many),
         *(1000 * seconds for seconds in (*device, *host)),
     )
@@ -138,6 +138,6 @@ def decode(context: Context, n_sequences: int, length: int = 1, *, take: bool = 
     rows = context.rows(range(n_sequences), range(length - 1, n, length))
     if take and rows.all_best() is None:
         for row, kind in enumerate(rows.kinds):
-            if kind is Readout.ROW:
+            if kind is DeviceSampler.ROW:
                 rows.logits(row).argmax()
     return rows

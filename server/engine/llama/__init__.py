@@ -5,11 +5,11 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 """
 
 from .context import Context, ContextOptions
+from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
 from .log import set_up, tapped_log
 from .model import Model
 from .pipe import wake
-from .readout import N_CANDIDATES, Readout
 from .rows import Rows
 from .samplers import SamplerChain
 
@@ -19,8 +19,8 @@ __all__ = [
     "Context",
     "ContextOptions",
     "Device",
+    "DeviceSampler",
     "Model",
-    "Readout",
     "Rows",
     "SamplerChain",
     "devices",

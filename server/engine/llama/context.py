@@ -13,9 +13,9 @@ from llama_cpp import llama_cpp_ext
 from server.engine.errors import LlamaError, NoMemorySlot
 
 from . import ggml
+from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
-from .readout import Readout, Readouts
 from .rows import Rows
 from .snapshots import Snapshots
 
@@ -48,9 +48,9 @@ class ContextOptions:
     type_v: str
     n_outputs_per_seq: int = 1
     """Most rows of one sequence, where they are sampled on the device: a verification has several."""
-    n_readouts: int = 0
+    n_samplers: int = 0
     """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
-    readout: Readout = Readout.BEST
+    sampler: DeviceSampler = DeviceSampler.BEST
     """What is read out at first."""
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
@@ -64,8 +64,8 @@ class Context:
     """KV cache, recurrent states and compute buffers: what decodes batches.
 
     Fill `tokens`, `positions`, `sequences` and `outputs` (1 where logits are wanted) from the start, call
-    `decode(n)`, then `rows(...)` or, without readouts, `logits(n)`. One thread only. Raises LlamaError when
-    llama.cpp refuses the options.
+    `decode(n)`, then `rows(...)` or, without device samplers, `logits(n)`. One thread only. Raises LlamaError
+    when llama.cpp refuses the options.
     """
 
     _type = C.LLAMA_CONTEXT_TYPE_DEFAULT
@@ -88,8 +88,8 @@ class Context:
         params.kv_unified = options.unified
         params.offload_kqv = True
         params.no_perf = True
-        self.readouts = Readouts(model, options.n_readouts, options.readout)
-        params.samplers, params.n_samplers = self.readouts.configs, options.n_readouts
+        self.samplers = DeviceSamplers(model, options.n_samplers, options.sampler)
+        params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers
         with tapped_log() as lines:
             self._handle = C.llama_init_from_model(model._handle, params)
         self.log = lines
@@ -148,8 +148,8 @@ class Context:
         self._batch.n_tokens = n_tokens
         call = ggml.decode_holding_the_lock if hold else C.llama_decode
         status = call(self._handle, self._batch)
-        if self.readouts.error is not None:
-            raise LlamaError("a readout could not be built") from self.readouts.error
+        if self.samplers.error is not None:
+            raise LlamaError("a device sampler could not be built") from self.samplers.error
         if status == 1:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
@@ -171,10 +171,10 @@ class Context:
 
         Waits for the device. They are valid until the next decode.
         """
-        if not self.readouts.active:
-            return self._rows.fill([Readout.ROW] * len(indices), indices, self.logits(len(indices)))
+        if not self.samplers.active:
+            return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
         C.llama_synchronize(self._handle)
-        return self._rows.fill([self.readouts.kinds[i] for i in sequences], indices, None)
+        return self._rows.fill([self.samplers.kinds[i] for i in sequences], indices, None)
 
     def keep_hidden(self, keep: bool = True) -> None:
         """From now on every decoded token leaves the hidden row that the draft head reads, or none does.
@@ -193,13 +193,13 @@ class Context:
             self._hidden_address = address
         return self._hidden[:n_tokens]
 
-    def set_readout(self, sequence: int, kind: Readout) -> None:
+    def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""
-        self.readouts.attach(self._handle, sequence, kind)
+        self.samplers.attach(self._handle, sequence, kind)
 
-    def set_readouts(self, kind: Readout | None) -> None:
+    def set_samplers(self, kind: DeviceSampler | None) -> None:
         """The same for all of them at once; None gives every row back whole."""
-        self.readouts.attach_all(self._handle, kind)
+        self.samplers.attach_all(self._handle, kind)
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Logits of the last batch's outputs, in their order: shape [rows, n_vocab], valid until the next.
@@ -290,4 +290,4 @@ class Context:
         if self._handle:
             C.llama_free(self._handle)
             self._handle = None
-        self.readouts.close()
+        self.samplers.close()

@@ -10,7 +10,7 @@ import numpy as np
 from llama_cpp import llama_cpp_ext
 
 from .context import Context
-from .readout import Readout
+from .device_sampler import DeviceSampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ class MtpContext(Context):
         """The best token of each output and its probability; arguments as for `rows`."""
         rows, tokens, sure = self.rows(sequences, indices), [], []
         for row, kind in enumerate(rows.kinds):
-            if kind is Readout.GUESS:
+            if kind is DeviceSampler.GUESS:
                 tokens.append(rows.best(row))
                 sure.append(rows.probability(row))
             else:

@@ -26,6 +26,7 @@ AMX = "0003-amx-broadcast"
 def amx_is_right() -> bool:
     """Whether weights may be packed for AMX, and other instructions, when they are loaded.
 
-    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Other packing goes with it.
+    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Other packing goes with
+    it.
     """
     return AMX in patches() or b"AMX_INT8 = 1" not in C.llama_print_system_info()

@@ -1,7 +1,7 @@
 """The rows of one decode, as far as they came back to the host.
 
 What the device leaves open is done here for all rows at once: it finds the best token of each block of a row,
-and adds up each block (readout.py). `_Outputs` there says how the figures of a row are laid out.
+and adds up each block (device_sampler.py). `_Outputs` there says how the figures of a row are laid out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import ggml
-from .readout import N_CANDIDATES, Readout, n_blocks
+from .device_sampler import N_CANDIDATES, DeviceSampler, n_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,14 +66,18 @@ class Rows:
     def __init__(self, context: int, n_vocab: int, n_real: int) -> None:
         """`n_real` of the `n_vocab` tokens are no padding."""
         self._n_real = n_real
-        self.kinds: Sequence[Readout] = ()
+        self.kinds: Sequence[DeviceSampler] = ()
         """Of each row."""
         self._n_candidates = min(N_CANDIDATES, n_vocab)
         self._blocks = n_blocks(n_vocab)
         self._width = n_vocab // self._blocks
         self._ones = np.ones(self._blocks, np.float32)
         self._context = context
-        self._n_figures = {Readout.BEST: 0, Readout.TOP_K: self._blocks, Readout.GUESS: 3 * self._blocks}
+        self._n_figures = {
+            DeviceSampler.BEST: 0,
+            DeviceSampler.TOP_K: self._blocks,
+            DeviceSampler.GUESS: 3 * self._blocks,
+        }
         """Numbers of a row; for BEST, with two for each end of generation, as many as the first came with."""
         self._indices: Sequence[int] = ()
         self._raw: Numbers | None = None
@@ -87,7 +91,7 @@ class Rows:
         self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
         self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
 
-    def fill(self, kinds: Sequence[Readout], indices: Sequence[int], raw: Numbers | None) -> Rows:
+    def fill(self, kinds: Sequence[DeviceSampler], indices: Sequence[int], raw: Numbers | None) -> Rows:
         """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out."""
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
         for output in (self._candidates, self._logits, self._figures):
@@ -111,7 +115,7 @@ class Rows:
     def best_but_end(self, row: int) -> int:
         """The best token that does not end a generation. For BEST. Raises as `best` does."""
         self._check(row)
-        return int(best_but_ends(self._of(Readout.BEST)[row : row + 1], self._blocks)[0])
+        return int(best_but_ends(self._of(DeviceSampler.BEST)[row : row + 1], self._blocks)[0])
 
     def all_best(self) -> list[int] | None:
         """The best token of every row at once; None if a row has been read out in another way, or can not be
@@ -122,7 +126,7 @@ class Rows:
             ids = self._raw[:, : self._n_real].argmax(axis=1)
             usable = np.isfinite(self._raw[np.arange(len(ids)), ids]).all()  # a NaN anywhere wins
             return ids.tolist() if usable else None
-        if max(self.kinds) > Readout.BEST:
+        if max(self.kinds) > DeviceSampler.BEST:
             return None
         self._reduce()
         return self._tokens if all(map(math.isfinite, self._checks)) else None
@@ -152,7 +156,7 @@ class Rows:
             return
         n = len(self.kinds)
         self._tokens, self._checks, self._reduced = [0] * n, [math.nan] * n, True
-        for kind in (Readout.BEST, Readout.TOP_K, Readout.GUESS):
+        for kind in (DeviceSampler.BEST, DeviceSampler.TOP_K, DeviceSampler.GUESS):
             count = self.kinds.count(kind)
             if count == n:
                 self._tokens, self._checks = self._finish(kind, self._of(kind))
@@ -162,16 +166,18 @@ class Rows:
                 for row, token, check in zip(rows, tokens, checks, strict=True):
                     self._tokens[row], self._checks[row] = token, check
 
-    def _finish(self, kind: Readout, figures: Numbers) -> tuple[list[int], list[float]]:
-        if kind is Readout.GUESS:
+    def _finish(self, kind: DeviceSampler, figures: Numbers) -> tuple[list[int], list[float]]:
+        if kind is DeviceSampler.GUESS:
             tokens, chances = guesses(figures, self._width)
             return tokens.tolist(), chances.tolist()
         # times 1 and added up: `sum` takes longer, and warns of what may be in there
         checks = figures[:, -self._blocks :].dot(self._ones).tolist()
-        best = best_tokens(figures, self._blocks).tolist() if kind is Readout.BEST else [0] * len(figures)
+        best = (
+            best_tokens(figures, self._blocks).tolist() if kind is DeviceSampler.BEST else [0] * len(figures)
+        )
         return best, checks
 
-    def _of(self, kind: Readout) -> Numbers:
+    def _of(self, kind: DeviceSampler) -> Numbers:
         """The figures of a kind of rows, of which there must be one: shape [rows, figures]."""
         row = self.kinds.index(kind)
         if not self._n_figures[kind]:

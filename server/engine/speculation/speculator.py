@@ -450,8 +450,8 @@ class Speculator:
 
         A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
         what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
-        tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the slots
-        again; it needs no `propose`.
+        tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the
+        slots again; it needs no `propose`.
         """
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
@@ -540,7 +540,7 @@ def build_speculator(
                 slots=settings.parallel,
                 span=max(settings.mtp_window + 1, head.n_ctx // settings.parallel),
                 # where the host reads the rows, it computes them, too, and one that counts for nothing costs
-                widest=WIDEST if head.readouts.active else 0,
+                widest=WIDEST if head.samplers.active else 0,
             )
         )
     times = StepTimes()

@@ -19,9 +19,9 @@ def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         main(["sampling-cost", str(nano_f32), "--rows", "1,2", "--times", "2", "--out", str(tmp_path)]) == 0
     )
     found = cells(load([tmp_path]), "step_time")
-    for way in ("whole rows, argmax on the host", "readout BEST", "llama.cpp's greedy sampler"):
+    for way in ("whole rows, argmax on the host", "device sampler BEST", "llama.cpp's greedy sampler"):
         assert found[f"{way}, 1 rows"] == found[f"{way}, 2 rows"] == 2
-    assert found["first step after a change of readout, 2 rows"] == 1
+    assert found["first step after a change of device sampler, 2 rows"] == 1
     assert "median ms" in capsys.readouterr().out
 
 

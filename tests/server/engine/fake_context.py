@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from server.engine.errors import LlamaError
-from server.engine.llama import Readout
+from server.engine.llama import DeviceSampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ class FakeRows:
     """Rows whose best token follows the one that was read: 8 after 7."""
 
     best_tokens: list[int]
-    kinds: list[Readout]
+    kinds: list[DeviceSampler]
     together: bool = True
     """Whether the best of all rows can be told at once."""
 
@@ -44,18 +44,18 @@ class FakeRows:
         return self.best_tokens[row]
 
 
-class FakeReadouts:
+class FakeDeviceSamplers:
     """What is read out of each slot."""
 
     def __init__(self, n: int) -> None:
         self.active = n > 0
-        self.kinds = [Readout.BEST] * n
+        self.kinds = [DeviceSampler.BEST] * n
 
 
 class FakeContext:
     """What llama.cpp would hold: the tokens of each sequence id. Fails where one would be written over."""
 
-    def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_readouts: int = 0) -> None:
+    def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_samplers: int = 0) -> None:
         self.n_ctx = self.n_batch = n_ctx
         self.n_ubatch = n_ubatch or n_ctx
         self.n_snapshots = 0
@@ -66,7 +66,7 @@ class FakeContext:
 
         self.tokens, self.positions, self.sequences = np.zeros((3, n_ctx), np.int32)
         self.outputs = np.zeros(n_ctx, np.int8)
-        self.readouts = FakeReadouts(n_readouts)
+        self.samplers = FakeDeviceSamplers(n_samplers)
         self.decodes: list[tuple[int, bool]] = []
         """Tokens of each batch, and whether the interpreter's lock was held."""
         self.rows_come_together = True
@@ -100,8 +100,8 @@ class FakeContext:
 
     # --- decoding ------------------------------------------------------------------------------------------
 
-    def set_readout(self, sequence: int, kind: Readout) -> None:
-        self.readouts.kinds[sequence] = kind
+    def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
+        self.samplers.kinds[sequence] = kind
 
     def decode(self, n_tokens: int, *, hold: bool = False) -> None:
         for slot, position, token in zip(
@@ -116,6 +116,6 @@ class FakeContext:
         n, _ = self.decodes[-1]
         assert list(indices) == np.flatnonzero(self.outputs[:n]).tolist(), "llama.cpp's order is another"
         assert list(sequences) == self.sequences[list(indices)].tolist()
-        kinds = [self.readouts.kinds[slot] for slot in sequences] if self.readouts.active else []
+        kinds = [self.samplers.kinds[slot] for slot in sequences] if self.samplers.active else []
         best = [int(self.tokens[index]) + 1 for index in indices]
-        return FakeRows(best, kinds or [Readout.ROW] * len(best), self.rows_come_together)
+        return FakeRows(best, kinds or [DeviceSampler.ROW] * len(best), self.rows_come_together)

@@ -24,7 +24,7 @@ from server.engine import (
     SamplingParams,
 )
 from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import Readout
+from server.engine.llama import DeviceSampler
 from server.engine.outputs import OutputQueue
 from server.engine.sampling import Sampler
 from server.engine.speculation.ngram import NgramDrafter
@@ -185,13 +185,13 @@ async def test_a_slot_forgets_what_only_one_request_needed(
 ) -> None:
     monkeypatch.setattr("server.engine.runner.PATIENCE", 30)
     with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
-        kinds = engine._parts.context.readouts.kinds
+        kinds = engine._parts.context.samplers.kinds
         expected = await ask(engine, Request(PROMPT, 50))
         whole = SamplingParams(presence_penalty=1.0, ignore_eos=True)
         await ask_at_once(engine, [Request(PROMPT, 5, params=whole)] * 2)
-        assert kinds == [Readout.ROW, Readout.ROW]
+        assert kinds == [DeviceSampler.ROW, DeviceSampler.ROW]
         assert await ask(engine, Request(PROMPT, 50)) == expected
-        assert kinds == [Readout.BEST, Readout.ROW]
+        assert kinds == [DeviceSampler.BEST, DeviceSampler.ROW]
 
 
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from server.engine.batch import Batch
 from server.engine.errors import NoMemorySlot
-from server.engine.llama import Readout
+from server.engine.llama import DeviceSampler
 from server.engine.profile import StepProfile
 from server.engine.runner import PATIENCE, Runner
 from server.engine.sequence import Sequence
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 class Needs:
     """A sampler that never samples."""
 
-    def __init__(self, need: Readout) -> None:
+    def __init__(self, need: DeviceSampler) -> None:
         self.need = need
 
 
 class Device:
     """A runner on a device that computes by itself, and sequences that decode on it."""
 
-    def __init__(self, *, alone: bool = True, n_readouts: int = 4, n_ubatch: int = 64) -> None:
-        self.context = FakeContext(n_ubatch=n_ubatch, n_readouts=n_readouts)
+    def __init__(self, *, alone: bool = True, n_samplers: int = 4, n_ubatch: int = 64) -> None:
+        self.context = FakeContext(n_ubatch=n_ubatch, n_samplers=n_samplers)
         self.runner = Runner(cast("Context", self.context), StepProfile(), device_runs_alone=alone)
         self.sequences: list[Sequence] = []
 
-    def come(self, need: Readout = Readout.BEST, prompt: int = 1) -> Sequence:
+    def come(self, need: DeviceSampler = DeviceSampler.BEST, prompt: int = 1) -> Sequence:
         """One more, in the next slot."""
         one = Sequence([300] * prompt, 5000, cast("Sampler", Needs(need)))
         one.slot = len(self.sequences)
@@ -64,7 +64,7 @@ def test_a_graph_of_a_new_shape_is_built_with_the_lock_held() -> None:
     assert device.decode(first), "who has gone leaves another shape"
 
 
-@pytest.mark.parametrize("how", [{"alone": False}, {"n_readouts": 0}, {"n_ubatch": 2}])
+@pytest.mark.parametrize("how", [{"alone": False}, {"n_samplers": 0}, {"n_ubatch": 2}])
 def test_nowhere_else_is_it_held(how: dict[str, int]) -> None:
     """Where the host computes, where nothing calls back, and where one ubatch waits for another."""
     device = Device(**how)  # type: ignore[arg-type]
@@ -78,33 +78,33 @@ def test_it_is_not_held_as_graphs_are_planned_anew() -> None:
     device = Device()
     device.come()
     assert device.decode()
-    device.come(Readout.ROW)
+    device.come(DeviceSampler.ROW)
     assert not device.decode(), "a new shape, and a new plan"
-    assert device.context.readouts.kinds[1] is Readout.ROW
+    assert device.context.samplers.kinds[1] is DeviceSampler.ROW
     assert device.runner.sampler_changes == 1
     device.come()
     assert device.decode(), "a new shape alone"
-    device.come(Readout.TOP_K)
+    device.come(DeviceSampler.TOP_K)
     assert not device.decode()
     assert device.runner.sampler_changes == 2
 
 
 def test_nor_when_a_slot_goes_back_to_less() -> None:
     device = Device()
-    one = device.come(Readout.ROW)
+    one = device.come(DeviceSampler.ROW)
     device.decode()
-    one.sampler = cast("Sampler", Needs(Readout.BEST))
+    one.sampler = cast("Sampler", Needs(DeviceSampler.BEST))
     for _ in range(PATIENCE):
         device.decode()
-    assert device.context.readouts.kinds[0] is Readout.ROW
+    assert device.context.samplers.kinds[0] is DeviceSampler.ROW
     device.come(prompt=2)
     assert not device.decode(), "another shape, and a plan for it"
-    assert device.context.readouts.kinds[0] is Readout.BEST
+    assert device.context.samplers.kinds[0] is DeviceSampler.BEST
 
 
 def test_a_plan_that_was_not_carried_out_is_still_to_come() -> None:
     device = Device()
-    one = device.come(Readout.ROW)
+    one = device.come(DeviceSampler.ROW)
     decode = device.context.decode
     device.context.decode = full  # type: ignore[method-assign]
     with pytest.raises(NoMemorySlot):
@@ -121,16 +121,16 @@ def full(_n: int, *, hold: bool = False) -> None:
 
 def test_a_sequence_gets_a_slot_that_tells_enough() -> None:
     device = Device()
-    runner, kinds = device.runner, device.context.readouts.kinds
-    kinds[:] = [Readout.BEST, Readout.ROW, Readout.TOP_K, Readout.BEST]
+    runner, kinds = device.runner, device.context.samplers.kinds
+    kinds[:] = [DeviceSampler.BEST, DeviceSampler.ROW, DeviceSampler.TOP_K, DeviceSampler.BEST]
 
-    def place(need: Readout, *free: int) -> int:
+    def place(need: DeviceSampler, *free: int) -> int:
         return runner.place(Sequence([1], 1, cast("Sampler", Needs(need))), free)
 
-    assert place(Readout.TOP_K, 0, 1, 2, 3) == 2
-    assert place(Readout.TOP_K, 0, 1, 3) == 1
-    assert place(Readout.TOP_K, 0, 3) == 0
-    assert place(Readout.BEST, 1, 2, 3) == 3
-    assert place(Readout.BEST, 1, 2) == 1
-    device.context.readouts.active = False
-    assert place(Readout.ROW, 2, 3) == 2
+    assert place(DeviceSampler.TOP_K, 0, 1, 2, 3) == 2
+    assert place(DeviceSampler.TOP_K, 0, 1, 3) == 1
+    assert place(DeviceSampler.TOP_K, 0, 3) == 0
+    assert place(DeviceSampler.BEST, 1, 2, 3) == 3
+    assert place(DeviceSampler.BEST, 1, 2) == 1
+    device.context.samplers.active = False
+    assert place(DeviceSampler.ROW, 2, 3) == 2

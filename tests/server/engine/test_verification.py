@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.engine.batch import Batch
-from server.engine.llama import Readout
+from server.engine.llama import DeviceSampler
 from server.engine.profile import StepProfile
 from server.engine.runner import Runner
 from server.engine.sequence import Sequence
@@ -28,7 +28,7 @@ ENDS = frozenset({END})
 class FakeSampler:
     """Takes the best token, unless it fails."""
 
-    need = Readout.BEST
+    need = DeviceSampler.BEST
 
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails

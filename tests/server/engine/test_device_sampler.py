@@ -15,14 +15,14 @@ from server.engine.llama import (
     N_CANDIDATES,
     Context,
     ContextOptions,
+    DeviceSampler,
     Model,
-    Readout,
     Rows,
     ggml,
     supports_gpu,
 )
+from server.engine.llama.device_sampler import DeviceSamplers, n_blocks
 from server.engine.llama.devices import _dev_get
-from server.engine.llama.readout import Readouts, n_blocks
 from server.engine.llama.rows import best_but_ends, best_tokens, guesses
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
@@ -45,7 +45,7 @@ def model(nano_f32: Path) -> Iterator[Model]:
     model.close()
 
 
-def make(model: Model, kind: Readout | None) -> Context:
+def make(model: Model, kind: DeviceSampler | None) -> Context:
     return Context(
         model,
         ContextOptions(
@@ -60,8 +60,8 @@ def make(model: Model, kind: Readout | None) -> Context:
             flash_attn="off",
             type_k="f32",
             type_v="f32",
-            n_readouts=0 if kind is None else N_SEQ,
-            readout=kind or Readout.BEST,
+            n_samplers=0 if kind is None else N_SEQ,
+            sampler=kind or DeviceSampler.BEST,
         ),
     )
 
@@ -100,7 +100,7 @@ def allowed(model: Model, logits: npt.NDArray[np.float32], ends: bool) -> npt.ND
 
 
 def test_the_best_token(model: Model, logits: npt.NDArray[np.float32]) -> None:
-    context = make(model, Readout.BEST)
+    context = make(model, DeviceSampler.BEST)
     rows = decode(context)
     expected = allowed(model, logits, ends=True).argmax(axis=1).tolist()
     assert rows.all_best() == expected
@@ -115,7 +115,7 @@ def test_what_is_banned_does_not_come_back(model: Model, logits: npt.NDArray[np.
     only = 300
     narrow = Model.__new__(Model)
     narrow.__dict__.update(model.__dict__, n_real=only + 1, eog_ids=frozenset(range(only)))
-    context = make(narrow, Readout.BEST)
+    context = make(narrow, DeviceSampler.BEST)
     rows = decode(context)
     assert rows.all_best() == logits[:, : only + 1].argmax(axis=1).tolist()
     assert [rows.best_but_end(row) for row in range(len(rows))] == [only] * len(rows)
@@ -128,9 +128,9 @@ def test_candidates_are_the_best_tokens_with_their_logits(
 ) -> None:
     """Sorted as a whole, and by blocks, once, twice or more."""
     monkeypatch.setattr("server.engine.llama.top_k.SORTABLE", sortable)
-    for module in ("readout", "rows"):
+    for module in ("device sampler", "rows"):
         monkeypatch.setattr(f"server.engine.llama.{module}.N_CANDIDATES", k)
-    context = make(model, Readout.TOP_K)
+    context = make(model, DeviceSampler.TOP_K)
     rows = decode(context)
     real = allowed(model, logits, ends=True)
     assert rows.all_best() is None
@@ -143,7 +143,7 @@ def test_candidates_are_the_best_tokens_with_their_logits(
 
 
 def test_a_guess_knows_how_likely_it_is(model: Model, logits: npt.NDArray[np.float32]) -> None:
-    context = make(model, Readout.GUESS)
+    context = make(model, DeviceSampler.GUESS)
     rows = decode(context)
     chances = np.exp(logits - logits.max(axis=1, keepdims=True))
     chances /= chances.sum(axis=1, keepdims=True)
@@ -156,28 +156,30 @@ def test_a_guess_knows_how_likely_it_is(model: Model, logits: npt.NDArray[np.flo
 def test_each_sequence_has_its_own_readout_and_may_get_another(
     model: Model, logits: npt.NDArray[np.float32]
 ) -> None:
-    context = make(model, Readout.BEST)
-    for kind in (Readout.ROW, Readout.TOP_K, Readout.GUESS, Readout.ROW):
-        context.set_readout(1, kind)
+    context = make(model, DeviceSampler.BEST)
+    for kind in (DeviceSampler.ROW, DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
+        context.set_sampler(1, kind)
         for length in (1, 7, LENGTH):  # graphs of other shapes in between
             rows = decode(context, length)
-            assert rows.kinds == [Readout.BEST] * length + [kind] * length + [Readout.BEST] * length
+            assert (
+                rows.kinds == [DeviceSampler.BEST] * length + [kind] * length + [DeviceSampler.BEST] * length
+            )
             for row in range(length):
                 assert rows.best(row) == allowed(model, logits, ends=True)[row].argmax()
-                if kind is Readout.ROW:
+                if kind is DeviceSampler.ROW:
                     # the shape of a batch moves logits by some 1e-6
                     np.testing.assert_allclose(rows.logits(length + row), logits[LENGTH + row], atol=1e-4)
-    context.set_readouts(None)
+    context.set_samplers(None)
     rows = decode(context)
     np.testing.assert_array_equal(np.stack([rows.logits(row) for row in range(len(rows))]), logits)
-    context.set_readouts(Readout.BEST)
+    context.set_samplers(DeviceSampler.BEST)
     assert decode(context).all_best() == allowed(model, logits, ends=True).argmax(axis=1).tolist()
     context.close()
 
 
 def test_prompts_and_decodes_in_one_batch(model: Model, logits: npt.NDArray[np.float32]) -> None:
     """Ubatches of different lengths, some without a row to read."""
-    context = make(model, Readout.BEST)
+    context = make(model, DeviceSampler.BEST)
     tokens = np.random.default_rng(0).integers(256, 2000, (N_SEQ, LENGTH))
     # one token of sequence 0, then nine of sequence 1 of which the last gives a row
     context.tokens[:10] = [tokens[0, 0], *tokens[1, :9]]
@@ -198,12 +200,12 @@ def test_a_device_is_asked_for_every_operation(model: Model, monkeypatch: pytest
     monkeypatch.setattr(
         ggml, "supports_op", lambda device, op: operation(op) != "ARGMAX" and supports(device, op)
     )
-    context = make(model, Readout.BEST)
-    assert "has no ARGMAX" in context.readouts.refused
+    context = make(model, DeviceSampler.BEST)
+    assert "has no ARGMAX" in context.samplers.refused
     context.close()
     monkeypatch.setattr(ggml, "supports_op", supports)
-    context = make(model, Readout.TOP_K)
-    assert not context.readouts.refused
+    context = make(model, DeviceSampler.TOP_K)
+    assert not context.samplers.refused
     assert len(decode(context, 4).logits(0)) == model.n_vocab
     context.close()
 
@@ -215,8 +217,8 @@ def operation(tensor: int) -> str:
 def test_too_many_ends_for_a_row_stay_with_the_host(model: Model) -> None:
     ended = Model.__new__(Model)
     ended.__dict__.update(model.__dict__, eog_ids=frozenset(range(model.n_real - 1)))
-    context = make(ended, Readout.BEST)
-    assert "no room" in context.readouts.refused
+    context = make(ended, DeviceSampler.BEST)
+    assert "no room" in context.samplers.refused
     assert decode(context, 1).logits(0).shape == (model.n_vocab,)
     context.close()
 
@@ -302,42 +304,42 @@ def test_unusable_logits_are_noticed(spoilt: float) -> None:
     figures, blocks = best_figures(logits, [3, 4], 900)
     rows = Rows(0, logits.shape[1], 900)
 
-    def fill(kinds: list[Readout], figures: npt.NDArray[np.float32]) -> None:
+    def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
         rows.fill(kinds, range(len(kinds)), None)
-        rows._n_figures[Readout.BEST] = 2 * (blocks + 2) + blocks
+        rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
         rows._figures.rows = np.pad(figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan)
 
-    fill([Readout.BEST] * 3, figures)
+    fill([DeviceSampler.BEST] * 3, figures)
     assert rows.all_best() is None
     assert (rows.best(0), rows.best(2), rows.best_but_end(2)) == (expected[0], expected[2], expected[2])
     for ask in (rows.best, rows.best_but_end):
         with pytest.raises(FloatingPointError, match="come to"):
             ask(1)
-    fill([Readout.BEST] * 2, figures[[0, 2]])
+    fill([DeviceSampler.BEST] * 2, figures[[0, 2]])
     assert rows.all_best() == [expected[0], expected[2]]
     if spoilt != -np.inf:  # that a chance of nothing is none is right
-        fill([Readout.GUESS] * 3, guess_figures(logits))
+        fill([DeviceSampler.GUESS] * 3, guess_figures(logits))
         assert rows.best(0) == expected[0]
         with pytest.raises(FloatingPointError):
             rows.best(1)
     # a row of another kind in between, with anything in its memory
-    fill([Readout.BEST, Readout.ROW, Readout.BEST], figures)
+    fill([DeviceSampler.BEST, DeviceSampler.ROW, DeviceSampler.BEST], figures)
     assert (rows.best(0), rows.best(2), rows.all_best()) == (expected[0], expected[2], None)
 
 
 def computed(
-    kind: Readout, logits: npt.NDArray[np.float32], ends: list[int], n_real: int
+    kind: DeviceSampler, logits: npt.NDArray[np.float32], ends: list[int], n_real: int
 ) -> npt.NDArray[np.float32]:
     """The figures that the graph finds for any logits, without a model in front of it."""
     logits, (n, n_vocab) = np.ascontiguousarray(logits), logits.shape
     model = SimpleNamespace(n_vocab=n_vocab, n_real=n_real, eog_ids=frozenset(ends))
-    readouts = Readouts(cast("Model", model), 1, kind)
+    samplers = DeviceSamplers(cast("Model", model), 1, kind)
     buffer_type = ggml.quick("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
-    readouts._constants = readouts._place(buffer_type)
+    samplers._constants = samplers._place(buffer_type)
     memory = ggml.init(ggml.InitParams(40 * logits.nbytes + 2**20, None, False))
     whole = ggml.new_tensor(memory, ggml.F32, n_vocab, n)
     ctypes.memmove(ggml.Tensor.from_address(whole).data, logits.ctypes.data, logits.nbytes)
-    outputs = readouts._outputs(memory, kind, whole, n)
+    outputs = samplers._outputs(memory, kind, whole, n)
     graph = ggml.quick("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(memory)
     ggml.quick("ggml_build_forward_expand", None, ctypes.c_void_p, ctypes.c_void_p)(graph, outputs.figures)
     compute: Any = ctypes.CDLL(
@@ -348,7 +350,7 @@ def computed(
     found = np.empty((n, outputs.width), np.float32)
     ctypes.memmove(found.ctypes.data, ggml.Tensor.from_address(outputs.figures).data, found.nbytes)
     ggml.free(memory)
-    readouts.close()
+    samplers.close()
     return found
 
 
@@ -363,7 +365,7 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
     logits[:, n_real:] = 50  # the padding would win
     blocks = n_blocks(n_vocab)
     real = logits[:, :n_real].copy()
-    clean = computed(Readout.BEST, logits, ends, n_real)
+    clean = computed(DeviceSampler.BEST, logits, ends, n_real)
     best = best_tokens(clean, blocks)
     assert best.tolist() == real.argmax(axis=1).tolist()
     sums = logits.reshape(3, blocks, -1).sum(axis=2, dtype=float)
@@ -372,7 +374,7 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
     assert best_but_ends(clean, blocks).tolist() == real.argmax(axis=1).tolist()
 
     tokens, found = guesses(
-        computed(Readout.GUESS, logits[:, :n_real], [], n_real), n_real // n_blocks(n_real)
+        computed(DeviceSampler.GUESS, logits[:, :n_real], [], n_real), n_real // n_blocks(n_real)
     )
     assert tokens.tolist() == logits[:, :n_real].argmax(axis=1).tolist()
     chances = np.exp(logits[:, :n_real].astype(float))
@@ -380,39 +382,39 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
 
     for spoilt in (np.nan, np.inf, -np.inf):
         logits[1, n_vocab // 3] = spoilt
-        for kind in (Readout.BEST, Readout.TOP_K):
+        for kind in (DeviceSampler.BEST, DeviceSampler.TOP_K):
             sums = computed(kind, logits, ends, n_real)[:, -blocks:]
             assert np.isfinite(sums).all(axis=1).tolist() == [True, False, True]
         if spoilt != -np.inf:
-            _, found = guesses(computed(Readout.GUESS, logits, [], n_vocab), n_vocab // blocks)
+            _, found = guesses(computed(DeviceSampler.GUESS, logits, [], n_vocab), n_vocab // blocks)
             assert np.isfinite(found).tolist() == [True, False, True]
     logits[1] = np.nan
-    figures = computed(Readout.BEST, logits, ends, n_real)
+    figures = computed(DeviceSampler.BEST, logits, ends, n_real)
     assert best_tokens(figures, blocks)[[0, 2]].tolist() == best[[0, 2]].tolist()
     assert np.isfinite(figures[:, -blocks:]).all(axis=1).tolist() == [True, False, True]
 
 
 def test_what_serves_what() -> None:
-    assert Readout.ROW.serves(Readout.TOP_K)
-    assert Readout.TOP_K.serves(Readout.BEST)
-    assert Readout.BEST.serves(Readout.BEST)
-    assert not Readout.BEST.serves(Readout.TOP_K)
-    assert not Readout.TOP_K.serves(Readout.ROW)
+    assert DeviceSampler.ROW.serves(DeviceSampler.TOP_K)
+    assert DeviceSampler.TOP_K.serves(DeviceSampler.BEST)
+    assert DeviceSampler.BEST.serves(DeviceSampler.BEST)
+    assert not DeviceSampler.BEST.serves(DeviceSampler.TOP_K)
+    assert not DeviceSampler.TOP_K.serves(DeviceSampler.ROW)
 
 
 @pytest.mark.parametrize(
     ("params", "need"),
     [
-        (SamplingParams(), Readout.BEST),
-        (SamplingParams(ignore_eos=True), Readout.BEST),
-        (SamplingParams(temperature=1.0, top_k=1), Readout.BEST),
-        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), Readout.TOP_K),
-        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), Readout.ROW),
-        (SamplingParams(temperature=1.0, top_p=0.9), Readout.ROW),
-        (SamplingParams(presence_penalty=1.0), Readout.ROW),
+        (SamplingParams(), DeviceSampler.BEST),
+        (SamplingParams(ignore_eos=True), DeviceSampler.BEST),
+        (SamplingParams(temperature=1.0, top_k=1), DeviceSampler.BEST),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), DeviceSampler.TOP_K),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
+        (SamplingParams(temperature=1.0, top_p=0.9), DeviceSampler.ROW),
+        (SamplingParams(presence_penalty=1.0), DeviceSampler.ROW),
     ],
 )
-def test_what_a_request_needs(model: Model, params: SamplingParams, need: Readout) -> None:
+def test_what_a_request_needs(model: Model, params: SamplingParams, need: DeviceSampler) -> None:
     sampler = Sampler(params, Vocab(model), [1])
     assert sampler.need is need
     sampler.close()
@@ -421,7 +423,7 @@ def test_what_a_request_needs(model: Model, params: SamplingParams, need: Readou
 def test_draws_from_candidates_follow_the_distribution(model: Model, logits: npt.NDArray[np.float32]) -> None:
     """Top-k, temperature, top-p and min-p by the book, against 20,000 draws from the device's candidates."""
     params = SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05, seed=3)
-    context = make(model, Readout.TOP_K)
+    context = make(model, DeviceSampler.TOP_K)
     rows = decode(context, 1)
     sampler = Sampler(params, Vocab(model), [1])
     drawn = [sampler.sample(rows, 0) for _ in range(20_000)]
@@ -455,9 +457,9 @@ def test_the_best_of_many(n: int, k: int) -> None:
 
 
 def test_the_warm_up_keeps_readouts_that_are_right(model: Model) -> None:
-    context = make(model, Readout.BEST)
+    context = make(model, DeviceSampler.BEST)
     warm_up(context, [1, N_SEQ], 32, choose=False)
-    assert context.readouts.active
+    assert context.samplers.active
     assert time_prompt(context, 32) > 0
     context.close()
 
@@ -465,11 +467,11 @@ def test_the_warm_up_keeps_readouts_that_are_right(model: Model) -> None:
 def test_the_warm_up_gives_up_readouts_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     narrow = Model.__new__(Model)  # bans almost everything
     narrow.__dict__.update(model.__dict__, n_real=3)
-    context = make(narrow, Readout.BEST)
-    context.readouts.n_real = model.n_real
+    context = make(narrow, DeviceSampler.BEST)
+    context.samplers.n_real = model.n_real
     warm_up(context, [1, N_SEQ], 32, choose=False)
     assert "not the best ones" in caplog.text
-    assert not context.readouts.active
+    assert not context.samplers.active
     assert decode(context).logits(0).shape == (model.n_vocab,)
     context.close()
 
@@ -479,24 +481,24 @@ def test_the_warm_up_gives_up_readouts_that_are_wrong(model: Model, caplog: pyte
 def test_a_gpu_reads_out_the_same(nano_f16: Path) -> None:
     """Every kind, against the rows themselves in a batch of the same shape."""
     model = Model(nano_f16)
-    context = make(model, Readout.ROW)
+    context = make(model, DeviceSampler.ROW)
     rows = decode(context)
     whole = np.stack([rows.logits(row) for row in range(len(rows))]).copy()
     real, going_on = allowed(model, whole, ends=True), allowed(model, whole, ends=False)
     close = 0.02 * float(whole.std())
-    context.set_readouts(Readout.BEST)
+    context.set_samplers(DeviceSampler.BEST)
     rows = decode(context)
     for row in range(len(rows)):
         assert real[row].max() - real[row][rows.best(row)] <= close
         assert going_on[row].max() - going_on[row][rows.best_but_end(row)] <= close
-    context.set_readouts(Readout.TOP_K)
+    context.set_samplers(DeviceSampler.TOP_K)
     rows = decode(context)
     for row in range(len(rows)):
         ids, values = rows.candidates(row)
         assert len(set(ids.tolist())) == N_CANDIDATES
         np.testing.assert_allclose(values, real[row][ids], atol=close)
         assert np.sort(real[row])[-N_CANDIDATES] - values.min() <= close
-    context.set_readouts(Readout.GUESS)
+    context.set_samplers(DeviceSampler.GUESS)
     rows = decode(context)
     for row in range(len(rows)):
         chance = 1 / np.exp(whole[row] - whole[row].max()).sum()

@@ -10,8 +10,9 @@ would read all 248,320 logits of a row. Therefore a row is cut into up to 128 bl
 which is reduced to a figure or two. What is left to do, over 128 numbers, is the host's (rows.py): a copy of
 2 KB takes no longer than one of 12 bytes.
 
-What is to come back is decided for a sequence id, not for a request: another kind of readout means building
-llama.cpp's worst-case graphs again. The draw among candidates is the host's, so a readout keeps no state.
+What is to come back is decided for a sequence id, not for a request: another kind of device sampler means
+building llama.cpp's worst-case graphs again. The draw among candidates is the host's, so a device sampler
+keeps no state.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def n_blocks(n_vocab: int) -> int:
     return next(n for n in range(most, 0, -1) if n_vocab % n == 0)
 
 
-class Readout(IntEnum):
+class DeviceSampler(IntEnum):
     """What the host gets for a row. Banned are tokens that only pad the vocabulary."""
 
     BEST = 1
@@ -66,9 +67,13 @@ class Readout(IntEnum):
     ROW = 4
     """The logits, untouched."""
 
-    def serves(self, need: Readout) -> bool:
-        """Whether a sequence id with this readout can run a request that needs `need`."""
-        return self is need or self is Readout.ROW or (self is Readout.TOP_K and need is Readout.BEST)
+    def serves(self, need: DeviceSampler) -> bool:
+        """Whether a sequence id with this device sampler can run a request that needs `need`."""
+        return (
+            self is need
+            or self is DeviceSampler.ROW
+            or (self is DeviceSampler.TOP_K and need is DeviceSampler.BEST)
+        )
 
 
 class _Constants(NamedTuple):
@@ -112,13 +117,13 @@ class _Whole(NamedTuple):
     row_bytes: int
 
 
-class Readouts:
+class DeviceSamplers:
     """A sampler for each of a context's sequence ids 0 to `n` - 1; it reads out a `kind`.
 
     `configs` goes into the parameters of the context to be made, which must be freed before `close`.
     """
 
-    def __init__(self, model: Model, n: int, kind: Readout) -> None:
+    def __init__(self, model: Model, n: int, kind: DeviceSampler) -> None:
         self.kinds = [kind] * n
         self.active = n > 0
         """Whether rows are read out on the device at all."""
@@ -135,18 +140,21 @@ class Readouts:
         self._constants: _Constants | None = None
         self._memory = self._buffer = 0
         self._whole: _Whole | None = None
-        self._slabs: dict[Readout, dict[int, _Outputs]] = {kind: {} for kind in Readout}
+        self._slabs: dict[DeviceSampler, dict[int, _Outputs]] = {kind: {} for kind in DeviceSampler}
         """What all rows of a slab have in common in the graph being built."""
         callbacks = {
-            "name": ggml.Name(lambda _: b"readout"),
+            "name": ggml.Name(lambda _: b"device sampler"),
             "apply": ggml.Apply(lambda _sampler, _candidates: None),
             "backend_init": ggml.BackendInit(self._prepare),
         }
         # called for every sampler before any of them builds: once is enough, and sequence 0 is always there
         reset = ggml.BackendReset(self._reset)
-        build = {kind: ggml.BackendApply(self._builder(kind)) for kind in Readout}
+        build = {kind: ggml.BackendApply(self._builder(kind)) for kind in DeviceSampler}
         self._interfaces = [
-            {kind: ggml.SamplerInterface(**callbacks, **more, backend_apply=build[kind]) for kind in Readout}
+            {
+                kind: ggml.SamplerInterface(**callbacks, **more, backend_apply=build[kind])
+                for kind in DeviceSampler
+            }
             for more in ({"backend_reset": reset}, {})
         ]
         self._chains = [self._chain(sequence) for sequence in range(n)]
@@ -155,19 +163,20 @@ class Readouts:
             self.configs[sequence].seq_id = sequence
             self.configs[sequence].sampler = chain
 
-    def attach(self, context: int, sequence: int, kind: Readout) -> None:
-        """Give a sequence id another readout. The next decode builds llama.cpp's worst-case graphs anew."""
+    def attach(self, context: int, sequence: int, kind: DeviceSampler) -> None:
+        """Give a sequence id another device sampler. The next decode builds llama.cpp's worst-case graphs
+        anew."""
         old, self.kinds[sequence] = self._chains[sequence], kind
         self._chains[sequence] = self._chain(sequence)
         ggml.set_sampler(context, sequence, self._chains[sequence])
         ggml.sampler_free(old)
 
-    def attach_all(self, context: int, kind: Readout | None) -> None:
+    def attach_all(self, context: int, kind: DeviceSampler | None) -> None:
         """The same for every sequence id. None: sample nothing on the device, give every row back whole."""
         for sequence in range(len(self.kinds)):
             if kind is None:
                 ggml.set_sampler(context, sequence, None)
-                self.kinds[sequence] = Readout.ROW
+                self.kinds[sequence] = DeviceSampler.ROW
             else:
                 self.attach(context, sequence, kind)
         self.active = bool(self.kinds) and kind is not None
@@ -210,7 +219,7 @@ class Readouts:
     def _refuse(self, device: int) -> None:
         memory = ggml.init(ggml.InitParams(256 * ggml.tensor_overhead(), None, True))
         logits = ggml.new_tensor(memory, ggml.F32, self._n_vocab, 2)
-        for kind in Readout:
+        for kind in DeviceSampler:
             outputs = self._outputs(memory, kind, logits, 2)
             for tensor in filter(None, (outputs.figures, outputs.candidates, outputs.values)):
                 missing = self._missing(device, tensor)
@@ -266,7 +275,7 @@ class Readouts:
         for slabs in self._slabs.values():
             slabs.clear()
 
-    def _builder(self, kind: Readout) -> Callable[[int, int, int, int], None]:
+    def _builder(self, kind: DeviceSampler) -> Callable[[int, int, int, int], None]:
         """Adds one row's outputs to the graph: views of what is computed for its whole slab.
 
         Called for each sequence id, with row 0 for those that have none: up to 160 times for a graph, so only
@@ -289,7 +298,7 @@ class Readouts:
                 index = place[1] // whole.row_bytes
                 if index >= whole.n_rows:
                     return
-                if kind is Readout.ROW:
+                if kind is DeviceSampler.ROW:
                     outputs[logits] = view_1d(memory, whole.logits, whole.n_vocab, place[1])
                     return
                 at = index % SLAB
@@ -318,19 +327,19 @@ class Readouts:
         self._whole = _Whole(source, logits, n, size, 4 * size)
         return self._whole
 
-    def _slab(self, memory: int, kind: Readout, whole: _Whole, start: int) -> _Outputs:
+    def _slab(self, memory: int, kind: DeviceSampler, whole: _Whole, start: int) -> _Outputs:
         n, size, logits = min(SLAB, whole.n_rows - start), whole.n_vocab, whole.logits
         if n < whole.n_rows:
             logits = ggml.view_2d(memory, logits, size, n, whole.row_bytes, whole.row_bytes * start)
         return self._outputs(memory, kind, logits, n)
 
-    def _outputs(self, memory: int, kind: Readout, logits: int, n: int) -> _Outputs:
+    def _outputs(self, memory: int, kind: DeviceSampler, logits: int, n: int) -> _Outputs:
         """What is read out of `logits` [n_vocab, n], without the rows around them."""
         size = int(ggml.Tensor.from_address(logits).ne[0])
         blocks = n_blocks(size)
         width, count = size // blocks, blocks * n
         pieces = ggml.reshape_3d(memory, logits, width, count, 1)
-        if kind is Readout.GUESS:
+        if kind is DeviceSampler.GUESS:
             best, places = best_places(memory, pieces, width, count)
             values = at_places(memory, pieces, width, count, places)
             chances = at_places(memory, ggml.soft_max(memory, pieces), width, count, places)
@@ -342,7 +351,7 @@ class Readouts:
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
         sums = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
-        if kind is Readout.TOP_K:
+        if kind is DeviceSampler.TOP_K:
             allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
             k = min(N_CANDIDATES, size)
             return _Outputs(sums, blocks, *top_k(memory, allowed, constants.ids, k), k)
