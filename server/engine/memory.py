@@ -66,12 +66,12 @@ FEW_CHECKPOINTS = 16
 
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
-has: 128 of a prompt took 19 ms on an H200, 512 took 44 (bench/results/2026-11-21-h200/prefix-cost.json)."""
+has: 128 of a prompt took 19 ms on an H200, 512 took 44."""
 
 PASSES, BATCH_CPU = 4, 2_048
 """Passes in a step on a GPU, and tokens in one without, when nobody says how many. With several in a call,
 llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
-two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200 (bench/README.md)."""
+two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200."""
 
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""

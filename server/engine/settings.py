@@ -80,11 +80,11 @@ class SchedulerSettings(Section, title="scheduler"):
     """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
     if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """a prefill step holds running answers up no longer than this; 0.75 gives 7% more throughput at 64
-    requests at once (bench/README.md)"""
+    """a prefill step holds running answers up no longer than this; more gives more throughput where many
+    requests arrive at once"""
     prefill_budget: int = Field(0, ge=0)
-    """most prompt tokens in a step; 0: on a GPU as many as it reads in prefill_seconds, measured at start, in
-    whole passes, at least one; 128 without a GPU"""
+    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds,
+    measured at start, and without a GPU no more than 128"""
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
     logits, or on the host; auto: measured at start, without a GPU the host"""

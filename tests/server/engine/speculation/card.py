@@ -37,7 +37,7 @@ ANYONE = 100_000
 
 
 def h200(n: int, length: int) -> float:
-    """About what the synthetic 4B at Q4_K_M took there, graphs being there already (bench/README.md)."""
+    """About what the synthetic 4B at Q4_K_M took there, graphs being there already."""
     if n == 1:
         return 1e-3 * float(np.interp(length, (1, 2, 9, 16, 64, 128), (3.6, 3.84, 4.6, 9, 17, 36)))
     plain = float(np.interp(n, (1, 2, 4, 8, 16, 32, 64), (3.6, 4.0, 5.3, 7.5, 9.1, 13.4, 21.3)))
