@@ -4,8 +4,8 @@
 
 builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
 lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake. Programs
-are patched as the server's llama.cpp is (patches/README.md); with PATCHES=0 in the environment they are stock
-and have a folder of their own.
+are patched as the server's llama.cpp is (patches/README.md), but peers are stock; PATCHES=0 or 1 in the
+environment decides otherwise. Each kind has a folder of its own.
 """
 
 import hashlib
@@ -51,18 +51,18 @@ def llama_cpp_sources() -> Path:
     return sources
 
 
-def build_programs(names: Sequence[str], flavour: Flavour = "cpu") -> Path:
+def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: bool = True) -> Path:
     """Build llama.cpp programs such as llama-quantize, those that are missing; the folder they are in.
 
-    Raises BenchError when the sources cannot be fetched or do not build.
+    PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when the sources cannot be fetched or do not build.
     """
     sources = llama_cpp_sources()
-    queue, patched = _patches()
+    queue, options = _patches(patched)
     build = sources.parents[1] / (("build" if flavour == "cpu" else f"build-{flavour}") + queue)
     with _alone():
         if missing := [name for name in names if not (build / "bin" / name).is_file()]:
             print(f"building {', '.join(missing)} ({flavour}): some minutes, once", file=sys.stderr)
-            _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *patched, *_backend(flavour))
+            _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *options, *_backend(flavour))
             jobs = str(len(os.sched_getaffinity(0)))
             _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
     return build / "bin"
@@ -97,10 +97,10 @@ def _card_architectures() -> str:
     return ";".join(sorted(found)) if done.returncode == 0 else ""
 
 
-def _patches() -> tuple[str, list[str]]:
-    """What a build folder's name ends in and cmake's options: patched, or stock with PATCHES=0."""
+def _patches(patched: bool) -> tuple[str, list[str]]:
+    """What a build folder's name ends in and cmake's options."""
     options = [f"-DCMAKE_PROJECT_INCLUDE={PATCHES / 'apply.cmake'}"]
-    if os.environ.get("PATCHES", "1") == "0":
+    if os.environ.get("PATCHES", str(int(patched))) == "0":
         return "", [*options, "-DLLAMA_PATCHES=OFF"]
     queue = b"".join(patch.read_bytes() for patch in sorted((PATCHES / "llama.cpp").glob("*.patch")))
     return f"-patched-{hashlib.sha256(queue).hexdigest()[:12]}", [*options, "-DLLAMA_PATCHES=ON"]

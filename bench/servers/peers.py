@@ -242,7 +242,7 @@ def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -
         needed += [BATCHES]
     binaries = who.binaries
     if needed and binaries is None:
-        binaries = build_programs(needed, this_machines_flavour())
+        binaries = build_programs(needed, this_machines_flavour(), patched=False)
     tokens, most = size
     slots = who.slots or most
     return Setup(
