@@ -54,7 +54,8 @@ def llama_cpp_sources() -> Path:
 def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: bool = True) -> Path:
     """Build llama.cpp programs such as llama-quantize, those that are missing; the folder they are in.
 
-    PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when the sources cannot be fetched or do not build.
+    PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when
+    the sources cannot be fetched or do not build.
     """
     sources = llama_cpp_sources()
     queue, options = _patches(patched)
