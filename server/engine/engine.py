@@ -117,7 +117,10 @@ class Engine:
             raise PromptTooLong(len(ids), self.context_size)
         checked: list[int] = []
         for start in range(0, len(ids), PIECE):
-            piece = np.asarray(ids[start : start + PIECE])
+            try:
+                piece = np.asarray(ids[start : start + PIECE])
+            except ValueError:  # lists in it, of different lengths
+                raise InvalidPrompt("the prompt must be a list of token ids (integers)") from None
             if not np.issubdtype(piece.dtype, np.integer) or piece.ndim != 1:
                 raise InvalidPrompt("the prompt must be a list of token ids (integers)")
             outside = np.flatnonzero((piece < 0) | (piece >= self.vocab.size))
@@ -316,14 +319,10 @@ class Engine:
         if sequence is None:  # it never came so far
             self._close(generation, done, [])
             return
-        try:
-            self._scheduler.remove(sequence, failed=isinstance(done, Exception))
-        finally:
-            unsent = [
-                token for output in self._news if output.sequence is sequence for token in output.tokens
-            ]
-            self._news = [output for output in self._news if output.sequence is not sequence]
-            self._finish(sequence, done, unsent)
+        self._scheduler.remove(sequence, failed=isinstance(done, Exception))
+        unsent = [token for output in self._news if output.sequence is sequence for token in output.tokens]
+        self._news = [output for output in self._news if output.sequence is not sequence]
+        self._finish(sequence, done, unsent)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
         """A sequence has left the scheduler: free what it has, and tell its listener, of `tokens` too."""

@@ -26,6 +26,7 @@ No llama.cpp here: the scheduler counts cells, the runner fills them.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from .prefix_cache import PrefixCache
     from .sequence import FinishReason, Sequence
     from .states import StateStore
+
+log = logging.getLogger(__name__)
 
 GROWTH = 64
 """Cells that admission leaves free for each running sequence: fewer would invite preemption at once."""
@@ -111,7 +114,10 @@ class Scheduler:
             self._last = None
             self.running.remove(sequence)
             if not failed:
-                self._cache.cache_finished(sequence)
+                try:
+                    self._cache.cache_finished(sequence)
+                except Exception:  # what is kept for others is worth nobody's place
+                    log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -153,7 +159,7 @@ class Scheduler:
             if not chunk.samples:
                 self._cache.cache_unfinished(sequence)
                 continue
-            sequence.decoding = True
+            sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
             if not isinstance(tokens, list):
                 finished.append(Output(sequence, [], tokens or RuntimeError("nothing was sampled")))
                 continue

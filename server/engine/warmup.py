@@ -63,7 +63,7 @@ def time_prompt(context: Context, length: int) -> float:
 def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
     """Prompt tokens for a step of so many seconds, `each` taking so long; at most `most`.
 
-    More than a `ubatch` only in whole ones: a part of one takes as many launches.
+    More than a `ubatch` is rounded down to whole ones: a part of one takes as many launches.
     """
     tokens = int(seconds / each)
     if tokens > ubatch:

@@ -302,7 +302,11 @@ class PrefixCache:
     def _hold(self, node: Node, source: int) -> None:
         """Take a checkpoint of the sequence id `source`."""
         holder = self._take_id(node)
-        self._states.copy(source, holder)
+        try:
+            self._states.copy(source, holder)
+        except LlamaError as error:
+            self._lost_copy(holder, "a checkpoint of %d tokens could not be taken: %s", node.depth, error)
+            return
         node.holder = holder
         self._held[node] = None
         self._checkpoints += 1
@@ -323,9 +327,7 @@ class PrefixCache:
         try:
             self._states.restore(holder, saved)
         except LlamaError as error:
-            self._failed_copies += 1
-            log.warning("a checkpoint of %d tokens could not be restored: %s", node.depth, error)
-            self._free.append(holder)
+            self._lost_copy(holder, "a checkpoint of %d tokens could not be restored: %s", node.depth, error)
             if node.saved is not None:
                 self._host.discard(node)
             return False
@@ -357,12 +359,19 @@ class PrefixCache:
         """Copy a checkpoint to host memory; one that can not be copied is lost, and nothing else."""
         try:
             saved = self._states.save(holder)
-        except (LlamaError, MemoryError) as error:
+        except Exception as error:
             self._failed_copies += 1
             log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
             return
         for lost in self._host.put(node, saved):
             self._tree.prune(lost)
+
+    def _lost_copy(self, holder: int, text: str, *about: object) -> None:
+        """A copy into a sequence id failed; the id holds nothing."""
+        self._failed_copies += 1
+        log.warning(text, *about)
+        self._states.free(holder)
+        self._free.append(holder)
 
     def _touch(self, node: Node) -> None:
         del self._held[node]

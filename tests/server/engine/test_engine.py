@@ -161,7 +161,7 @@ async def test_graphs_may_be_built_with_the_lock_held(nano_f32: Path) -> None:
             held += hold
             decode(n, hold=hold)
 
-        engine._parts.context.decode = counted  # type: ignore[method-assign]
+        engine._parts.context.decode = counted  # type: ignore[method-assign,assignment]
         assert await ask_all(engine, requests) == expected
         assert held >= len(requests) - 1, "each that ends leaves another shape"
 

@@ -233,13 +233,15 @@ class World:
 
     def newcomer(self, slot: int) -> Sequence:
         one = sequence([self.rng.randrange(ANYONE) for _ in range(20)], 10**6)
-        one.slot, one.cached = slot, len(one.tokens) - 1
+        one.slot, one.computed = slot, len(one.tokens) - 1
+        one.begun = one.decoding = True
         return one
 
     def propose(self) -> Batch:
         """The next batch, with its drafts."""
-        chunks = [Chunk(one, one.cached, one.pending, True, False) for one in self.sequences]
-        batch = Batch(chunks, 2000)
+        batch = Batch(draft_room=2000)
+        for one in self.sequences:
+            batch.add(one, one.pending)
         self.speculator.propose(batch)
         return batch
 
@@ -254,7 +256,7 @@ class World:
         held = self.speculator.verify(batch, sampled, self.card.decode(batch))
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
-            chunk.sequence.cached = length
+            chunk.sequence.computed = length
         self.tokens += sum(map(len, sampled))
         self.lengths.append(sum(len(chunk.draft) for chunk in batch.chunks))
         return self.lengths[-1]
@@ -277,12 +279,12 @@ class World:
         return max(gains)
 
     def _rehearse(self, n: int, rows: int) -> None:
-        chunks = []
+        batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)
-            one.slot = slot
-            chunks.append(Chunk(one, 0, 1, True, False, [0] * (rows - 1)))
-        batch = Batch(chunks, 2000)
+            one.slot, one.begun, one.decoding = slot, True, True
+            batch.add(one, 1)
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
         self.speculator.verify(batch, [[1] for _ in range(n)], self.card.decode(batch))
 
 

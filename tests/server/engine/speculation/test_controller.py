@@ -274,7 +274,7 @@ def repeating(world: World, right: float) -> None:
     world.head.right = right
     for one in world.sequences:
         one.tokens[:] = [one.slot or 0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] * 8
-        one.cached = len(one.tokens) - 1
+        one.computed = len(one.tokens) - 1
 
 
 @pytest.mark.parametrize("right", [0.7, 0.3])
@@ -301,7 +301,7 @@ def test_a_crowd_that_copies_gains() -> None:
     repeating(world, 1.0)
     for one in world.sequences:
         one.tokens[:] = one.tokens * 3
-        one.cached = len(one.tokens) - 1
+        one.computed = len(one.tokens) - 1
     batch = world.propose()
     assert {chunk.drafter for chunk in batch.chunks} == {"ngram"}
     assert len({chunk.n_tokens for chunk in batch.chunks}) == 1, "one number of rows, one pass"
@@ -338,7 +338,7 @@ def test_text_that_repeats_is_drafted_without_the_head() -> None:
     world = World(ngram=True)
     [one] = world.sequences
     one.tokens[:] = [7, 8, 9, 10] * 30
-    one.cached = len(one.tokens) - 1
+    one.computed = len(one.tokens) - 1
     [chunk] = world.propose().chunks
     assert chunk.draft == ([7, 8, 9, 10] * 30)[: len(chunk.draft)]
     assert len(chunk.draft) > 10
@@ -357,7 +357,7 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     [one] = world.sequences
     copied = [*range(10**6, 10**6 + match)]
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
-    one.cached = len(one.tokens) - 1
+    one.computed = len(one.tokens) - 1
     draft = max((world.propose().chunks[0].draft for _ in range(SPARSE)), key=len)
     assert draft == ([*range(10**6 + 500, 10**6 + 500 + len(draft))])
     assert bool(draft) is drafts
@@ -369,7 +369,7 @@ def test_text_that_hardly_repeats_leaves_the_head_its_graph() -> None:
     [one], rng = world.sequences, random.Random(0)
     world.gain(50)
     one.tokens += [1, 2, 3, *(rng.randrange(ANYONE) for _ in range(20)), 1, 2, 3]
-    one.cached = len(one.tokens) - 1
+    one.computed = len(one.tokens) - 1
     [chunk] = world.propose().chunks
     assert chunk.drafter == "mtp"
 
@@ -399,7 +399,7 @@ def test_a_processor_on_which_rows_cost_what_steps_do_loses_next_to_nothing(righ
         if rng.random() < 0.3:  # it goes on with something that was there before
             start = rng.randrange(len(one.tokens) - 8)
             one.tokens += one.tokens[start : start + rng.choice([3, 4, 7])]
-            one.cached = len(one.tokens) - 1
+            one.computed = len(one.tokens) - 1
         world.step()
     plain = world.card.table(1, 1)
     assert world.tokens / world.card.now * plain > 0.985

@@ -87,7 +87,7 @@ def test_a_way_back_that_fails_has_the_sequence_read_again() -> None:
         pass
     assert world.states.freed == [0]
     [one] = world.sequences
-    assert one.cached == 0
+    assert one.computed == 0
     assert world.speculator.stats()["mtp"].failed == 1
 
 
