@@ -6,6 +6,9 @@ from bench.servers.counters import COUNTED, DRAFTS, ENGINE, STEPS
 from bench.store import Results
 from bench.terminal import Cell, Table
 
+ROWS = r", \d+ rows$"
+"""Of a cell's name: how many rows its steps sampled, which the store tells apart and the table does not."""
+
 
 def without_counters(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that are of requests."""
@@ -23,12 +26,13 @@ def step_tables(results: Results) -> list[Table]:
 
 def _steps(frame: pd.DataFrame) -> Table | None:
     lines: list[list[Cell]] = []
-    for where, total in _sums(frame, STEPS):
+    kinds = frame.assign(cell=frame["cell"].str.replace(ROWS, "", regex=True))
+    for where, total in _sums(kinds, STEPS):
         steps = total["steps"]
         line: list[Cell] = [where, round(steps), total["step_tokens"] / steps]
         line += [total.get(part, 0.0) / steps for part in ("device_time", "host_time", "overlapped_time")]
         lines.append(line)
-    header = ["server, load, kind, rows sampled up to", "steps", "tokens a step", "device ms"]
+    header = ["server, load, kind", "steps", "tokens a step", "device ms"]
     header += ["host ms", "overlapped ms"]
     notes = [
         "means of a step; device: in llama_decode and waiting for it; host: all else, while a GPU is idle",
