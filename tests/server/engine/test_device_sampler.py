@@ -464,7 +464,8 @@ def test_the_warm_up_keeps_device_sampler_that_are_right(model: Model) -> None:
     context.close()
 
 
-def test_the_warm_up_gives_up_device_sampler_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warm_up_gives_up_device_sampler_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) ->
+None:
     narrow = Model.__new__(Model)  # bans almost everything
     narrow.__dict__.update(model.__dict__, n_real=3)
     context = make(narrow, DeviceSampler.BEST)
