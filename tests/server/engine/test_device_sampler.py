@@ -456,7 +456,7 @@ def test_the_best_of_many(n: int, k: int) -> None:
     np.testing.assert_array_equal(-np.sort(-values[found]), best)
 
 
-def test_the_warm_up_keeps_device_sampler_that_are_right(model: Model) -> None:
+def test_the_warm_up_keeps_samplers_that_are_right(model: Model) -> None:
     context = make(model, DeviceSampler.BEST)
     warm_up(context, [1, N_SEQ], 32, choose=False)
     assert context.samplers.active
@@ -464,8 +464,7 @@ def test_the_warm_up_keeps_device_sampler_that_are_right(model: Model) -> None:
     context.close()
 
 
-def test_the_warm_up_gives_up_device_sampler_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) ->
-None:
+def test_the_warm_up_gives_up_samplers_that_are_wrong(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     narrow = Model.__new__(Model)  # bans almost everything
     narrow.__dict__.update(model.__dict__, n_real=3)
     context = make(narrow, DeviceSampler.BEST)
