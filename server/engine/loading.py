@@ -10,7 +10,7 @@ from . import warmup
 from .batch import Batch
 from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
-from .llama import Context, Model, supports_gpu
+from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .memory import context_options, head_options, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache
@@ -74,6 +74,7 @@ class Parts:
     def __init__(self, plan: MemoryPlan, profile: StepProfile) -> None:
         settings, spec = plan.settings, plan.spec
         self._plan = plan
+        log.info("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = Model(
             settings.model,
             n_gpu_layers=settings.n_gpu_layers,

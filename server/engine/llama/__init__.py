@@ -9,6 +9,7 @@ from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
 from .log import set_up, tapped_log
 from .model import Model
+from .patches import patches
 from .pipe import wake
 from .rows import Rows
 from .samplers import SamplerChain
@@ -24,6 +25,7 @@ __all__ = [
     "Rows",
     "SamplerChain",
     "devices",
+    "patches",
     "row_bytes",
     "set_up",
     "supports_gpu",
