@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MOST = 1
 """Sequences that it drafts for at once. For eight, an H200 gave 743, 731 and 715 tok/s with the head beside
-749, 767 and 720 without; for two and four, 433 and 1,356 beside 443 and 688 where every draft is right, 460 and
-691 beside 435 and 701 where 80% are (synthetic model, one run each)."""
+749, 767 and 720 without; for two and four, 433 and 1,356 beside 443 and 688 where every draft is right, 460
+and 691 beside 435 and 701 where 80% are (synthetic model, one run each)."""
 
 KINDS: Mapping[str, float] = {"mtp": 0.7}
 
