@@ -47,7 +47,7 @@ MIN_RESTORE = 128
 
 
 @dataclass(slots=True, eq=False)
-class _Track:
+class _PromptPath:
     """Where a request's prompt lies in the tree."""
 
     end: Node
@@ -92,7 +92,7 @@ class PrefixCache:
         self._tree = Tree()
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
-        self._tracks: dict[Sequence, _Track] = {}
+        self._paths: dict[Sequence, _PromptPath] = {}
         self._ghost, self._again = GhostCache(), 1.0
         """And the share of prompt tokens that had been read before, of late."""
         self._hits = self._misses = self._tokens_saved = 0
@@ -112,7 +112,7 @@ class PrefixCache:
             node.marks += 1
             marks.append(node)
         node.is_end = node.parent is not None
-        self._tracks[sequence] = _Track(node, marks)
+        self._paths[sequence] = _PromptPath(node, marks)
         if best := self._deepest_held(node):
             self._touch(best)
 
@@ -141,7 +141,7 @@ class PrefixCache:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
         if not self.enabled:
             return False
-        own = self._tracks[sequence].end
+        own = self._paths[sequence].end
         best = self._deepest_held(own)
         needed = MIN_GAIN + (best.depth if best else 0)
         shared = {node for node in own.path() if node.depth >= needed and (node.children or node.marks > 1)}
@@ -160,7 +160,7 @@ class PrefixCache:
         """Take a checkpoint if the sequence has just come to where one is wanted."""
         if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
             return
-        for node in self._tracks[sequence].end.path():
+        for node in self._paths[sequence].end.path():
             if node.depth == sequence.computed and node.holder is None:
                 if node in self._cuts(sequence, since=sequence.computed - 1):
                     self._hold(node, sequence.slot)
@@ -176,7 +176,7 @@ class PrefixCache:
             return  # the last: drafts behind the end were computed too, and can not be taken back
         if self.running > CROWD and depth > self._budget():
             return  # it would go again soon
-        end = self._tracks[sequence].end
+        end = self._paths[sequence].end
         start = end if depth >= end.depth else self._tree.root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
         best = self._deepest_held(node)
@@ -189,7 +189,7 @@ class PrefixCache:
 
     def forget(self, sequence: Sequence) -> None:
         """A request is over, wherever it was: only what it left behind stays."""
-        track = self._tracks.pop(sequence, None)
+        track = self._paths.pop(sequence, None)
         for node in track.marks if track else ():
             node.marks -= 1
             self._tree.prune(node)
@@ -232,7 +232,7 @@ class PrefixCache:
 
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
-        best = self._deepest_held(self._tracks[sequence].end) if self.enabled else None
+        best = self._deepest_held(self._paths[sequence].end) if self.enabled else None
         return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
 
     def stats(self) -> PrefixStats:
@@ -266,7 +266,7 @@ class PrefixCache:
         """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
         since = sequence.computed if since is None else since
         previous = 0
-        for node in reversed([*self._tracks[sequence].end.path()]):
+        for node in reversed([*self._paths[sequence].end.path()]):
             if node.holder is not None:
                 previous = node.depth
             elif node.depth > since and self._is_wanted(node, previous):
@@ -291,7 +291,7 @@ class PrefixCache:
 
     def _source(self, sequence: Sequence) -> Node | None:
         """The node to start from; one that is only in host memory is brought back if that pays."""
-        end = self._tracks[sequence].end
+        end = self._paths[sequence].end
         held = self._deepest_held(end)
         worth = MIN_RESTORE + (held.depth if held else 0)
         saved = next((node for node in end.path() if node.saved is not None), None)
