@@ -132,7 +132,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert not engine._open
     assert not engine._sequences
     assert not engine._listeners
-    assert not parts.cache._tracks
+    assert not parts.cache._paths
     assert not parts.states._rollback._held
     assert not speculator._alive
     held = {node.holder: node.depth for node in parts.cache._held}
