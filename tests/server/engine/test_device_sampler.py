@@ -128,7 +128,7 @@ def test_candidates_are_the_best_tokens_with_their_logits(
 ) -> None:
     """Sorted as a whole, and by blocks, once, twice or more."""
     monkeypatch.setattr("server.engine.llama.top_k.SORTABLE", sortable)
-    for module in ("device sampler", "rows"):
+    for module in ("device_sampler", "rows"):
         monkeypatch.setattr(f"server.engine.llama.{module}.N_CANDIDATES", k)
     context = make(model, DeviceSampler.TOP_K)
     rows = decode(context)

@@ -315,15 +315,15 @@ def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
 def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
     card(23 * GIB)
     gpu, host = four_b_plan(speculation="both").usages
-    assert (gpu.hidden, host.hidden) == (0, (8 * 2 * 512 + 32 * 128) * 2560 * 4)
+    assert (gpu.hidden, host.hidden) == (0, ((8 + 32) * 128 + 2 * 2 * 512) * 2560 * 4)
     assert host.total == sum([host.weights, host.compute, host.cells, host.hidden])
     assert four_b_plan(speculation="ngram").usages[1].hidden == 0
-    assert re.search(r"hidden states for the MTP head +- +120 MiB", str(four_b_plan(speculation="both")))
+    assert re.search(r"hidden states for the MTP head +- +70.0 MiB", str(four_b_plan(speculation="both")))
 
 
 def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> None:
     card(200 * GIB)
-    wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 32_768}
+    wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 2**20}
     with pytest.raises(DoesNotFit, match=r"CPU: .*mtp_window=\d+") as caught:
         four_b_plan(**wanted)
     assert re.search(r"hidden states for the MTP head +- +40.\d GiB", str(caught.value))
@@ -333,9 +333,6 @@ def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> 
     four_b_plan(**{**wanted, "mtp_window": window})
     with pytest.raises(DoesNotFit):
         four_b_plan(**{**wanted, "mtp_window": window + 1})
-    fewer = re.search(r"parallel=(\d+)", str(caught.value))
-    assert fewer
-    four_b_plan(**{**wanted, "parallel": int(fewer[1])})
 
 
 @pytest.mark.parametrize("cells", [99_999_999_999, 100_000_000, 30_000_000])
