@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 400
 """Rows that may be read out more widely than needed before slots get narrower device samplers: what a change
-costs, all graphs being planned anew, over what a whole row costs (`python -m bench engine sampling`)."""
+costs, all graphs being planned anew, over what a whole row costs (`qwen-bench sampling-cost`)."""
 
 
 class Runner:
