@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
+    from server.engine.batch import Batch
     from server.engine.sequence import Sequence
     from server.engine.speculation import DraftRequest
 
@@ -217,3 +218,19 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
         assert (await ask(engine, Request(prompt, 30))).tokens == best.tokens, (
             "what the draft left is no answer"
         )
+
+
+async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f32: Path) -> None:
+    prompt = [300, 301, 302, 303] * 12
+    drafts: list[list[int]] = []
+    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
+        expected = await ask(engine, Request(prompt, 8))
+        launch = engine._runner.launch
+
+        def watched(batch: Batch) -> None:
+            drafts.extend(chunk.draft for chunk in batch.chunks)
+            launch(batch)
+
+        engine._runner.launch = watched  # type: ignore[method-assign]
+        assert await ask(engine, Request(prompt, 8)) == expected
+    assert drafts[0][:4] == [300, 301, 302, 303]
