@@ -31,6 +31,14 @@ class Progress:
 
     def __enter__(self) -> Self:
         self._start = self._last_line = time.monotonic()
+        try:
+            self._begin()
+        except BaseException as error:  # an interrupt as it says that it starts: it says that it stops, too
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _begin(self) -> None:
         if self._stream.isatty():
             self._bar = tqdm(
                 desc=self._what,
@@ -42,7 +50,6 @@ class Progress:
             )
         else:
             self._line(f"{self._what}: {quantity(self._total, self._unit)}")
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -225,8 +225,7 @@ def test_an_interrupt_is_not_lost_in_callbacks(
         time.sleep(after_s)
 
     error = interrupted(command, out, sent, reading)
-    if after_s:  # else it may come before there is anything to say of the stage
-        assert "Importance matrix: stopped after" in error
+    assert "Importance matrix: stopped after" in error
     assert "ignored" not in error
     assert not (out / "Random-1B.imatrix.gguf").exists()
 

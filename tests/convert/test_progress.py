@@ -22,6 +22,18 @@ def test_plain_lines_with_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_an_interrupt_at_the_first_line_is_told_too() -> None:
+    class Interrupting(io.StringIO):
+        def flush(self) -> None:
+            if self.getvalue().count("\n") == 1:
+                raise KeyboardInterrupt
+
+    stream = Interrupting()
+    with pytest.raises(KeyboardInterrupt), Progress("Reading", 10, "chunks", stream):
+        pytest.fail("it was interrupted before")
+    assert stream.getvalue().splitlines() == ["Reading: 10 chunks", "Reading: stopped after 0 chunks"]
+
+
 def test_an_interrupted_run_says_how_far_it_came() -> None:
     stream = io.StringIO()
     with pytest.raises(KeyboardInterrupt), Progress("Reading", 10, "chunks", stream) as bar:
