@@ -136,7 +136,8 @@ class Parts:
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
         warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
-        seconds = warmup.time_prompt(context, prefill)
+        drafts = settings.speculation != "off"
+        seconds = warmup.time_prompt(context, prefill) if drafts or not settings.prefill_budget else 0.0
         if not settings.prefill_budget:
             most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
             budget = warmup.prefill_budget(
@@ -144,7 +145,7 @@ class Parts:
             )
             self.scheduler.prefill_budget = budget
             log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
-        if settings.speculation != "off":
+        if drafts:
             spare = MEASURING_GPU if on_gpu else MEASURING_CPU
             self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
         log.info("warm after %.1f s", perf_counter() - started)

@@ -39,11 +39,6 @@ class Rollback:
         self._by_snapshot = self._by_device = False
         """Which way the step goes back."""
 
-    @property
-    def slots(self) -> int:
-        """Slots that may draft: 0 and up."""
-        return len(self._ids)
-
     def rewinds(self, slot: int, n_sequences: int) -> int:
         """Tokens of the longest draft of which a step of so many sequences keeps what is right."""
         return self._context.n_snapshots if n_sequences == 1 and slot < LONE_SLOTS else 0

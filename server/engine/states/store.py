@@ -112,11 +112,6 @@ class StateStore:
 
     # --- drafts --------------------------------------------------------------------------------------------
 
-    @property
-    def drafting_slots(self) -> int:
-        """Slots that may draft: 0 and up."""
-        return self._rollback.slots
-
     def rewinds(self, slot: int, n_sequences: int) -> int:
         """Longest draft in a step of so many sequences that can be taken back keeping what was right."""
         return self._rollback.rewinds(slot, n_sequences)
