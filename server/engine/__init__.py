@@ -16,9 +16,10 @@ from .errors import (
     PromptTooLong,
     QueueFull,
 )
+from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
-from .sampling import SamplingParams
+from .sampling import MAX_LOGPROBS, SamplingParams
 from .sequence import FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .speculation import DraftCounts
@@ -26,6 +27,7 @@ from .stats import EngineStats
 from .vocab import Vocab
 
 __all__ = [
+    "MAX_LOGPROBS",
     "DoesNotFit",
     "DraftCounts",
     "Engine",
@@ -37,6 +39,7 @@ __all__ = [
     "Generation",
     "GenerationError",
     "InvalidPrompt",
+    "Logprobs",
     "MemoryPlan",
     "ModelLoadError",
     "Prompt",
@@ -44,5 +47,6 @@ __all__ = [
     "QueueFull",
     "SamplingParams",
     "Timings",
+    "TokenLogprobs",
     "Vocab",
 ]

@@ -36,7 +36,12 @@ class Chunk:
     places: list[int] = field(default_factory=list)
     """Where its tokens are in llama.cpp's batch; the runner writes this."""
     rows: list[int] = field(default_factory=list)
-    """Which rows of logits are its own, in order; the runner writes this."""
+    """Which rows of logits its tokens are sampled from, in order; the runner writes this."""
+    scored: range = range(0)
+    """Positions in its sequence, which is a prompt there, after which the next token's log-probability is
+    wanted."""
+    scored_rows: list[int] = field(default_factory=list)
+    """The rows of logits of those; the runner writes this."""
 
     @property
     def n_tokens(self) -> int:
@@ -45,8 +50,9 @@ class Chunk:
 
     @property
     def n_rows(self) -> int:
-        """Rows of logits it needs: one after the last pending token, one after each token of the draft."""
-        return 1 + len(self.draft) if self.samples else 0
+        """Rows of logits it needs: one after the last pending token, one after each token of the draft, and
+        those of a prompt that is scored."""
+        return len(self.scored) + (1 + len(self.draft) if self.samples else 0)
 
     @property
     def slot(self) -> int:
@@ -77,6 +83,7 @@ class Batch:
             samples=count == sequence.pending,
             is_prompt=not sequence.decoding,
             decodes=sequence.ready and count == sequence.pending,
+            scored=sequence.unscored(sequence.computed, count) if sequence.logprobs else range(0),
         )
         self.chunks.append(chunk)
         self.n_tokens += count

@@ -23,6 +23,7 @@ from .errors import (
 )
 from .gguf import read_header
 from .loading import Parts, decide
+from .logprobs import Logprobs
 from .memory import plan_memory
 from .outputs import Generation, OutputQueue
 from .profile import StepProfile
@@ -138,11 +139,11 @@ class Engine:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        Without `stream` all tokens are delivered together at the end. Raises ValueError for `max_tokens`
-        below 1, QueueFull and EngineDead.
+        With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
+        Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
         loop = asyncio.get_running_loop()
         room = self.context_size - len(prompt)
         with self._lock:
@@ -154,13 +155,15 @@ class Engine:
                     "try again later"
                 )
             timings = Timings(submitted=perf_counter())
-            generation = Generation(len(prompt), timings, self._request_cancel, stream=stream)
+            logprobs = Logprobs.wanted(params, self.vocab.n_real)
+            generation = Generation(
+                len(prompt), timings, self._request_cancel, stream=stream, logprobs=logprobs
+            )
             if loop not in self._queues:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
-            self._post(
-                generation, partial(self._add, generation, prompt, params, min(max_tokens or room, room))
-            )
+            limit = room if max_tokens is None else min(max_tokens, room)
+            self._post(generation, partial(self._add, generation, prompt, params, limit))
         return generation
 
     def stats(self) -> EngineStats:
@@ -307,7 +310,14 @@ class Engine:
         if generation not in self._open:
             return
         sampler = Sampler(params, self.vocab, prompt.ids)
-        sequence = Sequence(prompt.ids.copy(), max_tokens, sampler, generation.timings, generation.drafts)
+        sequence = Sequence(
+            prompt.ids.copy(),
+            max_tokens,
+            sampler,
+            generation.timings,
+            generation.drafts,
+            generation.logprobs,
+        )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         self._scheduler.add(sequence)
 

@@ -12,7 +12,7 @@ from .errors import DoesNotFit, LlamaError
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
-from .memory import context_options, head_options, uses_mtp, verified_rows
+from .memory import context_options, head_options, scored_rows, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
@@ -120,6 +120,7 @@ class Parts:
             cache=self.cache,
             ends=self.vocab.eog_ids,
             draft_rows=verified_rows(settings),
+            scored_rows=scored_rows(settings),
             place=self.runner.place,
         )
 

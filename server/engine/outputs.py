@@ -14,6 +14,7 @@ from .speculation import DraftCounts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .logprobs import Logprobs
     from .sequence import FinishReason, Timings
 
 
@@ -32,6 +33,7 @@ class Generation:
         cancel: Callable[[Generation], None],
         *,
         stream: bool = True,
+        logprobs: Logprobs | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.drafts = DraftCounts()
@@ -39,6 +41,8 @@ class Generation:
         self.cached_tokens = 0
         """Prompt tokens that did not have to be computed."""
         self.timings = timings
+        self.logprobs = logprobs
+        """What was asked for of the tokens beside them: at least that of those that have arrived."""
         self.stream = stream
         """Tokens are delivered as they come, rather than all at the end."""
         self.finish_reason: FinishReason | None = None

@@ -107,7 +107,7 @@ class Runner:
         for chunk in batch.chunks:
             slot, need = chunk.slot, chunk.sequence.sampler.need
             kind = samplers.kinds[slot]
-            if kind is need or not chunk.samples:
+            if kind is need or not chunk.n_rows:
                 continue
             if kind.serves(need) and patience:
                 self._wasted += 1
@@ -145,11 +145,13 @@ class Runner:
         context.tokens[:n] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
         context.positions[:n] = [chunk.start for chunk in chunks]
         context.sequences[:n] = slots
-        context.outputs[:n] = [chunk.samples for chunk in chunks]
+        context.outputs[:n] = [chunk.n_rows for chunk in chunks]
         for index, chunk in enumerate(chunks):
-            chunk.places, chunk.rows = [index], []
+            chunk.places, chunk.rows, chunk.scored_rows = [index], [], []
             if chunk.samples:
-                self._add_row(chunk, index)
+                self._add_row(chunk, index, chunk.rows)
+            elif chunk.scored:
+                self._add_row(chunk, index, chunk.scored_rows)
 
     def _fill_ubatches(self, chunks: list[Chunk]) -> None:
         """In the order of computation: outputs that came in another would be swapped back, row by row."""
@@ -158,7 +160,7 @@ class Runner:
             chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] + chunk.draft for chunk in chunks
         ]
         for chunk in chunks:
-            chunk.places, chunk.rows = [], []
+            chunk.places, chunk.rows, chunk.scored_rows = [], [], []
         done, start = [0] * len(chunks), 0
         tail = context.n_snapshots + 1 if context.n_snapshots else 0
         for length, taken in ubatches([len(mine) for mine in tokens], context.n_ubatch, tail):
@@ -170,14 +172,19 @@ class Runner:
                 context.sequences[start:end] = chunk.slot
                 context.outputs[start:end] = 0
                 chunk.places += range(start, end)
+                for position in chunk.scored:
+                    if first <= position - chunk.start < first + length:
+                        index = start + position - chunk.start - first
+                        context.outputs[index] = 1
+                        self._add_row(chunk, index, chunk.scored_rows)
                 if chunk.samples:
                     for index in range(start + max(0, chunk.count - 1 - first), end):
                         context.outputs[index] = 1
-                        self._add_row(chunk, index)
+                        self._add_row(chunk, index, chunk.rows)
                 done[i] += length
                 start = end
 
-    def _add_row(self, chunk: Chunk, index: int) -> None:
-        chunk.rows.append(len(self._slots))
+    def _add_row(self, chunk: Chunk, index: int, rows: list[int]) -> None:
+        rows.append(len(self._slots))
         self._slots.append(chunk.slot)
         self._indices.append(index)

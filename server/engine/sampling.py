@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .vocab import Vocab
 
 
+MAX_LOGPROBS = 20
+"""Most alternatives to a token whose log-probabilities are told: OpenAI's limit, and vLLM's unless set."""
+
 ALMOST_ZERO = 1e-5
 """Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
 
@@ -32,7 +35,9 @@ class SamplingParams:
     transformers and vLLM let them see, at any distance: `repetition_penalty` the prompt and the output,
     `presence_penalty` and `frequency_penalty` the output only. (llama-server's look back 64 tokens.)
     With `ignore_eos` no end-of-generation token is ever chosen. The same `seed` gives the same output;
-    without one every request draws its own.
+    without one every request draws its own. `logprobs` and `prompt_logprobs`, where not None, ask for the
+    log-probabilities of each generated token and each token of the prompt, and for so many of the likeliest
+    ones beside it.
     """
 
     temperature: float = 0.0
@@ -44,6 +49,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def require(field: str, ok: bool, wanted: str) -> None:
@@ -57,6 +64,9 @@ class SamplingParams:
         require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        for field in ("logprobs", "prompt_logprobs"):
+            top = getattr(self, field)
+            require(field, top is None or 0 <= top <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
 
     @property
     def is_greedy(self) -> bool:
@@ -89,6 +99,8 @@ class Sampler:
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
         if self._penalties is not None:
             return DeviceSampler.ROW  # any token may become the best
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            return DeviceSampler.ROW  # all of it is added up
         if params.is_greedy:
             return DeviceSampler.BEST
         candidates = params.top_k + (n_ends if params.ignore_eos else 0)

@@ -68,7 +68,8 @@ class Scheduler:
     """Owns queue and slots, and is the only writer of what sequences have computed.
 
     The cells must hold the longest sequence there can be. `place` chooses among the free slots, in ascending
-    order, for a sequence that is admitted. `draft_rows` is the most draft tokens of a step.
+    order, for a sequence that is admitted. `draft_rows` is the most draft tokens of a step, `scored_rows` the
+    most tokens of prompts that leave their rows in one.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Scheduler:
         cache: PrefixCache,
         ends: frozenset[int] = frozenset(),
         draft_rows: int = 0,
+        scored_rows: int = 1,
         place: Callable[[Sequence, ListLike[int]], int] = lowest,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -95,6 +97,7 @@ class Scheduler:
         self._ends = ends
         self._free_slots = list(range(slots))
         self._batch_size, self._ubatch_size, self._draft_rows = batch_size, ubatch_size, draft_rows
+        self._scored_rows = scored_rows
         self._place = place
         self._prefill_is_due = False
         self._last: Batch | None = None
@@ -156,7 +159,7 @@ class Scheduler:
         for chunk, tokens, computed in zip(batch.chunks, sampled, held, strict=True):
             sequence = chunk.sequence
             sequence.computed = computed
-            if not chunk.samples:
+            if tokens is None and not chunk.samples:
                 self._cache.cache_unfinished(sequence)
                 continue
             sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
@@ -165,6 +168,8 @@ class Scheduler:
                 continue
             sequence.timings.first_token = sequence.timings.first_token or now
             new, done = sequence.extend(tokens, self._ends)
+            if sequence.logprobs is not None:
+                sequence.logprobs.keep(sequence.generated + (done == "stop"))
             (finished if done else outputs).append(Output(sequence, new, done))
         again = not finished and batch.is_decode and len(batch.chunks) == len(self.running)
         self._last = batch if again else None
@@ -264,11 +269,13 @@ class Scheduler:
         budget = self.prefill_budget
         if len(prompts) == sum(sequence.begun for sequence in self.running):
             budget = max(budget, self._ubatch_size)
+        rows = self._scored_rows
         for sequence, count in self._divide(min(self._batch_size, budget), prompts).items():
-            fitting = min(count, self._cells.available - batch.n_tokens)
+            fitting = min(count, self._cells.available - batch.n_tokens, _with_rows(sequence, rows))
             if fitting > 0:
                 self._cache.make_room(batch.n_tokens + fitting)
                 batch.add(sequence, fitting)
+                rows -= len(batch.chunks[-1].scored)
 
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens of each prompt: half for the oldest, half for those with less to go.
@@ -298,7 +305,8 @@ class Scheduler:
 
     def _until_cut(self, sequence: Sequence) -> int:
         cut = self._cache.next_checkpoint(sequence)
-        return sequence.pending if cut is None else min(sequence.pending, cut - sequence.computed)
+        until = sequence.pending if cut is None else min(sequence.pending, cut - sequence.computed)
+        return min(until, _with_rows(sequence, self._scored_rows))
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -307,6 +315,12 @@ class Scheduler:
         sequence.slot = None
         sequence.computed = 0
         sequence.begun = sequence.decoding = False
+
+
+def _with_rows(sequence: Sequence, rows: int) -> int:
+    """Most pending tokens that leave no more than so many rows of a prompt that is scored."""
+    scored = sequence.unscored(sequence.computed, sequence.pending)
+    return sequence.pending if len(scored) <= rows else scored.start + rows - sequence.computed
 
 
 def _growth(sequence: Sequence) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from .speculation import DraftCounts
 
 if TYPE_CHECKING:
+    from .logprobs import Logprobs
     from .sampling import Sampler
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -72,6 +73,7 @@ class Sequence:
         "decoding",
         "drafts",
         "limit",
+        "logprobs",
         "prompt_length",
         "reused",
         "sampler",
@@ -87,6 +89,7 @@ class Sequence:
         sampler: Sampler,
         timings: Timings | None = None,
         drafts: DraftCounts | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """`prompt` becomes the sequence's own and grows."""
         self.tokens = prompt
@@ -106,6 +109,20 @@ class Sequence:
         self.timings = timings or Timings(submitted=perf_counter())
         self.drafts = drafts or DraftCounts()
         """What became of draft tokens."""
+        self.logprobs = logprobs
+        """What it has to tell of its tokens beside them, if anything."""
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether all of its prompt has to be computed: what is in a cache has left no rows."""
+        return self.logprobs is not None and self.logprobs.of_prompt
+
+    def unscored(self, start: int, count: int) -> range:
+        """Of `count` positions from `start` on those after which a token of the prompt comes whose
+        log-probability is wanted, and not known yet."""
+        if self.logprobs is None or not self.logprobs.of_prompt:
+            return range(0)
+        return range(max(start, len(self.logprobs.prompt)), min(start + count, self.prompt_length - 1))
 
     @property
     def pending(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .logprobs import log_softmax
+
 if TYPE_CHECKING:
     from .batch import Batch, Chunk, Sampled
     from .llama import Rows
@@ -27,7 +29,7 @@ def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sample
             _accepted(chunk.draft, [best[row] for row in chunk.rows]) if chunk.rows else None
             for chunk in batch.chunks
         ]
-    return [_sample(chunk, rows, ends) if chunk.rows else None for chunk in batch.chunks]
+    return [_sample(chunk, rows, ends) if chunk.n_rows else None for chunk in batch.chunks]
 
 
 def _accepted(draft: list[int], best: list[int]) -> list[int]:
@@ -39,10 +41,21 @@ def _accepted(draft: list[int], best: list[int]) -> list[int]:
 
 def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
     new: list[int] = []
-    sampler = chunk.sequence.sampler
+    sampler, logprobs = chunk.sequence.sampler, chunk.sequence.logprobs
     try:
+        if logprobs is not None:
+            for position, row in zip(chunk.scored, chunk.scored_rows, strict=True):
+                logprobs.add_prompt(log_softmax(rows.logits(row)), chunk.sequence.tokens[position + 1])
+            if not chunk.samples:
+                return None
         for row, proposed in zip(chunk.rows, [*chunk.draft, None], strict=True):
-            token = sampler.sample(rows, row)
+            if logprobs is not None and logprobs.of_answer:
+                # first: the sampler changes the row
+                distribution = log_softmax(rows.logits(row))
+                token = sampler.sample(rows, row)
+                logprobs.add(distribution, token)
+            else:
+                token = sampler.sample(rows, row)
             new.append(token)
             if token != proposed or token in ends:
                 break

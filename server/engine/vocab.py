@@ -82,6 +82,10 @@ class Vocab:
             piece = self._pieces[token] = self._model.piece(token, special=False)
         return piece
 
+    def token_text(self, token: int) -> bytes:
+        """What the token stands for where it is shown by itself: for a control token its name."""
+        return self.token_bytes(token) or self._model.piece(token, special=True)
+
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return token in self.eog_ids

@@ -121,7 +121,7 @@ class PrefixCache:
         if not self.enabled:
             return
         assert sequence.slot is not None
-        node = self._source(sequence)
+        node = None if sequence.reads_all else self._source(sequence)
         if node is not None and node.holder is not None:
             self._states.copy(node.holder, sequence.slot)
             sequence.computed = node.depth
@@ -139,7 +139,7 @@ class PrefixCache:
 
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
-        if not self.enabled:
+        if not self.enabled or sequence.reads_all:
             return False
         own = self._paths[sequence].end
         best = self._deepest_held(own)
@@ -232,7 +232,8 @@ class PrefixCache:
 
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
-        best = self._deepest_held(self._paths[sequence].end) if self.enabled else None
+        reads_all = not self.enabled or sequence.reads_all
+        best = None if reads_all else self._deepest_held(self._paths[sequence].end)
         return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
 
     def stats(self) -> PrefixStats:

@@ -1,0 +1,194 @@
+"""The log-probabilities of tokens are those of the model alone, whatever runs beside them and drafts."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from server.engine import SamplingParams
+from server.engine.logprobs import Logprobs, log_softmax
+from tests.server.engine.helpers import (
+    EXACT,
+    Alone,
+    Request,
+    ask_all,
+    ask_at_once,
+    idle,
+    random_prompt,
+    running,
+    submit,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from server.engine import Engine, Generation
+
+TOP = 20
+CLOSE = 2e-4
+"""The most that a log-probability in F32 moves with the shape of a batch; they are around -8 in nano."""
+
+MIXES: dict[str, dict[str, Any]] = {
+    "plain": {"speculation": "off"},
+    "drafts": {"speculation": "both", "draft_always": True},
+    "tiny chunks": {"prefill_budget": 7, "ubatch_size": 16},
+    "sampled in the graph": {"sampling": "device", "draft_always": True},
+    "no room for all at once": {"ctx_size": 512},
+}
+
+
+class Reference:
+    """Log-probabilities of the model alone, every token of a text in one pass."""
+
+    def __init__(self, path: Path) -> None:
+        self._alone = Alone(path, **EXACT)
+        self._alone.eog = []  # nothing is banned in the model's own distribution
+        self._n_vocab, self._alone.n_real = self._alone.n_real, self._alone.model.n_vocab
+
+    def of(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+        """Shape [len(tokens), n_vocab]: of what follows each token."""
+        return np.stack([log_softmax(row) for row in self._alone.logits(tokens, chunk=512)])
+
+    def close(self) -> None:
+        self._alone.close()
+
+
+@pytest.fixture(scope="module")
+def reference(nano_f32: Path) -> Any:
+    found = Reference(nano_f32)
+    yield found
+    found.close()
+
+
+async def tokens_of(generation: Generation) -> list[int]:
+    return [token async for tokens in generation for token in tokens]
+
+
+def check(reference: Reference, prompt: list[int], answer: list[int], logprobs: Logprobs) -> None:
+    """Each token's own, its rank and the likeliest, of prompt and answer, are the model's."""
+    rows = reference.of([*prompt, *answer])
+    found = [*logprobs.prompt, *logprobs.tokens]
+    expected = [*prompt[1:], *answer]
+    assert [entry.token for entry in found] == expected
+    for row, entry in zip(rows, found, strict=False):
+        assert entry.logprob == pytest.approx(row[entry.token], abs=CLOSE)
+        assert abs(entry.rank - 1 - np.count_nonzero(row > row[entry.token] + CLOSE)) <= np.count_nonzero(
+            np.abs(row - row[entry.token]) <= CLOSE
+        )
+        assert len(entry.top) == TOP
+        best = np.sort(row)[::-1][:TOP]
+        assert [value for _, value in entry.top] == pytest.approx(best.tolist(), abs=CLOSE)
+        assert [value for _, value in entry.top] == pytest.approx([row[i] for i, _ in entry.top], abs=CLOSE)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Reference) -> None:
+    rng = random.Random(mix)
+    prompts = [random_prompt(rng, length) for length in (1, 2, 3, 40, 150, 230)]
+    prompts.append((prompts[3] * 4)[:120])  # something to draft from, and to find in the cache
+    sampled = SamplingParams(
+        temperature=0.7, top_k=30, seed=5, repetition_penalty=1.1, logprobs=TOP, prompt_logprobs=TOP
+    )
+    greedy = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
+    with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
+        noise = [Request(random_prompt(rng, 60), 40, params=SamplingParams(ignore_eos=True))]
+        for params in (greedy, sampled):
+            generations = [submit(engine, Request(prompt, 24, params=params)) for prompt in prompts]
+            await ask_all(engine, noise)
+            for prompt, generation in zip(prompts, generations, strict=True):
+                answer = await tokens_of(generation)
+                logprobs = generation.logprobs
+                assert logprobs is not None
+                if generation.finish_reason == "stop":
+                    answer.append(logprobs.tokens[-1].token)
+                    assert engine.vocab.is_eog(answer[-1])
+                check(reference, prompt, answer, logprobs)
+                assert generation.cached_tokens == 0
+        assert engine.stats().running == 0
+
+
+async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Reference) -> None:
+    prompt = random_prompt(random.Random(1), 12) * 8
+    params = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
+    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
+        generation = submit(engine, Request(prompt, 200, params=params))
+        answer = await tokens_of(generation)
+        assert generation.drafts.accepted > 0, "nothing was drafted: this proves nothing"
+        assert generation.logprobs is not None
+        check(reference, prompt, answer, generation.logprobs)
+
+
+async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (5, 80, 200)]
+    plain = SamplingParams(ignore_eos=True)
+    asked = SamplingParams(ignore_eos=True, logprobs=3, prompt_logprobs=0)
+    with running(nano_f32, **EXACT) as engine:
+        without = await ask_at_once(engine, [Request(prompt, 60, params=plain) for prompt in prompts])
+        beside = await ask_at_once(engine, [Request(prompt, 60, params=asked) for prompt in prompts])
+        await idle(engine)
+    assert [answer.tokens for answer in beside] == [answer.tokens for answer in without]
+
+
+async def test_no_token_is_generated_for_the_prompt_alone(nano_f32: Path, reference: Reference) -> None:
+    prompt = random_prompt(random.Random(4), 100)
+    params = SamplingParams(prompt_logprobs=TOP)
+    with running(nano_f32, **EXACT) as engine:
+        generation = submit(engine, Request(prompt, 0, params=params))
+        assert await tokens_of(generation) == []
+        assert generation.finish_reason == "length"
+        assert generation.logprobs is not None
+        assert generation.logprobs.tokens == []
+        check(reference, prompt, [], generation.logprobs)
+
+
+async def test_a_cached_prompt_is_read_again_and_leaves_its_state(nano_f32: Path) -> None:
+    prompt = random_prompt(random.Random(5), 300)
+    plain = SamplingParams(ignore_eos=True)
+
+    async def cached(engine: Engine, params: SamplingParams) -> int:
+        generation = submit(engine, Request(prompt, 2, params=params))
+        await tokens_of(generation)
+        await idle(engine)
+        return generation.cached_tokens
+
+    with running(nano_f32, **EXACT) as engine:
+        assert await cached(engine, SamplingParams(ignore_eos=True, prompt_logprobs=0)) == 0
+        assert await cached(engine, plain) > 250
+        assert await cached(engine, SamplingParams(ignore_eos=True, prompt_logprobs=0)) == 0
+        assert await cached(engine, SamplingParams(ignore_eos=True, logprobs=5)) > 250
+
+
+async def test_preemption_loses_none(nano_f32: Path, reference: Reference) -> None:
+    rng = random.Random(6)
+    prompts = [random_prompt(rng, 180) for _ in range(4)]
+    params = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
+    with running(nano_f32, **EXACT, ctx_size=768) as engine:
+        generations = [submit(engine, Request(prompt, 200, params=params)) for prompt in prompts]
+        for prompt, generation in zip(prompts, generations, strict=True):
+            answer = await tokens_of(generation)
+            assert generation.logprobs is not None
+            check(reference, prompt, answer, generation.logprobs)
+        assert engine.stats().preemptions > 0, "nobody was preempted: this proves nothing"
+
+
+def test_log_softmax_of_large_logits_and_of_none() -> None:
+    logits = np.array([1000.0, 999.0, -1e30], np.float32)
+    assert np.exp(log_softmax(logits)).sum() == pytest.approx(1)
+    assert log_softmax(logits)[0] == pytest.approx(-np.log(1 + np.exp(-1)))
+    assert logits[0] == 1000
+    for bad in (np.nan, np.inf):
+        with pytest.raises(FloatingPointError):
+            log_softmax(np.array([0.0, bad], np.float32))
+
+
+@pytest.mark.parametrize("value", [-1, 21])
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_how_many_may_be_asked_for(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is {value}; it must be from 0 to 20"):
+        SamplingParams(**{field: value})
