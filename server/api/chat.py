@@ -6,13 +6,14 @@ import asyncio
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import off_loop
 from server.api.serving import ServedRequest, stop_strings
 from server.api.sse import Frame, ending, event, merge
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from fastapi import Request, Response
 
@@ -54,22 +55,32 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
+    vocab = backend.engine.vocab
+    logprobs = [ChatLogprobs(request, vocab, generation) for generation in served.generations]
+    scores = partial(prompt_logprobs, request, vocab, served.generations[0])
+    return await served.respond(
+        http, partial(stream, served, replies, logprobs), partial(collect, served, replies, logprobs, scores)
+    )
 
 
-async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
-    """The whole response object."""
+async def collect(
+    served: ServedRequest,
+    replies: list[Reply],
+    logprobs: list[ChatLogprobs],
+    scores: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """The whole response object; `scores` are those of the prompt, once it has been read."""
     messages = await asyncio.gather(*map(message_of, replies))
     choices = [
         {
             "index": index,
             "message": message,
-            "logprobs": None,
+            "logprobs": told.new(),
             "finish_reason": served.check(reply.finish_reason),
         }
-        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+        for index, (message, reply, told) in enumerate(zip(messages, replies, logprobs, strict=True))
     ]
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores(), **served.extras()}
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
@@ -91,7 +102,9 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     return message
 
 
-async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
+async def stream(
+    served: ServedRequest, replies: list[Reply], logprobs: list[ChatLogprobs]
+) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
@@ -100,11 +113,16 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
     usage = {"usage": None} if served.include_usage else {}
     started: set[int] = set()
 
-    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    def chunk(
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        told: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         if index not in started:
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return {**served.envelope(CHUNK, [choice]), **usage}
 
     @cache
@@ -113,16 +131,17 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
 
     left = len(replies)
     async for index, part in merge([aiter(reply) for reply in replies]):
+        told = logprobs[index].new()
         if part is None:
             left -= 1
-            last = chunk(index, {}, served.check(replies[index].finish_reason))
+            last = chunk(index, {}, served.check(replies[index].finish_reason), told)
             if left:
                 yield event(last)
-        elif index in started and not isinstance(part, ToolCall):
+        elif index in started and told is None and not isinstance(part, ToolCall):
             [(field, text)] = delta_of(part).items()
             yield frame(index, field).filled(text)
         else:
-            yield event(chunk(index, delta_of(part)))
+            yield event(chunk(index, delta_of(part), told=told))
     total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []
     yield ending({**last, **served.extras()}, *total)
 

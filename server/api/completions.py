@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import off_loop
 from server.api.serving import ServedRequest, stop_strings
 from server.api.sse import Frame, ending, event, merge
@@ -40,22 +42,57 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
     prompts, echoes, stops = await off_loop(prepare, size)
     served = ServedRequest(service, request, prompts, stops, "cmpl")
-    per_choice = [text for text in echoes for _ in range(request.choices)]
+    vocab = backend.engine.vocab
+    answers = [
+        Answer(
+            generation,
+            echo,
+            ChatLogprobs(request, vocab, generation)
+            if request.by_n_probs
+            else CompletionLogprobs(request, vocab, generation, prompt.ids),
+        )
+        for generation, (prompt, echo) in zip(
+            served.generations,
+            (pair for pair in zip(prompts, echoes, strict=True) for _ in range(request.choices)),
+            strict=True,
+        )
+    ]
     return await served.respond(
-        http, partial(stream, served, per_choice), partial(collect, served, per_choice)
+        http, partial(stream, served, answers), partial(collect, served, answers, request, vocab)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A choice in the making."""
+
+    generation: TextGeneration
+    echo: str
+    """What its text begins with."""
+    logprobs: CompletionLogprobs | ChatLogprobs
+
+
 def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
-    return b"".join(map(vocab.token_bytes, ids)).decode("utf-8", "replace")
+    """Control tokens by their names."""
+    return b"".join(map(vocab.token_text, ids)).decode("utf-8", "replace")
 
 
-async def collect(served: ServedRequest, echoes: Sequence[str]) -> dict[str, Any]:
+async def collect(
+    served: ServedRequest, answers: Sequence[Answer], request: CompletionRequest, vocab: Vocab
+) -> dict[str, Any]:
     """The whole response object."""
-    texts = await asyncio.gather(*map(text_of, served.generations))
+    texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
     choices = [
-        choice(index, start + text, served.check(generation.finish_reason))
-        for index, (start, text, generation) in enumerate(zip(echoes, texts, served.generations, strict=True))
+        {
+            **choice(
+                index,
+                answer.echo + text,
+                served.check(answer.generation.finish_reason),
+                answer.logprobs.all(),
+            ),
+            **prompt_logprobs(request, vocab, answer.generation),
+        }
+        for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
     ]
     return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
 
@@ -64,32 +101,46 @@ async def text_of(generation: TextGeneration) -> str:
     return "".join([text async for text in generation])
 
 
-async def stream(served: ServedRequest, echoes: Sequence[str]) -> AsyncGenerator[bytes, None]:
+async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
     """The response as events: texts, a finish reason for each choice, usage where asked for."""
     usage = {"usage": None} if served.include_usage else {}
 
-    def chunk(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        return {**served.envelope(KIND, [choice(index, text, finish_reason)]), **usage}
+    def chunk(
+        index: int, text: str, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {**served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]), **usage}
 
     @cache
     def frame(index: int) -> Frame:
         return Frame(partial(chunk, index))
 
-    for index, start in enumerate(echoes):
-        if start:
-            yield frame(index).filled(start)
-    left = len(echoes)
+    scored = answers[0].logprobs.asked
+    for index, answer in enumerate(answers):
+        if answer.echo and not scored:
+            yield frame(index).filled(answer.echo)
+    left = len(answers)
+    echoed: set[int] = set()
     async for index, text in merge([aiter(generation) for generation in served.generations]):
+        answer = answers[index]
+        if scored and answer.echo and index not in echoed:  # not before the prompt has been read
+            echoed.add(index)
+            yield event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
         if text is not None:
-            yield frame(index).filled(text)
+            if scored:
+                yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
+            else:
+                yield frame(index).filled(text)
             continue
         left -= 1
-        last = chunk(index, "", served.check(served.generations[index].finish_reason))
+        reason = served.check(answer.generation.finish_reason)
+        last = chunk(index, "", reason, answer.logprobs.new(last=True))
         if left:
             yield event(last)
     total = [{**served.envelope(KIND, []), "usage": served.usage()}] if served.include_usage else []
     yield ending({**last, **served.extras()}, *total)
 
 
-def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def choice(
+    index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

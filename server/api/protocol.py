@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
+from server.engine import MAX_LOGPROBS
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "best_of": (1,),
@@ -28,7 +27,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # llama-server
     "grammar": ("",),
     "json_schema": ({},),
-    "n_probs": (0,),
+    "post_sampling_probs": (False,),
     "mirostat": (0,),
     "typical_p": (1,),
     "top_n_sigma": (-1,),
@@ -43,7 +42,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
@@ -105,6 +103,10 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
+    # log-probabilities, beside the `logprobs` of each endpoint
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +118,28 @@ class GenerationRequest(BaseModel):
                     f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
                 )
         return body
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs: not in a stream; leave stream out", "prompt_logprobs")
+        return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many alternatives to each token of the answer are told with their log-probabilities; None if
+        not even those of the token are."""
+        return self.n_probs or None
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        """Whether they were asked for in llama-server's way."""
+        return bool(self.n_probs)
 
     @property
     def token_limit(self) -> int | None:
@@ -163,8 +187,32 @@ def _prompt_list(value: Any) -> list[PromptInput]:
 class CompletionRequest(GenerationRequest):
     """Text in, text out: no template, no thinking."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "top_logprobs": (0,)}
+
     prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list)]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _nothing_only_with_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens: must be at least 1, or 0 with echo", "max_tokens", "invalid_value")
+        return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return super().answer_logprobs if self.logprobs is None else self.logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        return super().by_n_probs and self.logprobs is None
+
+    @property
+    def scored_prompt(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        wanted = [number for number in (self.prompt_logprobs, echoed) if number is not None]
+        return max(wanted, default=None)
 
 
 # --- /v1/chat/completions, and /invocations with `messages` ------------------------------------------------
@@ -205,6 +253,22 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
     thinking: Annotated[bool | None, BeforeValidator(_thinking)] = None
     reasoning_effort: ReasoningEffort | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_only_with_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs", "invalid_value")
+        return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else super().answer_logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        return super().by_n_probs and not self.logprobs
 
     def thinks(self, default: bool) -> bool:
         """Whether thinking is asked for; where the spellings disagree, the most specific one decides."""

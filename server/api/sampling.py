@@ -52,5 +52,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingParams, *, cho
         "frequency_penalty": request.frequency_penalty,
         "seed": None if seed is None else seed + choice,
         "ignore_eos": request.ignore_eos,
+        "logprobs": request.answer_logprobs,
+        "prompt_logprobs": request.scored_prompt,
     }
     return replace(defaults, **{name: value for name, value in fields.items() if value is not None})

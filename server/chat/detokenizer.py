@@ -30,6 +30,7 @@ class Detokenizer:
         self._length = 0  # characters decoded so far
         self._starts: list[int] = []  # that length when each token arrived, kept when there are stop strings
         self._tokens = 0
+        self._flushed = False
         self.stop_string: str | None = None
 
     @property
@@ -46,6 +47,13 @@ class Detokenizer:
         tokens agrees, up to text that the model spelled in other tokens than the tokenizer would.
         """
         return self._tokens
+
+    @property
+    def certain_tokens(self) -> int:
+        """How many of them no stop string can take back any more: those that begin in the returned text."""
+        if self._stops is None or self.stopped or self._flushed:
+            return self._tokens
+        return bisect_left(self._starts, self._length - len(self._held))
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take the next tokens; return the text that is now certain, which may be empty."""
@@ -67,7 +75,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The sequence has ended: return what was held back."""
-        held, self._held = self._held, ""
+        held, self._held, self._flushed = self._held, "", True
         return held
 
     def _release(self, text: str, stops: StopStrings) -> str:

@@ -9,7 +9,14 @@ from .detokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from server.engine import Engine, FinishReason, Generation, Prompt, SamplingParams
+    from server.engine import (
+        Engine,
+        FinishReason,
+        Generation,
+        Prompt,
+        SamplingParams,
+        TokenLogprobs,
+    )
 
     from .detokenizer import StopStrings
 
@@ -26,6 +33,8 @@ class TextGeneration:
         self.generation = generation
         self._detokenizer = detokenizer
         self._exhausted = False
+        self._told = 0
+        """Tokens whose log-probabilities were given out."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
@@ -70,6 +79,21 @@ class TextGeneration:
     def completion_tokens(self) -> int:
         """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
         return self._detokenizer.completion_tokens
+
+    def new_logprobs(self) -> list[TokenLogprobs]:
+        """Of the tokens of the text so far those that were not given out before; none if not asked for."""
+        if self.generation.logprobs is None:
+            return []
+        start, self._told = self._told, self._detokenizer.certain_tokens
+        return self.generation.logprobs.tokens[start : self._told]
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """Of the token that ended the text without being a part of it, if one did and it was asked for."""
+        told = self.generation.logprobs
+        if told is None or self._detokenizer.stopped or self.finish_reason != "stop":
+            return None
+        return next(iter(told.tokens[self.completion_tokens :]), None)
 
 
 def generate(

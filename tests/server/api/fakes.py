@@ -17,9 +17,11 @@ from server.engine import (
     FinishReason,
     GenerationError,
     InvalidPrompt,
+    Logprobs,
     PromptTooLong,
     QueueFull,
     SamplingParams,
+    TokenLogprobs,
 )
 from server.engine.sequence import Timings
 
@@ -64,6 +66,9 @@ class FakeVocab:
         text = ADDED[token - 256]
         return b"" if text in CONTROL else text.encode()
 
+    def token_text(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else ADDED[token - 256].encode()
+
     def is_eog(self, token: int) -> bool:
         return token == self.eos_id
 
@@ -100,12 +105,21 @@ class Submission:
         return list(self.checked.ids)
 
 
+def told(token: int, n_top: int | None) -> TokenLogprobs:
+    """Made-up log-probabilities: -0.1 for the token itself, where it is even, and for the one below it."""
+    top = [(token - token % 2, -0.1), (token | 1, -2.5)]
+    return TokenLogprobs(token, -2.5 if token % 2 else -0.1, 1 + token % 2, top[:n_top])
+
+
 class FakeGeneration:
     """What a caller sees of `server.engine.Generation`."""
 
     def __init__(self, entry: Submission) -> None:
         self.prompt_tokens = len(entry.checked.ids)
         self.cached_tokens = 0
+        self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
+        if self.logprobs is not None and self.logprobs.of_prompt:
+            self.logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
         self.timings = Timings(submitted=perf_counter(), started=perf_counter())
         self.drafts = DraftCounts()
         self.finish_reason: FinishReason | None = None
@@ -212,6 +226,8 @@ class FakeEngine:
     async def _run(self, entry: Submission, generation: FakeGeneration, tokens: list[Any]) -> None:
         done: FinishReason | Exception = "stop"
         undelivered: list[int] = []
+        if entry.limit == 0:
+            tokens, done = [], "length"
         for token in tokens:
             await asyncio.sleep(self.delay)
             if entry.cancelled:
@@ -222,6 +238,8 @@ class FakeEngine:
                 break
             generation.timings.first_token = generation.timings.first_token or perf_counter()
             entry.sent += 1
+            if generation.logprobs is not None and generation.logprobs.of_answer:
+                generation.logprobs.tokens.append(told(token, entry.params.logprobs))
             if entry.stream:
                 generation.receive([token], None)
             else:
@@ -229,6 +247,8 @@ class FakeEngine:
             if entry.sent == entry.limit:
                 done = "length"
                 break
+        if done == "stop" and generation.logprobs is not None and generation.logprobs.of_answer:
+            generation.logprobs.tokens.append(told(self.vocab.eos_id, entry.params.logprobs))
         generation.timings.finished = perf_counter()
         entry.finished = True
         generation.receive(undelivered, done)

@@ -79,9 +79,9 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": "2"}, "n"),
     ({"model": 7}, "model"),
     # known, and not supported: refused rather than ignored
-    ({"logprobs": 0}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"grammar": "root ::= x"}, "grammar"),

@@ -1,0 +1,171 @@
+"""Log-probabilities in every shape, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.api.conftest import Start
+from tests.server.api.test_completions import events
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def entry(byte: int, logprob: float) -> dict[str, Any]:
+    return {"token": bytes([byte]).decode("utf-8", "replace"), "logprob": logprob, "bytes": [byte]}
+
+
+def test_of_a_chat(start: Start) -> None:
+    [choice] = start("bc").chat(logprobs=True, top_logprobs=2).json()["choices"]
+    tops = [entry(98, -0.1), entry(99, -2.5)]
+    assert choice["logprobs"] == {
+        "content": [
+            {**entry(98, -0.1), "top_logprobs": tops},
+            {**entry(99, -2.5), "top_logprobs": tops},
+        ],
+        "refusal": None,
+    }
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_logprobs": 0}, {"top_logprobs": None}])
+def test_of_a_chat_without_alternatives(start: Start, fields: dict[str, Any]) -> None:
+    server = start("b")
+    told = server.chat(logprobs=True, **fields).json()["choices"][0]["logprobs"]
+    assert told == {"content": [{**entry(98, -0.1), "top_logprobs": []}], "refusal": None}
+    assert server.engine.submissions[0].params.logprobs == 0
+    assert server.chat(logprobs=False, **fields).json()["choices"][0]["logprobs"] is None
+    assert server.engine.submissions[1].params.logprobs is None
+
+
+def test_bytes_together_are_the_text(start: Start) -> None:
+    text = "<think>\nha\n</think>\n\nç é 漢"
+    [choice] = start(text).chat(logprobs=True).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for told in content for byte in told["bytes"]).decode() == text
+    assert "\ufffd" in [told["token"] for told in content]
+
+
+@pytest.mark.parametrize("stop", [None, "l", "lo w"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 1}),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 1, "thinking": True, "n": 2}),
+        (CHAT, {"messages": HI, "n_probs": 1}),
+        (COMPLETIONS, {"prompt": "xy", "logprobs": 1, "n": 2}),
+        (COMPLETIONS, {"prompt": "é<|im_end|>", "logprobs": 1, "echo": True}),
+        (COMPLETIONS, {"prompt": ["xy", [97, 262, 263]], "logprobs": 2, "echo": True}),
+        (COMPLETIONS, {"prompt": "xy", "n_probs": 1}),
+    ],
+)
+def test_streamed_as_whole(start: Start, path: str, body: dict[str, Any], stop: str | None) -> None:
+    server = start("é hel</think>lo wörld")
+    whole = server.post(path, **body, stop=stop).json()
+    streamed: list[dict[str, Any]] = [{} for _ in whole["choices"]]
+    for event in events(server, path, **body, stop=stop)[:-1]:
+        for choice in event["choices"]:
+            for field, values in (choice["logprobs"] or {}).items():
+                if values is not None:
+                    streamed[choice["index"]].setdefault(field, []).extend(values)
+    for choice, told in zip(whole["choices"], streamed, strict=True):
+        assert {**choice["logprobs"], **told} == choice["logprobs"]
+        assert {"refusal": None, **told}.keys() >= choice["logprobs"].keys()
+
+
+def test_of_a_text(start: Start) -> None:
+    [choice] = start("bc").post(COMPLETIONS, prompt="x", logprobs=1).json()["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["b", "c", "<|im_end|>"],
+        "token_logprobs": [-0.1, -2.5, -0.1],
+        "top_logprobs": [{"b": -0.1}, {"b": -0.1, "c": -2.5}, {"<|im_end|>": -0.1}],
+        "text_offset": [0, 1, 2],
+    }
+    [choice] = start("bc").post(COMPLETIONS, prompt="x", logprobs=0, max_tokens=1).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["b"]
+    assert choice["logprobs"]["top_logprobs"] == [{"b": -0.1}]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("prompt", ["éa<|im_end|>", [195, 169, 97, 258]])
+def test_of_an_echoed_prompt(start: Start, prompt: Any, max_tokens: int) -> None:
+    server = start("b")
+    answer = server.post(COMPLETIONS, prompt=prompt, logprobs=1, echo=True, max_tokens=max_tokens).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == "éa<|im_end|>" + "b" * max_tokens
+    assert choice["finish_reason"] == "length"
+    told = choice["logprobs"]
+    assert told["tokens"] == ["\ufffd", "\ufffd", "a", "<|im_end|>", "b"][: 4 + max_tokens]
+    assert told["token_logprobs"] == [None, -2.5, -2.5, -0.1, -0.1][: 4 + max_tokens]
+    assert told["top_logprobs"][0] is None
+    assert told["text_offset"] == [0, 0, 1, 2, 12][: 4 + max_tokens]
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert server.engine.submissions[0].limit == max_tokens
+
+
+def test_tokens_of_a_stop_string_are_not_told(start: Start) -> None:
+    [choice] = start("abcd").post(COMPLETIONS, prompt="x", logprobs=0, stop="cd").json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    [choice] = start("abcd").chat(logprobs=True, stop="cd").json()["choices"]
+    assert [told["token"] for told in choice["logprobs"]["content"]] == ["a", "b"]
+
+
+def test_of_the_prompt(start: Start) -> None:
+    server = start("b")
+    [choice] = server.post(COMPLETIONS, prompt="xabc", prompt_logprobs=1).json()["choices"]
+    assert choice["logprobs"] is None
+    likely, other = {"logprob": -0.1, "rank": 1}, {"logprob": -2.5, "rank": 2}
+    assert choice["prompt_logprobs"] == [
+        None,
+        {"97": {**other, "decoded_token": "a"}, "96": {**likely, "decoded_token": "`"}},
+        {"98": {**likely, "decoded_token": "b"}},
+        {"99": {**other, "decoded_token": "c"}, "98": {**likely, "decoded_token": "b"}},
+    ]
+    answer = server.chat(prompt_logprobs=0).json()
+    ids = server.engine.submissions[1].prompt
+    assert [list(at or {}) for at in answer["prompt_logprobs"]] == [[], *([str(token)] for token in ids[1:])]
+    assert "prompt_logprobs" not in server.chat().json()
+
+
+def test_tokens_as_ids(start: Start) -> None:
+    fields = {"return_tokens_as_token_ids": True, "logprobs": 1}
+    told = start("b").post(COMPLETIONS, prompt="x", **fields).json()["choices"][0]["logprobs"]
+    assert told["tokens"] == ["token_id:98", "token_id:258"]
+    assert told["top_logprobs"][0] == {"token_id:98": -0.1}
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HI})])
+def test_the_shape_of_llama_server(start: Start, path: str, body: dict[str, Any]) -> None:
+    told = start("b").post(path, **body, n_probs=2).json()["choices"][0]["logprobs"]
+    own = {"id": 98, **entry(98, -0.1)}
+    assert told["content"] == [{**own, "top_logprobs": [own, {"id": 99, **entry(99, -2.5)}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"top_logprobs": 2}, "top_logprobs"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (COMPLETIONS, {"n_probs": 21}, "n_probs"),
+        (CHAT, {"logprobs": 1}, "logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"prompt_logprobs": "all"}, "prompt_logprobs"),
+        (CHAT, {"max_tokens": 0, "echo": False}, "max_tokens"),
+        (CHAT, {"n_probs": 1, "post_sampling_probs": True}, "post_sampling_probs"),
+    ],
+)
+def test_what_is_refused(start: Start, path: str, fields: dict[str, Any], param: str) -> None:
+    body: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": HI}
+    answer = start("x").post(path, **body, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert param in answer.json()["error"]["message"]
