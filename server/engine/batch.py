@@ -72,7 +72,8 @@ class Batch:
     n_tokens: int = 0
     n_rows: int = 0
     greedy: bool = False
-    """Every row's best token is what its request wants; the runner writes this."""
+    """Every row's best token is what its request wants, and none but the usual ones end it; the runner writes
+    this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Read the next `count` pending tokens of `sequence`."""

@@ -317,6 +317,8 @@ class Engine:
             generation.timings,
             generation.drafts,
             generation.logprobs,
+            stops=params.stop_token_ids,
+            include_stop=params.include_stop,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         self._scheduler.add(sequence)

@@ -130,7 +130,10 @@ class Runner:
                 self._fits = self._set_samplers(batch)
             return
         self._fits = self._set_samplers(batch)
-        batch.greedy = all(chunk.sequence.sampler.need is DeviceSampler.BEST for chunk in batch.chunks)
+        batch.greedy = all(
+            chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
+            for chunk in batch.chunks
+        )
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks):
             self._fill_decodes(batch.chunks)

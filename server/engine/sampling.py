@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
+from .logit_rules import LogitRules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,11 @@ class SamplingParams:
     without one every request draws its own. `logprobs` and `prompt_logprobs`, where not None, ask for the
     log-probabilities of each generated token and each token of the prompt, and for so many of the likeliest
     ones beside it.
+
+    `logit_bias` is added to the logits of the tokens it names. Only `allowed_token_ids` are chosen, if given;
+    of `bad_words`, token by token, the last token is not chosen where all before it were generated. No end of
+    a generation is chosen before there are `min_tokens` tokens. `stop_token_ids` end a generation as well;
+    with `include_stop` such a token is a part of the answer.
     """
 
     temperature: float = 0.0
@@ -51,6 +57,12 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         def require(field: str, ok: bool, wanted: str) -> None:
@@ -67,6 +79,10 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             top = getattr(self, field)
             require(field, top is None or 0 <= top <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        require("min_tokens", self.min_tokens >= 0, "0 or more")
+        require("allowed_token_ids", self.allowed_token_ids != (), "at least one")
+        require("bad_words", all(self.bad_words), "of at least one token each")
+        require("logit_bias", all(math.isfinite(bias) for _, bias in self.logit_bias), "finite")
 
     @property
     def is_greedy(self) -> bool:
@@ -79,9 +95,15 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, vocab: Vocab, prompt: Sequence[int]) -> None:
         self._n_real = vocab.n_real
-        self._banned = np.array(sorted(vocab.eog_ids), np.intp) if params.ignore_eos else None
+        ends = sorted(vocab.eog_ids - params.stop_token_ids)
+        self._banned = np.array(ends, np.intp) if params.ignore_eos else None
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        self._penalties = Penalties(params, vocab.n_real, prompt) if penalised else None
+        self._penalties: Penalties | LogitRules | None = (
+            Penalties(params, vocab.n_real, prompt) if penalised else None
+        )
+        if LogitRules.wanted(params):
+            every_end = sorted(vocab.eog_ids | params.stop_token_ids)
+            self._penalties = LogitRules(params, every_end, vocab.n_real, self._penalties)
         self._top_k = params.top_k
         self._chain: SamplerChain | None = None
         if not params.is_greedy:
@@ -101,6 +123,8 @@ class Sampler:
             return DeviceSampler.ROW  # any token may become the best
         if params.logprobs is not None or params.prompt_logprobs is not None:
             return DeviceSampler.ROW  # all of it is added up
+        if self._banned is not None and len(self._banned) < n_ends:
+            return DeviceSampler.ROW  # the device bans all ends or none
         if params.is_greedy:
             return DeviceSampler.BEST
         candidates = params.top_k + (n_ends if params.ignore_eos else 0)

@@ -68,6 +68,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_include_stop",
         "begun",
         "computed",
         "decoding",
@@ -78,6 +79,7 @@ class Sequence:
         "reused",
         "sampler",
         "slot",
+        "stops",
         "timings",
         "tokens",
     )
@@ -90,6 +92,9 @@ class Sequence:
         timings: Timings | None = None,
         drafts: DraftCounts | None = None,
         logprobs: Logprobs | None = None,
+        *,
+        stops: frozenset[int] = frozenset(),
+        include_stop: bool = False,
     ) -> None:
         """`prompt` becomes the sequence's own and grows."""
         self.tokens = prompt
@@ -111,6 +116,9 @@ class Sequence:
         """What became of draft tokens."""
         self.logprobs = logprobs
         """What it has to tell of its tokens beside them, if anything."""
+        self.stops = stops
+        """Tokens that end it beside those that end every generation."""
+        self._include_stop = include_stop
 
     @property
     def reads_all(self) -> bool:
@@ -142,13 +150,16 @@ class Sequence:
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
         """Append `new` tokens up to the end of the answer; what was appended, and why it ends if it does.
 
-        `ends` are the tokens that end a generation; they are not appended.
+        `ends` are the tokens that end every generation; they are not appended, and its own `stops` only where
+        they are to be a part of the answer.
         """
+        ends = ends | self.stops if self.stops else ends
         done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):
             n = next((n for n, token in enumerate(new[:room]) if token in ends), room)
             done = "stop" if n < room and n < len(new) else "length"
-            new = new[:n]
+            included = done == "stop" and self._include_stop and new[n] in self.stops
+            new = new[: n + included]
         self.tokens += new
         return new, done

@@ -41,7 +41,7 @@ def _accepted(draft: list[int], best: list[int]) -> list[int]:
 
 def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
     new: list[int] = []
-    sampler, logprobs = chunk.sequence.sampler, chunk.sequence.logprobs
+    sampler, logprobs, stops = chunk.sequence.sampler, chunk.sequence.logprobs, chunk.sequence.stops
     try:
         if logprobs is not None:
             for position, row in zip(chunk.scored, chunk.scored_rows, strict=True):
@@ -57,7 +57,7 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
             else:
                 token = sampler.sample(rows, row)
             new.append(token)
-            if token != proposed or token in ends:
+            if token != proposed or token in ends or token in stops:
                 break
     except Exception as error:  # one sequence's trouble is not its batch mates'
         return error

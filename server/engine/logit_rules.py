@@ -1,0 +1,70 @@
+"""What a request says about single tokens: which may come, which are the likelier for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from .sampling import Penalties, SamplingParams
+
+
+class LogitRules:
+    """Changes rows of logits before a token is chosen, in vLLM's order: bias, bans, then the penalties.
+
+    Follows one answer: `accept` takes its tokens in order.
+    """
+
+    def __init__(
+        self, params: SamplingParams, ends: Sequence[int], n_real: int, penalties: Penalties | None
+    ) -> None:
+        """`ends`: what ends the generation, and must not before there are `min_tokens`."""
+        inside = [(token, bias) for token, bias in params.logit_bias if token < n_real]
+        self._biased = np.array([token for token, _ in inside], np.intp)
+        self._bias = np.array([bias for _, bias in inside], np.float32)
+        self._banned: npt.NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            self._banned = np.ones(n_real, bool)
+            self._banned[[token for token in params.allowed_token_ids if token < n_real]] = False
+        self._bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words if max(word) < n_real]
+        self._longest = max((len(start) for start, _ in self._bad_words), default=0)
+        self._ends = np.array([token for token in ends if token < n_real], np.intp)
+        self._until_end = params.min_tokens
+        self._last: list[int] = []
+        """The last tokens of the answer, as many as the beginning of a bad word has."""
+        self._penalties = penalties
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether the parameters have any rule."""
+        some = params.logit_bias or params.bad_words or params.min_tokens
+        return bool(some) or params.allowed_token_ids is not None
+
+    def apply(self, logits: npt.NDArray[np.float32]) -> None:
+        """Change a row [n_real] in place. Raises ValueError where no token is left."""
+        if self._biased.size:
+            logits[self._biased] += self._bias
+        if self._banned is not None:
+            logits[self._banned] = -np.inf
+        for start, token in self._bad_words:
+            if not start or self._last[-len(start) :] == start:
+                logits[token] = -np.inf
+        if self._until_end > 0:
+            logits[self._ends] = -np.inf
+        if logits.max() == -np.inf:
+            raise ValueError("allowed_token_ids, bad_words and min_tokens together leave no token to choose")
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+
+    def accept(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self._until_end -= 1
+        if self._longest:
+            self._last = [*self._last, token][-self._longest :]
+        if self._penalties is not None:
+            self._penalties.accept(token)
