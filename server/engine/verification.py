@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .sampling import RowNotKept
+
 if TYPE_CHECKING:
     from .batch import Batch, Chunk, Sampled
     from .llama import Rows
@@ -46,6 +48,9 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
             new.append(token)
             if token != proposed or token in ends:
                 break
+    except RowNotKept as error:
+        error.chosen = new
+        return error
     except Exception as error:  # one sequence's trouble is not its batch mates'
         return error
     return new
