@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 Sampled = list[int] | Exception | None
 """What a step gave one chunk: the draft tokens that were accepted and one more, what its sampler raised, or
-None where the prompt goes on."""
+None where the prompt goes on. RowNotKept is no failure: the sequence computes what is pending again."""
 
 
 @dataclass(slots=True)

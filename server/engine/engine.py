@@ -28,6 +28,7 @@ from .memory import plan_memory
 from .outputs import Generation, OutputQueue
 from .profile import StepProfile
 from .sampling import Sampler
+from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
 from .stats import EngineStats
 from .verification import sample
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from .batch import Batch
+    from .constraint import Constraint
     from .profile import Kind
     from .sampling import SamplingParams
-    from .scheduler import Output
     from .sequence import FinishReason
     from .settings import EngineSettings
 
@@ -134,13 +135,20 @@ class Engine:
         return Prompt(checked)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, max_tokens: int | None = None, *, stream: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        max_tokens: int | None = None,
+        *,
+        stream: bool = True,
+        constraint: Constraint | None = None,
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
-        Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
+        A `constraint` is this request's alone, at the beginning of its answer. Raises ValueError for
+        `max_tokens` below 0, QueueFull and EngineDead.
         """
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
@@ -163,7 +171,7 @@ class Engine:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            self._post(generation, partial(self._add, generation, prompt, params, limit))
+            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint))
         return generation
 
     def stats(self) -> EngineStats:
@@ -259,6 +267,9 @@ class Engine:
             return
         scheduler.reserve(batch)
         lap("reserve")
+        for chunk in batch.chunks:
+            if chunk.samples:
+                chunk.sequence.sampler.prepare(chunk.draft)
         if asynchronous:  # last: the event loop wakes up, and can run while this thread waits
             speculator.meanwhile(batch)
             self._flush()
@@ -305,11 +316,18 @@ class Engine:
                 for generation in orphans:  # not now: they may be in the step that is being computed
                     self._request_cancel(generation)
 
-    def _add(self, generation: Generation, prompt: Prompt, params: SamplingParams, max_tokens: int) -> None:
+    def _add(
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        params: SamplingParams,
+        max_tokens: int,
+        constraint: Constraint | None,
+    ) -> None:
         """A request arrived."""
         if generation not in self._open:
             return
-        sampler = Sampler(params, self.vocab, prompt.ids)
+        sampler = Sampler(params, self.vocab, prompt.ids, constraint)
         sequence = Sequence(
             prompt.ids.copy(),
             max_tokens,
@@ -321,6 +339,14 @@ class Engine:
             include_stop=params.include_stop,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
+        # without room for any, the prompt is read all the same
+        forced, done = sequence.extend([], self.vocab.eog_ids) if max_tokens else ([], None)
+        self._generated_tokens += len(forced)
+        if done is not None:  # nothing is left to the model
+            self._finish(sequence, done, forced)
+            return
+        if forced:
+            self._news.append(Output(sequence, forced, None))
         self._scheduler.add(sequence)
 
     def _end(self, generation: Generation, done: FinishReason | Exception) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .constraint import all_allowed, allowed, count
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
 from .logit_rules import LogitRules
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from .constraint import Constraint
     from .llama import Rows
     from .vocab import Vocab
 
@@ -26,6 +30,17 @@ MAX_LOGPROBS = 20
 
 ALMOST_ZERO = 1e-5
 """Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
+
+
+MARGIN = 1e-4
+"""What llama.cpp's sums of probabilities, in F32, may be off by."""
+
+
+class RowNotKept(Exception):
+    """A row of logits is needed of which the device kept a part only: its token must be computed again."""
+
+    chosen: list[int]
+    """Tokens of a draft that were chosen from the rows before."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +106,20 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. It outlives preemption, so a seeded draw goes on where it was."""
+    """Chooses the tokens of one sequence. It outlives preemption, so a seeded draw goes on where it was.
 
-    def __init__(self, params: SamplingParams, vocab: Vocab, prompt: Sequence[int]) -> None:
+    With a `constraint`, the choice is the one that the same parameters make when all tokens that may not come
+    next have a logit of -inf. Where the best tokens alone were read out on the device, that is often known
+    from them (`_from_candidates`); where it is not, the whole row is fetched.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab: Vocab,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self._n_real = vocab.n_real
         ends = sorted(vocab.eog_ids - params.stop_token_ids)
         self._banned = np.array(ends, np.intp) if params.ignore_eos else None
@@ -104,6 +130,7 @@ class Sampler:
         if LogitRules.wanted(params):
             every_end = sorted(vocab.eog_ids | params.stop_token_ids)
             self._penalties = LogitRules(params, every_end, vocab.n_real, self._penalties)
+        self._params = params
         self._top_k = params.top_k
         self._chain: SamplerChain | None = None
         if not params.is_greedy:
@@ -115,8 +142,13 @@ class Sampler:
                 min_p=params.min_p,
                 seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
             )
+        self._constraint = constraint
+        self._forced: deque[int] = deque()
+        """Tokens that come next whatever the model says."""
         self.need = self._least_sampler(params, len(vocab.eog_ids))
         """The least that the device has to tell about a row; more does as well."""
+        if constraint is not None:
+            self._force(constraint)
 
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
         if self._penalties is not None:
@@ -126,15 +158,20 @@ class Sampler:
         if self._banned is not None and len(self._banned) < n_ends:
             return DeviceSampler.ROW  # the device bans all ends or none
         if params.is_greedy:
-            return DeviceSampler.BEST
+            return DeviceSampler.BEST if self._constraint is None else DeviceSampler.TOP_K
         candidates = params.top_k + (n_ends if params.ignore_eos else 0)
         return DeviceSampler.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else DeviceSampler.ROW
 
     def sample(self, rows: Rows, row: int) -> int:
         """The next token, from a row of what was decoded, whose device sampler must serve `need`.
 
-        Raises FloatingPointError when the model computed no usable logits.
+        Raises FloatingPointError when the model computed no usable logits, RowNotKept when the whole row is
+        needed and gone; then `need` is ROW from now on.
         """
+        if self._forced:
+            return self._forced.popleft()
+        if self._constraint is not None:
+            return self._constrained(rows, row, self._constraint)
         kind = rows.kinds[row]
         if kind is DeviceSampler.ROW:
             return self.choose(rows.logits(row))
@@ -146,18 +183,8 @@ class Sampler:
         return token
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token, from all logits: shape [n_vocab], changed in place. Raises as `sample` does."""
-        real = logits[: self._n_real]
-        if self._banned is not None:
-            real[self._banned] = -np.inf
-        if self._penalties is not None:
-            self._penalties.apply(real)
-        token = int(real.argmax())
-        if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
-            raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
-        if self._chain is not None:
-            ids = best_of(real, self._top_k) if self._top_k else np.arange(real.size, dtype=np.int32)
-            token = self._chain.draw(ids, real[ids] if self._top_k else real)
+        """The next token of a row [n_vocab], which is changed, and counted among those seen."""
+        token = self._draw_from_row(self._penalised(logits))
         if self._penalties is not None:
             self._penalties.accept(token)
         return token
@@ -169,6 +196,152 @@ class Sampler:
         if self._chain is None:
             return int(ids[logits.argmax()])
         return self._chain.draw(ids, logits)
+
+    def forced(self) -> list[int]:
+        """The tokens that come next without a row, if there are any: the caller appends them."""
+        if self._params.logprobs is not None:
+            return []  # what the model thinks of them is asked for, too
+        forced = list(self._forced)
+        self._forced.clear()
+        return forced
+
+    def validate(self, draft: list[int]) -> list[int]:
+        """As much of a draft as may come next."""
+        if self._forced:
+            pairs = zip(draft, self._forced, strict=False)
+            return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return draft if self._constraint is None else draft[: self._constraint.validate(draft)]
+
+    def prepare(self, draft: Sequence[int]) -> None:
+        """While the device computes the rows after what is pending, and after each token of a draft."""
+        if self._constraint is not None and self._chain is not None and not self._forced:
+            self._constraint.prepare(draft)  # the best token is nearly always allowed, which is asked sooner
+
+    def _penalised(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The real tokens' logits of a row after penalties, without banned ones."""
+        real = logits[: self._n_real]
+        if self._banned is not None:
+            real[self._banned] = -np.inf
+        if self._penalties is not None:
+            self._penalties.apply(real)
+        token = int(real.argmax())
+        if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
+            raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
+        return real
+
+    def _draw_from_row(self, real: npt.NDArray[np.float32]) -> int:
+        if self._chain is None:
+            return int(real.argmax())
+        ids = best_of(real, self._top_k) if self._top_k else np.arange(real.size, dtype=np.int32)
+        return self._chain.draw(ids, real[ids] if self._top_k else real)
+
+    # --- with a constraint ---------------------------------------------------------------------------------
+
+    def _constrained(self, rows: Rows, row: int, constraint: Constraint) -> int:
+        kind, token = rows.kinds[row], None
+        if kind is not DeviceSampler.ROW:
+            token = self._from_candidates(*rows.candidates(row), constraint)
+            real = None
+        else:
+            real = self._penalised(rows.logits(row))
+        if token is None:
+            if real is None:
+                logits = rows.fetch(row)
+                if logits is None:
+                    self.need = DeviceSampler.ROW
+                    raise RowNotKept
+                real = self._penalised(logits)
+            token = self._from_row(real, constraint)
+        if self._penalties is not None:
+            self._penalties.accept(token)
+        self._force(constraint)
+        return token
+
+    def _force(self, constraint: Constraint) -> None:
+        for token in constraint.forced():
+            self._forced.append(token)
+            if self._penalties is not None:
+                self._penalties.accept(token)
+
+    def _from_row(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
+        """The choice from a whole row."""
+        if self._chain is None and constraint.accept(token := int(real.argmax())):
+            return token
+        if (mask := constraint.mask()) is None:
+            token = self._draw_from_row(real)
+        else:
+            ids = all_allowed(mask, real.size)
+            logits = real[ids]
+            if not logits.size or logits.max() == -np.inf:
+                raise FloatingPointError("no token that may come next has a probability")
+            if self._top_k and self._chain is not None:
+                best = best_of(logits, self._top_k)
+                ids, logits = ids[best], logits[best]
+            token = int(ids[logits.argmax()]) if self._chain is None else self._chain.draw(ids, logits)
+        self._accept(token, constraint)
+        return token
+
+    def _from_candidates(
+        self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32], constraint: Constraint
+    ) -> int | None:
+        """The choice from the best tokens of a row, as it would be from the whole row; None where they do not
+        say what it would be.
+
+        Every other token has a logit of at most the least of theirs.
+        """
+        lowest = logits.min()
+        if self._banned is not None:
+            keep = ~np.isin(ids, self._banned)
+            ids, logits = ids[keep], logits[keep]
+        if self._chain is None:
+            highest = logits.max(initial=-np.inf)
+            if highest > lowest and constraint.accept(token := int(ids[logits == highest].min())):
+                return token
+        mask = constraint.mask()
+        complete = False
+        if mask is not None:
+            keep = allowed(mask, ids)
+            ids, logits = ids[keep], logits[keep]
+            complete = len(ids) == count(mask)
+        if self._chain is None:
+            highest = logits.max(initial=-np.inf)
+            if highest <= lowest and not complete:
+                return None
+            token = int(ids[logits == highest].min())
+        elif complete or self._is_certain(logits, float(lowest)):
+            token = self._chain.draw(ids, logits)
+        else:
+            return None
+        self._accept(token, constraint)
+        return token
+
+    def _is_certain(self, logits: npt.NDArray[np.float32], lowest: float) -> bool:
+        """Whether top-k, top-p and min-p keep none but tokens of these `logits`, and the same ones, whatever
+        other tokens there are with logits of at most `lowest`.
+
+        Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because
+        the tokens that reach its share of the mass without them, and of the most mass that they could bring,
+        are the same.
+        """
+        params, known = self._params, np.sort(logits[logits > lowest])[::-1].astype(np.float64)
+        n = len(known)
+        if n >= self._top_k or not n:
+            return n > 0
+        weights = np.exp((known - known[0]) / params.temperature)
+        least = math.exp((lowest - known[0]) / params.temperature)
+        kept = most = n
+        if params.top_p < 1.0:
+            mass, unknown = np.cumsum(weights), (self._top_k - n) * least
+            kept = 1 + int(np.searchsorted(mass, (params.top_p - MARGIN) * mass[-1]))
+            most = 1 + int(np.searchsorted(mass, (params.top_p + MARGIN) * (mass[-1] + unknown)))
+            if kept == most:
+                return most <= n
+        bound = params.min_p * (1 - MARGIN)
+        return least < bound and int(np.count_nonzero(weights >= bound)) <= kept
+
+    def _accept(self, token: int, constraint: Constraint) -> None:
+        if not constraint.accept(token):
+            raise RuntimeError(f"token {token} is in the mask of what may come next, but is refused")
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""

@@ -33,6 +33,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .batch import Batch
+from .sampling import RowNotKept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,8 +130,11 @@ class Scheduler:
 
     def preempt_youngest(self) -> None:
         """Put the sequence that came last back at the head of the queue; it will read its tokens again."""
+        self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
         self._last = None
-        sequence = self.running.pop()
+        self.running.remove(sequence)
         self._vacate(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
@@ -156,6 +160,7 @@ class Scheduler:
         now = perf_counter()
         outputs: list[Output] = []
         finished: list[Output] = []
+        again: list[Sequence] = []
         for chunk, tokens, computed in zip(batch.chunks, sampled, held, strict=True):
             sequence = chunk.sequence
             sequence.computed = computed
@@ -163,6 +168,12 @@ class Scheduler:
                 self._cache.cache_unfinished(sequence)
                 continue
             sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
+            if isinstance(tokens, RowNotKept):  # it comes back to a slot whose rows are read out whole
+                new, done = sequence.extend(tokens.chosen, self._ends)
+                if new or done:
+                    (finished if done else outputs).append(Output(sequence, new, done))
+                again.append(sequence)
+                continue
             if not isinstance(tokens, list):
                 finished.append(Output(sequence, [], tokens or RuntimeError("nothing was sampled")))
                 continue
@@ -171,10 +182,14 @@ class Scheduler:
             if sequence.logprobs is not None:
                 sequence.logprobs.keep(sequence.generated + (done == "stop"))
             (finished if done else outputs).append(Output(sequence, new, done))
-        again = not finished and batch.is_decode and len(batch.chunks) == len(self.running)
-        self._last = batch if again else None
+        steady = not finished and batch.is_decode and len(batch.chunks) == len(self.running)
+        steady = steady and all(len(output.tokens) == 1 for output in outputs)  # nothing was forced beside
+        self._last = batch if steady else None
         for output in finished:
             self.remove(output.sequence, failed=isinstance(output.done, Exception))
+        for sequence in again:
+            if sequence in self.running:
+                self._preempt(sequence)
         return outputs + finished
 
     # --- the parts of schedule -----------------------------------------------------------------------------

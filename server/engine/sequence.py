@@ -148,12 +148,14 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
-        """Append `new` tokens up to the end of the answer; what was appended, and why it ends if it does.
+        """Append `new` tokens, and those that its sampler says must follow, up to the end of the answer; what
+        was appended, and why it ends if it does.
 
         `ends` are the tokens that end every generation; they are not appended, and its own `stops` only where
         they are to be a part of the answer.
         """
         ends = ends | self.stops if self.stops else ends
+        new = new + self.sampler.forced()
         done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):

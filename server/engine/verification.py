@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .logprobs import log_softmax
+from .sampling import RowNotKept
 
 if TYPE_CHECKING:
     from .batch import Batch, Chunk, Sampled
@@ -59,6 +60,9 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
             new.append(token)
             if token != proposed or token in ends or token in stops:
                 break
+    except RowNotKept as error:
+        error.chosen = new
+        return error
     except Exception as error:  # one sequence's trouble is not its batch mates'
         return error
     return new

@@ -174,7 +174,8 @@ class Context:
         if not self.samplers.active:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
         C.llama_synchronize(self._handle)
-        return self._rows.fill([self.samplers.kinds[i] for i in sequences], indices, None)
+        kept = self.samplers if self.outputs[self._batch.n_tokens - 1] else None
+        return self._rows.fill([self.samplers.kinds[i] for i in sequences], indices, None, kept)
 
     def keep_hidden(self, keep: bool = True) -> None:
         """From now on every decoded token leaves the hidden row that the draft head reads, or none does.

@@ -181,6 +181,20 @@ class DeviceSamplers:
                 self.attach(context, sequence, kind)
         self.active = bool(self.kinds) and kind is not None
 
+    def fetch(self, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
+        """The whole logits [n_vocab] of a row of the last call's `n_rows`, the last of which belongs to its
+        last token; None where they are gone.
+
+        llama.cpp keeps the rows of a call's last pass on the device until the next: they are outputs of its
+        graph (`llm_graph_result::set_outputs`), which nothing is written over.
+        """
+        whole = self._whole
+        if whole is None or not whole.padded or (index := row - (n_rows - whole.n_rows)) < 0:
+            return None
+        logits = np.empty(whole.n_vocab, np.float32)
+        ggml.tensor_get(whole.logits, logits.ctypes.data, whole.row_bytes * index, whole.row_bytes)
+        return logits
+
     def close(self) -> None:
         """Free the samplers and what they keep on the device. Idempotent."""
         for chain in self._chains:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from .device_sampler import DeviceSamplers
+
     Tokens = npt.NDArray[np.int32]
     Numbers = npt.NDArray[np.float32]
 
@@ -81,6 +83,7 @@ class Rows:
         """Numbers of a row; for BEST, with two for each end of generation, as many as the first came with."""
         self._indices: Sequence[int] = ()
         self._raw: Numbers | None = None
+        self._samplers: DeviceSamplers | None = None
         self._reduced = False
         """Whether these two are known yet."""
         self._tokens: list[int] = []
@@ -91,9 +94,19 @@ class Rows:
         self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
         self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
 
-    def fill(self, kinds: Sequence[DeviceSampler], indices: Sequence[int], raw: Numbers | None) -> Rows:
-        """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out."""
+    def fill(
+        self,
+        kinds: Sequence[DeviceSampler],
+        indices: Sequence[int],
+        raw: Numbers | None,
+        samplers: DeviceSamplers | None = None,
+    ) -> Rows:
+        """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out.
+
+        The `samplers` may still have the whole rows that the batch ends with.
+        """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
+        self._samplers = samplers
         for output in (self._candidates, self._logits, self._figures):
             output.rows = None
         return self
@@ -106,6 +119,11 @@ class Rows:
         whole = self._logits.of(self._indices, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
         return logits
+
+    def fetch(self, row: int) -> Numbers | None:
+        """The whole logits of a row that was read out in another way, with a copy from the device that waits;
+        None where the device has them no more, which it has of a call's last pass."""
+        return None if self._samplers is None else self._samplers.fetch(row, len(self.kinds))
 
     def best(self, row: int) -> int:
         """For BEST and GUESS. Raises FloatingPointError when there are no usable logits."""

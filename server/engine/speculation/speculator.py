@@ -145,7 +145,8 @@ class Speculator:
             return
         chunks = batch.chunks
         self._controller.now += 1
-        self._is_quiet = self._quiet > 0 and len(chunks) == self._n and not chunks[0].is_prompt
+        plain = batch.n_tokens == len(chunks) == self._n and not chunks[0].is_prompt
+        self._is_quiet = self._quiet > 0 and plain
         if self._is_quiet:
             self._quiet -= 1
             return
@@ -242,7 +243,7 @@ class Speculator:
             answers = iter(self._ask(watched, asked))
             drafts = [next(answers) if length else Draft() for length in lengths]
         for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
-            if tokens := draft.tokens[:length]:
+            if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
                 batch.add_draft(chunk, tokens, drafter.name)
         if not any(chunk.draft for chunk in batch.chunks):
             return

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from server.engine.batch import Batch
     from server.engine.llama import Context
 
-NO_SAMPLER = cast("Sampler", None)
+
+class NoSampler:
+    """Nobody draws, and nothing is forced or refused."""
+
+    def forced(self) -> list[int]:
+        return []
+
+    def validate(self, draft: list[int]) -> list[int]:
+        return draft
+
+
+NO_SAMPLER = cast("Sampler", NoSampler())
 
 
 def sequence(prompt: int, max_tokens: int = 10) -> Sequence:

@@ -10,6 +10,7 @@ import pytest
 
 from server.engine import SamplingParams
 from server.engine.logprobs import Logprobs, log_softmax
+from tests.server.engine.constraints import Fickle
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -133,6 +134,25 @@ async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
         beside = await ask_at_once(engine, [Request(prompt, 60, params=asked) for prompt in prompts])
         await idle(engine)
     assert [answer.tokens for answer in beside] == [answer.tokens for answer in without]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.01])
+async def test_of_constrained_answers(nano_f32: Path, reference: Reference, share: float) -> None:
+    """Forced tokens, which otherwise the model is not asked for, among them."""
+    prompt = random_prompt(random.Random(7), 30) * 3
+    asked = SamplingParams(ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
+    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
+        constraint = Fickle(engine.vocab.size, share)
+        plain = await tokens_of(
+            engine.submit(
+                engine.prompt(prompt), SamplingParams(ignore_eos=True), 60, constraint=constraint.copy()
+            )
+        )
+        generation = engine.submit(engine.prompt(prompt), asked, 60, constraint=constraint)
+        answer = await tokens_of(generation)
+        assert answer == plain
+        assert generation.logprobs is not None
+        check(reference, prompt, answer, generation.logprobs)
 
 
 async def test_no_token_is_generated_for_the_prompt_alone(nano_f32: Path, reference: Reference) -> None:

@@ -38,6 +38,9 @@ class FakeSampler:
             raise FloatingPointError("not a number")
         return cast("FakeRows", rows).best(row)
 
+    def forced(self) -> list[int]:
+        return []
+
 
 def add(
     batch: Batch,

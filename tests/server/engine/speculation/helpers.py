@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from server.engine.sampling import Sampler
 from server.engine.sequence import Sequence
+from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
     from server.engine.speculation import Drafter, Speculator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
     """A request with this prompt that nobody samples."""
-    return Sequence(tokens, max_tokens, cast("Sampler", None))
+    return Sequence(tokens, max_tokens, NO_SAMPLER)
 
 
 def draft_by(speculator: Speculator | None, drafter: Drafter) -> None:

@@ -1,0 +1,286 @@
+"""Constrained answers: what is chosen from parts of a row is what the whole row gives, whoever runs beside,
+whatever is drafted, preempted or forced."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+from server.engine import SamplingParams
+from server.engine.constraint import all_allowed, allowed, count
+from server.engine.llama import DeviceSampler
+from server.engine.sampling import RowNotKept, Sampler
+from tests.server.engine.constraints import Fickle
+from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
+
+if TYPE_CHECKING:
+    from server.engine import Engine
+    from server.engine.constraint import Constraint
+    from server.engine.llama import Rows
+    from server.engine.vocab import Vocab
+
+N = 80
+PROMPTS = [random_prompt(random.Random(i), length) for i, length in enumerate((3, 40, 150, 7))]
+DRAWN = SamplingParams(temperature=1.0, top_k=20, top_p=0.8, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(ignore_eos=True)
+
+
+def test_bits() -> None:
+    bits = np.zeros(3712, bool)
+    bits[[0, 7, 8, 3000]] = True
+    mask = np.packbits(bits, bitorder="little").tobytes()
+    assert allowed(mask, np.array([0, 1, 7, 8, 9, 2999, 3000])).tolist() == [1, 0, 1, 1, 0, 0, 1]
+    assert all_allowed(mask, 2999).tolist() == [0, 7, 8]
+    assert count(mask) == 4
+
+
+def alone(model: Path, prompt: list[int], constraint: Fickle) -> list[int]:
+    """By the book: the best of what is allowed, a token at a time, forced ones written down."""
+    reference = Alone(model, **EXACT)
+    answer = constraint.forced()
+    while len(answer) < N:
+        row = reference.logits([*prompt, *answer], 512)[-1]
+        ids = all_allowed(constraint.mask(), row.size)
+        answer.append(int(ids[row[ids].argmax()]))
+        assert constraint.accept(answer[-1])
+        answer += constraint.forced()
+    reference.close()
+    return answer[:N]
+
+
+@pytest.fixture(scope="module")
+def expected(nano_f32: Path) -> list[list[int]]:
+    return [alone(nano_f32, prompt, Fickle(3712, seed=i)) for i, prompt in enumerate(PROMPTS)]
+
+
+async def answers(
+    engine: Engine, params: SamplingParams, constraints: list[Fickle | None], *, stream: bool = True
+) -> list[list[int]]:
+    async def one(i: int, constraint: Fickle | None) -> list[int]:
+        prompt = engine.prompt(PROMPTS[i % len(PROMPTS)])
+        generation = engine.submit(prompt, params, N, constraint=constraint, stream=stream)
+        return [token async for new in generation for token in new]
+
+    return list(await asyncio.gather(*(one(i, constraint) for i, constraint in enumerate(constraints))))
+
+
+MIXES: dict[str, dict[str, Any]] = {
+    "plain": {"speculation": "off"},
+    "one place": {"parallel": 1, "speculation": "off"},
+    "drafts": {"speculation": "ngram", "draft_always": True},
+    "too few cells": {"ctx_size": 300, "speculation": "off"},
+    "in the graph": {"sampling": "device", "speculation": "off"},
+    "in the graph, with drafts": {"sampling": "device", "speculation": "ngram", "draft_always": True},
+    "in the graph, tiny chunks": {"sampling": "device", "prefill_budget": 9, "ubatch_size": 16},
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_greedy_is_the_best_of_what_is_allowed(
+    mix: str, nano_f32: Path, expected: list[list[int]]
+) -> None:
+    with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
+        for stream in (True, False):
+            constraints = [Fickle(3712, seed=i) for i in range(len(PROMPTS))]
+            assert await answers(engine, GREEDY, [*constraints], stream=stream) == expected
+
+
+@pytest.mark.parametrize("share", [0.3, 0.02])
+async def test_draws_from_the_device_are_those_from_whole_rows(nano_f32: Path, share: float) -> None:
+    found = []
+    for sampling in ("host", "device"):
+        constraints = [Fickle(3712, share, seed=i) for i in range(4)]
+        with running(nano_f32, **EXACT, sampling=sampling, speculation="off") as engine:
+            found.append(await answers(engine, DRAWN, [*constraints]))
+    assert found[0] == found[1]
+
+
+async def test_a_row_that_the_device_has_no_more_is_computed_again(nano_f32: Path) -> None:
+    """Tokens that are forced make chunks of different lengths, which llama.cpp computes in several passes."""
+    expected = [alone(nano_f32, prompt, Fickle(3712, 0.005, 3, seed=i)) for i, prompt in enumerate(PROMPTS)]
+    with running(nano_f32, **EXACT, sampling="device", speculation="off") as engine:
+        constraints = [Fickle(3712, 0.005, 3, seed=i) for i in range(4)]
+        assert await answers(engine, GREEDY, [*constraints]) == expected
+        assert engine.stats().preemptions > 0, "no row was ever out of reach"
+
+
+async def test_mates_do_not_notice(nano_f32: Path) -> None:
+    """Some are constrained, some not, some leave; those without get what they get alone."""
+    reference = Alone(nano_f32, **EXACT)
+    plain = [reference.greedy(prompt, N) for prompt in PROMPTS]
+    reference.close()
+    for sampling in ("host", "device"):
+        with running(nano_f32, **EXACT, sampling=sampling, parallel=8) as engine:
+            mixed = [None, Fickle(3712), None, Fickle(3712, 0.02)] * 2
+            with standing_still(engine):
+                leaving = [
+                    engine.submit(engine.prompt(PROMPTS[i]), GREEDY, N, constraint=Fickle(3712, seed=9))
+                    for i in range(3)
+                ]
+                asked = asyncio.create_task(answers(engine, GREEDY, mixed))
+                await asyncio.sleep(0)
+            async for _ in leaving[0]:
+                break
+            for generation in leaving:
+                generation.cancel()
+            for i, answer in enumerate(await asked):
+                if mixed[i] is None:
+                    assert answer == plain[i % len(PROMPTS)]
+
+
+class Choice:
+    """One fixed text and then the end: nothing is the model's."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.left = tokens
+
+    def forced(self) -> list[int]:
+        tokens, self.left = self.left, []
+        return tokens
+
+    def accept(self, token: int) -> bool:
+        raise AssertionError("there is nothing to choose")
+
+    mask = validate = prepare = accept  # type: ignore[assignment]
+
+
+async def test_an_answer_that_is_forced_to_its_end_takes_no_step(nano_f32: Path) -> None:
+    with running(nano_f32, **EXACT) as engine:
+        end = min(engine.vocab.eog_ids)
+        steps = engine.stats().steps
+        for stream in (True, False):
+            constraint = cast("Constraint", Choice([300, 301, 302, end]))
+            generation = engine.submit(engine.prompt([5, 6]), GREEDY, constraint=constraint, stream=stream)
+            assert [token async for new in generation for token in new] == [300, 301, 302]
+            assert generation.finish_reason == "stop"
+        short = engine.submit(
+            engine.prompt([5, 6]), GREEDY, 2, constraint=cast("Constraint", Choice([300, 301, 302, end]))
+        )
+        assert [token async for new in short for token in new] == [300, 301]
+        assert short.finish_reason == "length"
+        assert engine.stats().steps == steps
+
+
+async def test_forced_tokens_take_no_steps(nano_f32: Path) -> None:
+    with running(nano_f32, **EXACT, speculation="off") as engine:
+        before = engine.stats().steps
+        [answer] = await answers(engine, GREEDY, [Fickle(3712, every=2)])
+        assert len(answer) == N
+        assert engine.stats().steps - before < 0.6 * N
+
+
+async def test_what_a_constraint_raises_fails_its_request_alone(nano_f32: Path) -> None:
+    class Raises(Fickle):
+        def accept(self, token: int) -> bool:
+            raise ValueError("out of fuel")
+
+    with running(nano_f32, **EXACT) as engine:
+        bad = engine.submit(engine.prompt(PROMPTS[0]), GREEDY, N, constraint=Raises(3712, every=10**9))
+        good = engine.submit(engine.prompt(PROMPTS[1]), GREEDY, N)
+        with pytest.raises(Exception, match="out of fuel"):
+            _ = [new async for new in bad]
+        assert len([token async for new in good for token in new]) == N
+
+
+# --- the sampler alone -------------------------------------------------------------------------------------
+
+
+class SmallVocab:
+    n_real, eog_ids, size = 1000, frozenset({999}), 1024
+
+
+class DeviceRows:
+    """A row of which the device tells the best 64."""
+
+    kinds = (DeviceSampler.TOP_K,)
+
+    def __init__(self, logits: np.ndarray[Any, Any], *, kept: bool = True) -> None:
+        self.row, self.kept, self.fetched = logits, kept, 0
+
+    def candidates(self, row: int) -> Any:
+        ids = np.argsort(-self.row[:1000], kind="stable")[:64].astype(np.int32)
+        np.random.default_rng(0).shuffle(ids)
+        return ids, self.row[ids]
+
+    def fetch(self, row: int) -> Any:
+        self.fetched += 1
+        return self.row.copy() if self.kept else None
+
+
+class HostRows(DeviceRows):
+    kinds = (DeviceSampler.ROW,)
+
+    def logits(self, row: int) -> Any:
+        return self.row.copy()
+
+
+class Fixed(Choice):
+    """A mask and nothing else."""
+
+    def __init__(self, mask: bytes) -> None:
+        super().__init__([])
+        self._mask = mask
+
+    def accept(self, token: int) -> bool:
+        return bool(self._mask[token >> 3] >> (token & 7) & 1)
+
+    def mask(self) -> bytes:  # type: ignore[override]
+        return self._mask
+
+
+@pytest.mark.parametrize("share", [0.9, 0.3, 0.05, 0.003])
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_give_what_the_row_gives(share: float, spread: float, ties: bool) -> None:
+    """Thousands of rows: a token is drawn from candidates only where the whole row draws the same."""
+    rng = np.random.default_rng(7)
+    fetched = tries = 0
+    for trial in range(400):
+        logits = np.full(1024, -1e9, np.float32)
+        logits[:1000] = rng.normal(0, spread, 1000)
+        if ties:
+            logits[:1000] = np.round(logits[:1000])
+        bits = np.zeros(1024, bool)
+        bits[:1000] = rng.random(1000) < share
+        bits[rng.integers(0, 999)] = True
+        mask = np.packbits(bits, bitorder="little").tobytes()
+        # of equal logits at the edge of top-k either may be kept, so with ties only the best is compared
+        top_k = 0 if trial % 4 == 0 else 1 if ties else int(rng.choice([1, 5, 20, 63]))
+        params = SamplingParams(
+            temperature=0.0 if trial % 4 == 0 else float(rng.choice([0.3, 1.0, 2.0])),
+            top_k=top_k,
+            top_p=float(rng.choice([0.5, 0.95, 1.0])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            seed=trial,
+            ignore_eos=bool(trial % 3 == 0),
+        )
+        chosen = []
+        for rows in (HostRows(logits), DeviceRows(logits)):
+            sampler = Sampler(params, cast("Vocab", SmallVocab()), [1], cast("Constraint", Fixed(mask)))
+            chosen.append(sampler.sample(cast("Rows", rows), 0))
+            sampler.close()
+            fetched += rows.fetched
+        tries += 1
+        assert bits[chosen[0]]
+        assert chosen[0] == chosen[1], (trial, params)
+    if share >= 0.3 and spread == 6.0:
+        assert fetched < 0.3 * tries, "rows are fetched although enough candidates survive"
+
+
+def test_a_row_that_is_gone_is_asked_for_whole() -> None:
+    logits = np.zeros(1024, np.float32)
+    logits[:64] = 1.0
+    bits = np.zeros(1024, bool)
+    bits[500] = True
+    constraint = cast("Constraint", Fixed(np.packbits(bits, bitorder="little").tobytes()))
+    sampler = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint)
+    assert sampler.need is DeviceSampler.TOP_K
+    with pytest.raises(RowNotKept):
+        sampler.sample(cast("Rows", DeviceRows(logits, kept=False)), 0)
+    assert sampler.need is DeviceSampler.ROW
+    assert sampler.sample(cast("Rows", HostRows(logits)), 0) == 500
