@@ -74,7 +74,7 @@ def test_the_clients_id_is_taken_over(start: Start, lines: pytest.LogCaptureFixt
 
 
 def test_no_client_writes_lines_of_its_own(start: Start, lines: pytest.LogCaptureFixture) -> None:
-    start("x").post("/a%0a2026-01-01 INFO forged\x1b[31m")
+    start("x").post("/a%0aforged%1b%5b31m")
     wait_until(lambda: len(lines.messages) == 1)
     assert "\n" not in lines.messages[0]
     assert "\x1b" not in lines.messages[0]
