@@ -24,6 +24,7 @@ from server.settings import (
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
     from types import FrameType
 
 logger = logging.getLogger("server")
@@ -35,10 +36,10 @@ KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM or SIGINT. Exits with 0 once drained, 1 if the model fails, 2 for bad settings."""
     try:
-        settings, sources, flags = load_settings(sys.argv[1:])
+        settings, sources, flags = load_settings(sys.argv[1:] if arguments is None else arguments)
     except SettingsError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
