@@ -122,4 +122,4 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 	@touch $@
 
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out models
+	$(PY) -m convert --src models/nano --quant Q4_K_M --out models --no-kld

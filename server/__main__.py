@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from server.about import llama_version, own_version
 from server.api import Backend, Service, create_app
-from server.settings import Settings, SettingsError, describe, load_settings
+from server.settings import (
+    Settings,
+    SettingsError,
+    describe,
+    describe_chosen,
+    load_settings,
+    unknown_variables,
+)
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
     from types import FrameType
 
 logger = logging.getLogger("server")
@@ -26,23 +36,24 @@ KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM or SIGINT. Exits with 0 once drained, 1 if the model fails, 2 for bad settings."""
     try:
-        settings, sources, flags = load_settings(sys.argv[1:])
+        settings, sources, flags = load_settings(sys.argv[1:] if arguments is None else arguments)
     except SettingsError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     if getattr(flags, "print_settings", False):
         print(describe(settings, sources))
         return
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn.access").disabled = True
+    configure_logging(settings.log_level)
     # the engine's thread waits at most so long for the event loop's, each time it comes back from llama.cpp
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    logger.info("settings:\n%s", describe(settings, sources))
+    logger.info("qwen-serve %s, llama-cpp-python %s", own_version(), llama_version())
+    for warning in unknown_variables():
+        logger.warning("%s", warning)
+    if chosen := describe_chosen(settings, sources):
+        logger.info("settings: %s", chosen)
 
     app = create_app(settings, lambda: load(settings))
     server = DrainingServer(
@@ -84,8 +95,17 @@ def load(settings: Settings) -> Backend:
         raise
     gc.collect()
     gc.freeze()  # what is there now stays: no collection need look at it, and hold the engine's thread up
-    logger.info("ready: %s, up to %d tokens a sequence", settings.model_id, engine.context_size)
     return Backend(engine, prompter, defaults)
+
+
+def configure_logging(level: str) -> None:
+    """The root logger, to stderr. Uvicorn tells what goes wrong, not how it starts and stops."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
+    logging.getLogger("uvicorn.access").disabled = True
+    if level == "info":
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 class DrainingServer(uvicorn.Server):
@@ -94,6 +114,22 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._said_ready = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens; the model is being loaded by then."""
+        await super().startup(sockets)
+        if self.started:
+            logger.info("listening on %s; loading %s", self.address, self._service.settings.model)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that a 0 became."""
+        if self.config.uds:
+            return f"unix:{self.config.uds}"
+        scheme = "https" if self.config.is_ssl else "http"
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain. Second: out, whatever still runs."""
@@ -104,6 +140,13 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's ten looks a second at whether it should stop."""
+        if not self._said_ready and self._service.status == "ready":
+            self._said_ready = True
+            engine, name = self._service.backend.engine, self._service.settings.model_id
+            logger.info(
+                "%s: %d sequences of up to %d tokens", name, engine.settings.parallel, engine.context_size
+            )
+            logger.info("ready at %s", self.address)
         if self._service.drained or self._service.status == "failed":
             self.should_exit = True
         return await super().on_tick(counter)

@@ -1,20 +1,22 @@
-"""`python -m server.client`: a conversation in the terminal, thinking shown dimmed as it streams."""
+"""`qwen-serve chat`: a conversation in the terminal, thinking shown dimmed as it streams; or one question."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import requests
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -23,7 +25,23 @@ CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 PING_S = 0.5
 CONNECT_S = 5
 
-HELP = "/think, /no-think, /new (start again), Ctrl-C (stop the reply), Ctrl-D (leave)"
+COMMANDS = {
+    "/help": "this text",
+    "/new": "start again",
+    "/think": "think before answering, or not: /think on, /think off, /think to change",
+    "/system": "the system message from now on: /system TEXT; /system alone removes it",
+    "/save": "write the conversation: /save FILE.md, or FILE.json for its messages",
+    "/exit": "leave (Ctrl-D)",
+}
+HELP = (
+    "\n".join([f"{name:9}{what}" for name, what in COMMANDS.items()])
+    + """
+Ctrl-C   stop the reply
+\"\"\"      begins and ends a message of several lines; a \\ at the end of a line goes on with the next
+A message that begins with / is sent where a space stands before it."""
+)
+
+HISTORY_LINES = 1000
 
 
 class ServerError(Exception):
@@ -39,16 +57,40 @@ class Conversation:
     system: str | None = None
     max_tokens: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    """Without the system message."""
+    figures: str = ""
+    """What the last reply cost, where it came to its end."""
 
     def __post_init__(self) -> None:
         self.session = requests.Session()
         if key := os.environ.get("QWEN_API_KEY"):
             self.session.headers["Authorization"] = f"Bearer {key}"
-        self.forget()
 
-    def forget(self) -> None:
-        """Starts again, with the system message alone."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+    def model(self) -> str:
+        """What the server calls its model. Raises ServerError."""
+        try:
+            response = self.session.get(f"{self.url}/v1/models", timeout=CONNECT_S)
+        except requests.RequestException as error:
+            raise ServerError(f"the connection to {self.url} broke: {error}") from error
+        if not response.ok:
+            raise ServerError(error_message(response))
+        return str(response.json()["data"][0]["id"])
+
+    @property
+    def _system(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def save(self, path: Path) -> None:
+        """Writes the conversation, as Markdown or, for *.json, as messages. Raises OSError."""
+        messages = [*self._system, *self.messages]
+        if path.suffix == ".json":
+            text = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
+        else:
+            parts = [f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages]
+            text = "\n".join(parts)
+        part = path.with_name(path.name + ".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
 
     def ask(self, text: str) -> Generator[tuple[str, str], None, None]:
         """Sends a user's message; yields ("reasoning" | "content", text) as the reply comes.
@@ -58,13 +100,14 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         body = {
-            "messages": [*self.messages, question],
+            "messages": [*self._system, *self.messages, question],
             "stream": True,
+            "stream_options": {"include_usage": True},
             "chat_template_kwargs": {"enable_thinking": self.think},
         }
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
-        answer = ""
+        answer = self.figures = ""
         try:
             for delta in self._stream(body):
                 if reasoning := delta.get("reasoning_content"):
@@ -78,6 +121,7 @@ class Conversation:
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The deltas of one streamed reply."""
+        timings: dict[str, Any] = {}
         try:
             with self.session.post(
                 f"{self.url}/v1/chat/completions", json=body, stream=True, timeout=(CONNECT_S, None)
@@ -90,10 +134,25 @@ class Conversation:
                     event = json.loads(line.removeprefix(b"data: "))
                     if "error" in event:
                         raise ServerError(event["error"]["message"])
+                    timings = event.get("timings") or timings
+                    if usage := event.get("usage"):
+                        self.figures = figures_of(usage, timings)
                     for choice in event["choices"]:
                         yield choice["delta"]
         except requests.RequestException as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
+
+
+def figures_of(usage: dict[str, Any], timings: dict[str, Any]) -> str:
+    """A reply's figures: tokens, speed, cache. `timings` are llama-server's, {} from other servers."""
+    parts = [f"{usage['completion_tokens']} tokens"]
+    if speed := timings.get("predicted_per_second"):
+        parts.append(f"{speed:.1f} tok/s")
+    if timings:
+        parts.append(f"first after {timings.get('queue_ms', 0) + timings.get('prompt_ms', 0):.0f} ms")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    parts.append(f"{cached} of {usage['prompt_tokens']} prompt tokens cached")
+    return ", ".join(parts)
 
 
 def error_message(response: requests.Response) -> str:
@@ -145,44 +204,141 @@ def reported_status(response: requests.Response) -> str:
         return f"{response.status_code} {response.reason}"
 
 
-def show(conversation: Conversation, question: str, *, colour: bool) -> None:
-    """Prints one reply as it comes; Ctrl-C ends the reply, not the program."""
+def show(conversation: Conversation, question: str, *, terminal: bool) -> bool:
+    """Prints one reply as it comes; Ctrl-C ends the reply, not the program. Whether it came to an end.
+
+    Reasoning and figures are for people: what is not a `terminal` gets the answer alone.
+    """
     shown = ""
+    complete = False
     reply = conversation.ask(question)
     try:
         with contextlib.closing(reply):
             for kind, text in reply:
+                if kind == "reasoning" and not terminal:
+                    continue
                 if kind != shown:
-                    change = {"reasoning": DIM, "content": RESET}[kind] if colour else ""
+                    change = {"reasoning": DIM, "content": RESET}[kind] if terminal else ""
                     print("\n\n" * bool(shown) + change, end="")
                     shown = kind
                     text = text.lstrip("\n")
                 print(text.translate(CONTROLS), end="", flush=True)
+        complete = True
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except ServerError as error:
-        print(f"{RESET if colour else ''}error: {error}", file=sys.stderr)
-    print(RESET if colour else "")
+        print(f"{RESET if terminal else ''}error: {error}", file=sys.stderr)
+    if terminal and conversation.figures and complete:
+        print(f"{RESET}\n{DIM}{conversation.figures}", end="")
+    print(RESET if terminal else "")
+    return complete
 
 
 def questions(prompt: str) -> Iterator[str]:
-    """Lines typed or piped in, until the input ends. Ctrl-C discards the line being typed."""
+    """Messages typed in, until the input ends. Ctrl-C discards the one being typed.
+
+    One that begins with \"\"\" ends with the next, lines later; a line that ends with \\ goes on.
+    """
     while True:
         try:
-            line = input(prompt)
+            text = input(prompt)
+            if text.startswith('"""'):
+                text = text[3:]
+                while not text.rstrip().endswith('"""'):
+                    text += "\n" + input(". ")
+                text = text.rstrip()[:-3].strip("\n")
+            else:
+                while text.endswith("\\"):
+                    text = text[:-1] + "\n" + input(". ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
             continue
-        if line.strip():
-            yield line
+        if text.strip():
+            yield text
 
 
-def main() -> None:
-    """Runs the conversation. Exits with 1 when there is no server to talk to."""
-    parser = argparse.ArgumentParser(prog="python -m server.client", description=__doc__, epilog=HELP)
+def obey(conversation: Conversation, line: str) -> bool:
+    """Does what a command says; whether the conversation goes on."""
+    name, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    match name:
+        case "/help":
+            print(HELP)
+        case "/exit" | "/quit" | "/bye":
+            return False
+        case "/new":
+            conversation.messages = []
+        case "/think" if rest in ("", "on", "off"):
+            conversation.think = not conversation.think if not rest else rest == "on"
+            print(f"thinking is {'on' if conversation.think else 'off'}")
+        case "/think":
+            print(f"/think {rest}: on or off", file=sys.stderr)
+        case "/system":
+            conversation.system = rest or None
+        case "/save" if rest:
+            try:
+                conversation.save(Path(rest).expanduser())
+                print(f"saved to {rest}")
+            except OSError as error:
+                print(f"{rest}: {error.strerror or error}", file=sys.stderr)
+        case "/save":
+            print("/save FILE: the name is missing", file=sys.stderr)
+        case _:
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists them"
+            print(f"{name} is not a command; {hint}", file=sys.stderr)
+    return True
+
+
+@contextlib.contextmanager
+def line_editing() -> Iterator[None]:
+    """Arrow keys, and a history that outlives the program, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    history = Path(state) / "qwen-serve" / "history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(HISTORY_LINES)
+    names = list(COMMANDS)
+    readline.set_completer_delims(" ")
+    readline.set_completer(lambda text, n: ([x for x in names if x.startswith(text)] + [None])[n])
+    readline.parse_and_bind("tab: complete")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history)
+
+
+def converse(conversation: Conversation) -> None:
+    """Questions and answers until the input ends."""
+    print(f"{conversation.model()} at {conversation.url}; /help lists commands")
+    with line_editing():
+        for line in questions("> "):
+            if not line.startswith("/"):
+                show(conversation, line, terminal=sys.stdout.isatty())
+            elif not obey(conversation, line):
+                break
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m server.client") -> int:
+    """Runs the conversation, or answers one question. The exit status: 1 without a server or an answer."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Talk to a running server: in the terminal, or by one question (arguments, standard "
+        "input, or both, in this order) whose answer is printed.",
+        epilog=f"In the conversation:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("question", nargs="*", help="ask this, print the answer and leave")
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server [%(default)s]")
     parser.add_argument(
         "--think", action=argparse.BooleanOptionalAction, default=True, help="ask for thinking [on]"
@@ -192,30 +348,25 @@ def main() -> None:
     parser.add_argument(
         "--wait", type=float, default=10, metavar="S", help="seconds to wait for a server to appear [10]"
     )
-    options = parser.parse_args()
-    url = options.url.rstrip("/")
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # line editing and history for input()
-
+    options = parser.parse_args(argv)
+    conversation = Conversation(options.url.rstrip("/"), options.think, options.system, options.max_tokens)
     try:
-        wait_for(url, options.wait)
+        question = " ".join(options.question)
+        if not sys.stdin.isatty():
+            question = "\n\n".join(filter(None, (question, sys.stdin.read().strip())))
+        wait_for(conversation.url, options.wait)
+        if question:
+            return 0 if show(conversation, question, terminal=sys.stdout.isatty()) else 1
+        if not sys.stdin.isatty():
+            raise ServerError("standard input is empty: there is nothing to ask")
+        converse(conversation)
     except ServerError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        sys.exit(130)
-    conversation = Conversation(url, options.think, options.system, options.max_tokens)
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print(HELP)
-    for line in questions("> " if interactive else ""):
-        match line.strip():
-            case "/think" | "/no-think" as word:
-                conversation.think = word == "/think"
-            case "/new":
-                conversation.forget()
-            case _:
-                show(conversation, line, colour=sys.stdout.isatty())
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,12 +20,19 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from server.about import llama_version, own_version
 from server.engine.settings import EngineSettings, ModelSettings, Section
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "QWEN_"
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
+"""What a model on the Hugging Face hub is called: owner/name."""
+
+NEAR = 0.75
+"""How alike (difflib's ratio) a name and a known one are, for the one to be a slip of the other."""
 
 
 class SettingsError(Exception):
@@ -45,6 +54,8 @@ class HttpSettings(Section, title="http"):
     """largest request body, in MiB"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
     """seconds that running requests get to finish after SIGTERM"""
+    page: bool = True
+    """serve the chat page at /"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least level logged"""
 
@@ -122,14 +133,26 @@ def find_model(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
+        if HUB_ID.fullmatch(str(path)):
+            raise ValueError(f"{path} does not exist; {_conversion(str(path), path.name)}")
         raise ValueError(f"{path} does not exist")
     models = sorted(file for file in path.glob("*.gguf") if not file.name.endswith(".imatrix.gguf"))
+    if not models and (path / "config.json").is_file():
+        raise ValueError(f"{path} is a checkpoint, not a GGUF; {_conversion(str(path), path.resolve().name)}")
     if not models:
         raise ValueError(f"no *.gguf in the folder {path}")
     if len(models) > 1:
         names = ", ".join(file.name for file in models)
         raise ValueError(f"several models in the folder {path}; name one of {names}")
     return models[0]
+
+
+def _conversion(source: str, name: str) -> str:
+    """How to make a GGUF of a checkpoint, which the hub or a folder has."""
+    return (
+        "a checkpoint of the Hugging Face hub, or in a folder, is converted once: "
+        f"`python -m convert --src {source} --quant Q4_K_M`, then --model models/{name}-Q4_K_M.gguf"
+    )
 
 
 def _flag(name: str) -> str:
@@ -160,6 +183,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--print-settings", action="store_true", help="print the settings in effect, as TOML, and leave"
     )
+    result.add_argument(
+        "--version",
+        action="version",
+        version=f"qwen-serve {own_version()}, llama-cpp-python {llama_version()}",
+    )
     for section, fields in _by_section():
         group = result.add_argument_group(section.model_config["title"], inspect.getdoc(section))
         for name, field in fields.items():
@@ -181,10 +209,14 @@ Sources = Mapping[str, str]
 def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse.Namespace]:
     """Settings from the command line, `os.environ` and the TOML file; their sources; the parsed flags.
 
-    Raises SettingsError for a value that is not allowed, an unknown key in the file, or an unreadable file;
-    SystemExit for `--help` and unknown flags (argparse's own).
+    Raises SettingsError for a value that is not allowed, an unknown flag, an unknown key in the file, or an
+    unreadable file; SystemExit for `--help`, `--version` and flags without their value (argparse's own).
     """
-    flags = parser().parse_args(arguments)
+    flags, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        # what stands beside a mistyped flag is its value
+        words = [word for word in unknown if word.startswith("--")] or unknown
+        raise SettingsError("\n".join(map(_unknown_flag, words)))
     given = {name: value for name, value in vars(flags).items() if name in Settings.model_fields}
     config = getattr(flags, "config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     layers: list[tuple[str, Mapping[str, Any]]] = [
@@ -223,9 +255,50 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
     if error["type"] == "missing":
         return f"{_flag(name)} is required (or {ENV_PREFIX}{name.upper()}): a GGUF file, or a folder with one"
     if error["type"] == "extra_forbidden":
-        known = ", ".join(Settings.model_fields)
-        return f"{sources.get(name, 'settings')}: unknown key {name!r}; known are {known}"
-    return f"{_flag(name)} (from {sources[name]}): {message}, not {error['input']!r}"
+        known = f"known are {', '.join(Settings.model_fields)}"
+        return f"{sources.get(name, 'settings')}: unknown key {name!r}; {did_you_mean(name, known=known)}"
+    given = (
+        ""
+        if error["type"] == "value_error" and str(error["input"]) in message
+        else f", not {error['input']!r}"
+    )
+    return f"{_flag(name)} (from {sources[name]}): {message}{given}"
+
+
+def _unknown_flag(word: str) -> str:
+    if not word.startswith("--"):
+        hint = f"did you mean --model {word}?" if Path(word).exists() else "--help lists what there is"
+        return f"{word}: settings are flags; {hint}"
+    flag = word.partition("=")[0]
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    near = _nearest(name, [*Settings.model_fields, "config", "print_settings", "version", "help"])
+    return f"{flag} is not a setting; " + (f"did you mean {_flag(near)}?" if near else "--help lists them")
+
+
+def did_you_mean(name: str, *, known: str) -> str:
+    """The setting that `name` may have been meant for; `known` where there is none like it."""
+    near = _nearest(name, list(Settings.model_fields))
+    return f"did you mean {near!r}?" if near else known
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name.lower(), names, 1, NEAR)), None)
+
+
+def unknown_variables() -> list[str]:
+    """What to say of variables of the environment that look like settings and are none.
+
+    They are no error: other programs may have variables of that name.
+    """
+    known = {*Settings.model_fields, "config"}
+    names = [key.removeprefix(ENV_PREFIX) for key in sorted(os.environ) if key.startswith(ENV_PREFIX)]
+    found = []
+    for name in names:
+        if name.lower() not in known:
+            near = _nearest(name, sorted(known))
+            hint = f"did you mean {ENV_PREFIX}{near.upper()}?" if near else "it has no effect"
+            found.append(f"{ENV_PREFIX}{name} is not a setting; {hint}")
+    return found
 
 
 def _toml(value: Any) -> str:
@@ -250,3 +323,15 @@ def describe(settings: Settings, sources: Sources) -> str:
                 line = f"{name} = {_toml(value)}"
             lines.append(line if sources[name] == "default" else f"{line:<40}  # from {sources[name]}")
     return "\n".join(lines)
+
+
+def describe_chosen(settings: Settings, sources: Sources) -> str:
+    """On one line, what was set and where; "" where everything is at its default."""
+    chosen = []
+    for name, source in sources.items():
+        if source != "default":
+            value = getattr(settings, name)
+            chosen.append(
+                f"{name} = {'(secret)' if isinstance(value, SecretStr) else _toml(value)} ({source})"
+            )
+    return ", ".join(chosen)

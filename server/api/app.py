@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI
 
-from server.api import errors
+from server.about import own_version
+from server.api import errors, page
 from server.api.metrics import Metrics
 from server.api.middleware import RequireKey, Watch
 from server.api.routes import ROUTERS
 from server.api.service import Backend, Service
+from server.api.throughput import report_throughput
+from server.api.tracing import configured_tracer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -24,26 +27,28 @@ if TYPE_CHECKING:
 def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     """The app, with its Service in `app.state.service`. `load` runs on a thread once the app starts up."""
     service = Service(settings, Metrics(), load)
+    tracer = configured_tracer()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        reporter = asyncio.create_task(report_throughput(service))
         yield
+        reporter.cancel()
         await to_thread.run_sync(service.close)
+        if tracer is not None:
+            await to_thread.run_sync(tracer.close)
 
-    app = FastAPI(title="qwen-serve", version=_version(), lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(title="qwen-serve", version=own_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.service = service
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    if settings.page:
+        page.install(app)
     if settings.api_key is not None:
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
-    app.add_middleware(Watch, service=service)  # added last: outermost, so that it sees refusals too
+    app.add_middleware(
+        Watch, service=service, tracer=tracer
+    )  # added last: outermost, so that it sees refusals too
     return app
-
-
-def _version() -> str:
-    try:
-        return version("qwen-serve")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return "0"

@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from server.api.record import record_of
 from server.chat import PromptError
 from server.engine import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
 
@@ -102,9 +103,11 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-async def error_response(_: Request, error: Exception) -> JSONResponse:
+async def error_response(http: Request, error: Exception) -> JSONResponse:
     """Starlette's exception handler for everything."""
     answer = from_exception(error)
+    if (record := record_of(http.scope)) is not None:
+        record.error = answer
     return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
 
 

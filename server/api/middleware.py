@@ -1,4 +1,4 @@
-"""Around every request: the API key, the count of requests in flight, a log line, the request metrics."""
+"""Around every request: the API key, the count of requests in flight, its id, a log line, the metrics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
 from server.api.errors import ApiError
+from server.api.page import is_page
+from server.api.record import RequestRecord, record_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from server.api.service import Service
+    from server.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +27,27 @@ OPEN_PATHS = frozenset({"/ping", "/health", "/metrics"})
 
 CLIENT_LEFT = 499
 
+REQUEST_ID = b"x-request-id"
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key and is no work: probes, metrics, and the chat page's own files."""
+    return path in OPEN_PATHS or is_page(path)
+
 
 class Watch:
-    """Counts, times and logs requests."""
+    """Counts, times, logs and traces requests; each has an id, the client's own or a new one."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, tracer: Tracer | None = None) -> None:
         self._app = app
         self._service = service
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
+        record = RequestRecord.begin(scope)
         status = CLIENT_LEFT
         complete = False
 
@@ -43,6 +55,8 @@ class Watch:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = [*message.get("headers", ()), (REQUEST_ID, record.id.encode())]
+                message = {**message, "headers": headers}
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -58,7 +72,9 @@ class Watch:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
-            logger.info("%s %s %d %.0f ms", scope["method"], scope["path"], shown, seconds * 1000)
+            logger.info("%s", record.line(scope["method"], scope["path"], shown, seconds))
+            if self._tracer is not None:
+                self._tracer.trace(scope, shown, seconds, record)
             # unknown paths share a label: a scanner must not grow the metrics without bound
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
@@ -74,10 +90,12 @@ class RequireKey:
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not is_open(scope["path"]):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                if (record := record_of(scope)) is not None:
+                    record.error = error
                 answer = JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
                 return

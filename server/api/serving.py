@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 
 from server.api.errors import ApiError
+from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
 from server.api.sse import EventStream
@@ -76,6 +77,8 @@ class ServedRequest:
 
         Nothing is generated any longer than the client waits for it, however the response ends.
         """
+        if (record := record_of(http.scope)) is not None:
+            record.served = self
         if self._stream:
             return EventStream(stream(), self.close)
         try:

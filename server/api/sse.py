@@ -12,11 +12,14 @@ from uuid import uuid4
 from sse_starlette import EventSourceResponse
 
 from server.api.errors import from_exception
+from server.api.record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
+
+    from server.api.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,8 @@ class EventStream(EventSourceResponse):
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        super().__init__(_to_the_end(events), sep="\n", headers={"Cache-Control": "no-cache"})
+        self._error: ApiError | None = None
+        super().__init__(self._to_the_end(events), sep="\n", headers={"Cache-Control": "no-cache"})
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,20 +76,21 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
+            if self._error is not None and (record := record_of(scope)) is not None:
+                record.error = self._error
 
-
-async def _to_the_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events as they are; a failure becomes the last of them."""
-    async with aclosing(events):
-        try:
-            async for data in events:
-                yield data
-        except Exception as error:
-            # the status is sent, so an event is all that is left; no [DONE], or it would pass for complete
-            answer = from_exception(error)
-            if answer.status == 500:
-                logger.exception("a stream failed")
-            yield event(answer.body())
+    async def _to_the_end(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The events as they are; a failure becomes the last of them."""
+        async with aclosing(events):
+            try:
+                async for data in events:
+                    yield data
+            except Exception as error:
+                # the status is sent: an event is all that is left; no [DONE], or it would pass for complete
+                self._error = answer = from_exception(error)
+                if answer.status == 500:
+                    logger.exception("a stream failed")
+                yield event(answer.body())
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:

@@ -74,7 +74,7 @@ class Parts:
     def __init__(self, plan: MemoryPlan, profile: StepProfile) -> None:
         settings, spec = plan.settings, plan.spec
         self._plan = plan
-        log.info("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
+        log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = Model(
             settings.model,
             n_gpu_layers=settings.n_gpu_layers,
@@ -145,11 +145,11 @@ class Parts:
                 settings.prefill_seconds, seconds / prefill, context.n_ubatch, most
             )
             self.scheduler.prefill_budget = budget
-            log.info("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
+            log.debug("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
         if drafts:
             spare = MEASURING_GPU if on_gpu else MEASURING_CPU
             self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
-        log.info("warm after %.1f s", perf_counter() - started)
+        log.debug("warm after %.1f s", perf_counter() - started)
 
     def _rehearse(self, n: int, rows: int) -> None:
         """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""

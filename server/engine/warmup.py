@@ -91,7 +91,7 @@ def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
         )
     if wrong or (choose and (device[0] > TOLERATED * host[0] or device[1] > TOLERATED * host[1])):
         context.set_samplers(None)
-    log.info(
+    log.debug(
         "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms with the device, "
         "%.2f and %.2f ms with the host",
         "device" if context.samplers.active else "host",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +43,39 @@ def ask(server: Server, text: str, *arguments: str) -> str:
     return output
 
 
-def test_piped_questions_share_a_conversation(start: Start) -> None:
-    server = start(lambda prompt: THOUGHT if prompt.endswith("<think>\n") else "plain")
-    assert (
-        ask(server, "What is 1+1?\n\nAnd again?\n", "--system", "Be brief.")
-        == "Hmm, 🤔.\n\nTwo.\n" * 2 + "\n"
+def thinks(prompt: str) -> str:
+    return THOUGHT if prompt.endswith("<think>\n") else "plain"
+
+
+def test_one_question(start: Start) -> None:
+    server = start(thinks)
+    assert ask(server, "", "What", "is 1+1?", "--system", "Be brief.") == "Two.\n", (
+        "its reasoning is not piped"
     )
-    first, second = (entry.text for entry in server.engine.submissions)
-    assert "Be brief." in first
-    assert "And again?" in second
-    assert "Two.<|im_end|>" in second, "the first answer belongs to the second question's history"
-    assert "Hmm" not in second, "its reasoning does not"
+    assert "What is 1+1?<|im_end|>" in server.engine.submissions[0].text
+    assert "Be brief." in server.engine.submissions[0].text
 
 
-def test_switches(start: Start) -> None:
-    server = start(lambda prompt: THOUGHT if prompt.endswith("<think>\n") else "plain")
-    assert ask(server, "a\n/think\nb\n/new\nc\n", "--no-think").startswith("plain\nHmm")
-    last = server.engine.submissions[-1].text
-    assert "c<|im_end|>" in last
-    assert "a<|im_end|>" not in last
+def test_what_is_piped_in_is_one_question(start: Start) -> None:
+    server = start(thinks)
+    assert ask(server, "one\n\n/new\n", "Sum up:", "--no-think") == "plain\n"
+    assert "Sum up:\n\none\n\n/new<|im_end|>" in server.engine.submissions[0].text
+    assert ask(server, "only this\n", "--no-think") == "plain\n"
+    assert "only this<|im_end|>" in server.engine.submissions[1].text
 
 
-def test_a_refusal_is_shown_and_survived(start: Start) -> None:
-    server = start("fine", context_size=200)
-    output, errors = client("--url", server.url).communicate("x" * 300 + "\nhello\n", timeout=60)
+def test_nothing_to_ask(start: Start) -> None:
+    program = client("--url", start("x").url)
+    output, errors = program.communicate("", timeout=60)
+    assert (output, program.returncode) == ("", 1)
+    assert "nothing to ask" in errors
+
+
+def test_a_refusal_is_shown(start: Start) -> None:
+    program = client("--url", start("fine", context_size=200).url)
+    _, errors = program.communicate("x" * 300, timeout=60)
     assert "error: the prompt has" in errors
-    assert output.strip() == "fine"
+    assert program.returncode == 1
 
 
 def test_a_reply_cannot_drive_the_terminal(start: Start) -> None:
@@ -88,13 +97,13 @@ def test_it_waits_while_the_model_loads(start: Start) -> None:
         return backend
 
     server = start("Two.", load=load)
-    asking = client("--url", server.url, "--no-think")
+    asking = client("--url", server.url, "--no-think", "1+1?", stdin=subprocess.DEVNULL)
     assert asking.stderr is not None
     try:
         assert "loading" in asking.stderr.readline()
     finally:
         go.set()
-    output, _ = asking.communicate("1+1?\n", timeout=60)
+    output, _ = asking.communicate(timeout=60)
     assert output.strip() == "Two."
 
 
@@ -123,13 +132,36 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_in_a_terminal(start: Start) -> None:
-    server = start(lambda prompt: THOUGHT if "1+1" in prompt else "on and on " * 200, delay=0.005)
+@contextmanager
+def in_terminal(
+    server: Server, home: Path, *arguments: str
+) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
+    """The client in a terminal, at its first prompt."""
     terminal = Terminal()
     side = terminal.program_side
-    program = client("--url", server.url, stdin=side, stdout=side, stderr=side, start_new_session=True)
+    program = client(
+        "--url",
+        server.url,
+        *arguments,
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        start_new_session=True,
+        env={**os.environ, "XDG_STATE_HOME": str(home), "TERM": "dumb"},
+    )
     try:
+        assert "fake at http://" in terminal.read_until("/help lists commands")
         terminal.read_until("> ")
+        yield terminal, program
+    finally:
+        program.kill()
+        program.wait()
+        terminal.close()
+
+
+def test_in_a_terminal(start: Start, tmp_path: Path) -> None:
+    server = start(lambda prompt: THOUGHT if "1+1" in prompt else "on and on " * 200, delay=0.005)
+    with in_terminal(server, tmp_path) as (terminal, program):
         terminal.type(b"Count.\n")
         terminal.read_until("on and on")
         program.send_signal(signal.SIGINT)
@@ -139,13 +171,73 @@ def test_in_a_terminal(start: Start) -> None:
         terminal.type(b"1+1?\n")
         terminal.read_until("\x1b[2mHmm")
         terminal.read_until("\x1b[0mTwo.")
+        figures = terminal.read_until("prompt tokens cached")
+        assert "tok/s" in figures
         terminal.read_until("> ")
         terminal.type(b"\x04")
         assert program.wait(30) == 0
-    finally:
-        program.kill()
-        program.wait()
-        terminal.close()
+    assert "1+1?" in (tmp_path / "qwen-serve" / "history").read_text()
+
+
+def test_commands(start: Start, tmp_path: Path) -> None:
+    server = start(thinks)
+    saved = tmp_path / "talk.md"
+    with in_terminal(server, tmp_path, "--no-think") as (terminal, program):
+
+        def enter(line: str, reply: str) -> None:
+            terminal.type(line.encode() + b"\n")
+            if reply:
+                terminal.read_until(reply)
+            terminal.read_until("> ")
+
+        enter("/help", "write the conversation")
+        enter("a", "plain")
+        enter("/thnik", "/thnik is not a command; did you mean /think?")
+        enter("/etc/passwd is what?", "/etc/passwd is not a command")
+        enter("/think maybe", "on or off")
+        enter("/think", "thinking is on")
+        enter("b", "Hmm")
+        enter(f"/save {saved}", "saved to")
+        enter("/save /no/such/folder/x.md", "No such file")
+        enter("/system Be brief.", "")
+        enter("/new", "")
+        enter("/think off", "thinking is off")
+        terminal.type(b'"""c\nd"""\n')
+        terminal.read_until("plain")
+        terminal.type(b"/exit\n")
+        assert program.wait(30) == 0
+    assert len(server.engine.submissions) == 3, "commands are not sent"
+    second, third = (entry.text for entry in server.engine.submissions[1:])
+    assert "a<|im_end|>" in second
+    assert "c\nd<|im_end|>" in third
+    assert "Be brief." in third
+    assert "a<|im_end|>" not in third
+    assert (
+        saved.read_text() == "## user\n\na\n\n## assistant\n\nplain\n\n## user\n\nb\n\n## assistant\n\nTwo.\n"
+    )
+
+
+def test_a_conversation_as_messages(tmp_path: Path) -> None:
+    conversation = Conversation(
+        "http://x", think=True, system="S", messages=[{"role": "user", "content": "é"}]
+    )
+    conversation.save(tmp_path / "talk.json")
+    assert json.loads((tmp_path / "talk.json").read_text(encoding="utf-8")) == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "é"},
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_the_command_qwen_serve(start: Start) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "server.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+    assert run("chat", "--url", start("</think>\n\nTwo.").url, "1+1?").stdout == "Two.\n"
+    assert "usage: qwen-serve chat" in run("chat", "--help").stdout
+    assert "--model is required" in run("serve").stderr
+    assert (run("nothing").returncode, run("--version").returncode) == (2, 0)
 
 
 def test_a_conversation_keeps_what_there_is_of_a_reply(start: Start) -> None:

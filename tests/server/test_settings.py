@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from server.engine import EngineSettings
-from server.settings import Settings, SettingsError, describe, find_model, load_settings
+from server.settings import (
+    Settings,
+    SettingsError,
+    describe,
+    describe_chosen,
+    find_model,
+    load_settings,
+    unknown_variables,
+)
 
 
 @pytest.fixture
@@ -151,3 +159,62 @@ def test_bad_settings_end_the_program_with_2() -> None:
     assert done.returncode == 2
     assert "--port" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prot", "1"], r"--prot is not a setting; did you mean --port\?$"),
+        (["--no-prefix-cahce"], r"--no-prefix-cahce is not a setting; did you mean --prefix-cache\?"),
+        (["--ctx_size=9"], r"did you mean --ctx-size\?"),
+        (["--zzz"], r"--zzz is not a setting; --help lists them"),
+        (["extra"], r"extra: settings are flags"),
+    ],
+)
+def test_a_mistyped_flag(model: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(["--model", model, *arguments])
+
+
+def test_a_mistyped_key_of_the_file(model: str, tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text("paralel = 2\n")
+    with pytest.raises(SettingsError, match=r"unknown key 'paralel'; did you mean 'parallel'\?"):
+        load_settings(["--model", model, "--config", str(config)])
+
+
+def test_a_mistyped_variable(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unknown_variables() == []
+    monkeypatch.setenv("QWEN_CTX_SIEZ", "1")
+    monkeypatch.setenv("QWEN_HOME", "1")
+    monkeypatch.setenv("QWEN_PARALLEL", "1")
+    first, second = unknown_variables()
+    assert first == "QWEN_CTX_SIEZ is not a setting; did you mean QWEN_CTX_SIZE?"
+    assert second == "QWEN_HOME is not a setting; it has no effect"
+
+
+def test_a_hub_id_says_how_to_convert(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"python -m convert --src Qwen/Qwen3.5-4B .*Qwen3.5-4B-Q4_K_M.gguf"):
+        find_model(Path("Qwen/Qwen3.5-4B"))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="is a checkpoint, not a GGUF"):
+        find_model(tmp_path)
+    with pytest.raises(ValueError, match=r"models/mine.gguf does not exist$"):
+        find_model(Path("models/mine.gguf"))
+
+
+def test_what_was_set_is_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWEN_API_KEY", "hidden")
+    settings, sources, _ = load_settings(["--model", model, "--parallel", "2"])
+    line = describe_chosen(settings, sources)
+    assert "parallel = 2 (flag)" in line
+    assert "api_key = (secret) (environment)" in line
+    assert "hidden" not in line
+    assert "port" not in line
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_settings(["--version"])
+    assert left.value.code == 0
+    assert "llama-cpp-python" in capsys.readouterr().out

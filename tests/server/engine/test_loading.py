@@ -101,11 +101,11 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
     wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0))
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     parts = Parts(plan, StepProfile())
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         parts.warm_up()
     assert parts.scheduler.prefill_budget == PREFILL_CPU, "without a GPU no more than that"
     parts._plan = replace(plan, usages=plan.usages * 2)  # as on a GPU
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         parts.warm_up()
     tokens = parts.scheduler.prefill_budget
     assert tokens in range(64, 2048 + 1, 64)
