@@ -41,8 +41,10 @@ class HttpSettings(Section, title="http"):
     """model id in /v1/models (default: the file's name)"""
     api_key: SecretStr | None = None
     """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
-    max_body_mib: int = Field(32, ge=1, le=1024)
-    """largest request body, in MiB"""
+    max_body_mib: int = Field(8, ge=1, le=1024)
+    """largest request body, in MiB; the work on one takes up to 20 times its size"""
+    max_bodies_mib: int = Field(64, ge=1)
+    """memory for the bodies of all requests that are being received or read, in MiB; one more gets 429"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
     """seconds that running requests get to finish after SIGTERM"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -23,6 +24,11 @@ OPEN_PATHS = frozenset({"/ping", "/health", "/metrics"})
 """Answered without the API key, for probes and scrapers; not counted as work that a shutdown waits for."""
 
 CLIENT_LEFT = 499
+
+
+def shown_path(scope: Scope) -> str:
+    """The path for a line of the log, escapes and all: decoded, it could be several lines."""
+    return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
 class Watch:
@@ -58,7 +64,7 @@ class Watch:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
-            logger.info("%s %s %d %.0f ms", scope["method"], scope["path"], shown, seconds * 1000)
+            logger.info("%s %s %d %.0f ms", scope["method"], shown_path(scope), shown, seconds * 1000)
             # unknown paths share a label: a scanner must not grow the metrics without bound
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
@@ -71,12 +77,13 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+            if not right or scheme.lower() != "bearer":
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 answer = JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)

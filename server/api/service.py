@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.api.errors import ApiError
+from server.api.intake import Intake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +48,7 @@ class Service:
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0
+        self.intake = Intake(settings.max_bodies_mib * 1024**2)
         self.failure: Exception | None = None
         self._load = load
         self._backend: Backend | None = None

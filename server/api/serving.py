@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.errors import ApiError
+from server.api.errors import ApiError, bad_request
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
 from server.api.sse import EventStream
@@ -152,6 +152,18 @@ class ServedRequest:
             "model": self.model,
             "choices": choices,
         }
+
+
+def check_count(service: Service, request: GenerationRequest, prompts: int = 1) -> None:
+    """Raises ApiError 400 for more answers than could ever wait and run together, however long one tries."""
+    settings = service.backend.engine.settings
+    wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
+    if wanted > most:
+        raise bad_request(
+            f"n: {wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
+            "n",
+            "invalid_value",
+        )
 
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:

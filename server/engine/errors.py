@@ -26,7 +26,8 @@ class PromptTooLong(EngineError):
         """`at_least`: counting ended there."""
         super().__init__(
             f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens, but one sequence holds at most "
-            f"{context_size}, prompt and answer together; shorten the prompt or start the server with a larger ctx_size"
+            f"{context_size}, prompt and answer together; shorten the prompt or start the server with a "
+            "larger ctx_size"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size
