@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from server.api import Backend, Service, create_app
+from server.api import Backend, BoundedConfig, Service, create_app
 from server.settings import Settings, SettingsError, describe, load_settings
 
 if TYPE_CHECKING:
@@ -25,9 +26,17 @@ CHAT_TEMPLATE = Path(__file__).parent.parent / "chat_templates" / "qwen3_5.jinja
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
+FAILED, CUT_SHORT = 1, 3
+"""Exit codes, beside 0 and 2 for bad settings."""
+CUT_S = 1.0
+"""What requests that are cut short get to say so."""
+
 
 def main() -> None:
-    """Runs until SIGTERM or SIGINT. Exits with 0 once drained, 1 if the model fails, 2 for bad settings."""
+    """Runs until SIGTERM, SIGINT or SIGHUP.
+
+    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be cut short.
+    """
     try:
         settings, sources, flags = load_settings(sys.argv[1:])
     except SettingsError as error:
@@ -46,22 +55,22 @@ def main() -> None:
 
     app = create_app(settings, lambda: load(settings))
     server = DrainingServer(
-        uvicorn.Config(
+        BoundedConfig(
             app,
+            settings,
             host=settings.host,
             port=settings.port,
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
-            ws="none",
         ),
         app.state.service,
     )
     server.run()
     logging.shutdown()
     # not sys.exit: a model that is still loading sits inside llama.cpp, and would be waited for
-    os._exit(app.state.service.status == "failed")
+    os._exit(FAILED if app.state.service.status == "failed" else server.status)
 
 
 def load(settings: Settings) -> Backend:
@@ -94,6 +103,10 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.status = 0
+        """The process's exit code."""
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup sets
+            signal.signal(signal.SIGHUP, self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain. Second: out, whatever still runs."""
@@ -105,6 +118,11 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's ten looks a second at whether it should stop."""
         if self._service.drained or self._service.status == "failed":
+            self.should_exit = True
+        elif self._service.overdue and self._service.cut_short():
+            logger.warning("cut short: %d requests", self._service.in_flight)
+            self.status = CUT_SHORT
+        elif self._service.overdue and self._service.overdue > CUT_S:
             self.should_exit = True
         return await super().on_tick(counter)
 

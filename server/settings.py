@@ -45,6 +45,17 @@ class HttpSettings(Section, title="http"):
     """largest request body, in MiB; the work on one takes up to 20 times its size"""
     max_bodies_mib: int = Field(64, ge=1)
     """memory for the bodies of all requests that are being received or read, in MiB; one more gets 429"""
+    max_header_kib: int = Field(64, ge=1, le=1024)
+    """most bytes of a request's line and headers, in KiB"""
+    header_timeout: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """seconds that a client has to send them; a new connection may be idle for as long"""
+    body_timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
+    """seconds that it has to send a body"""
+    max_connections: int = Field(1024, ge=1)
+    """connections open at once, as far as the process may open files; a new one takes the place of the
+    one that is idle for longest, or gets 503"""
+    open_metrics: bool = True
+    """answer /metrics without the API key; else only /ping and /health are"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
     """seconds that running requests get to finish after SIGTERM"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from server.api import errors
 from server.api.metrics import Metrics
-from server.api.middleware import RequireKey, Watch
+from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.routes import ROUTERS
 from server.api.service import Backend, Service
 
@@ -37,7 +37,8 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     if settings.api_key is not None:
-        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
+        unlocked = OPEN_PATHS if settings.open_metrics else PROBES
+        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value(), unlocked=unlocked)
     app.add_middleware(Watch, service=service)  # added last: outermost, so that it sees refusals too
     return app
 

@@ -25,6 +25,11 @@ _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 # not asyncio's own threads: the end of the loop would wait for those
 
 
+def stopped() -> ApiError:
+    """What clients are told whose requests the end of the server cuts short."""
+    return ApiError(503, "the server stopped before the answer was complete", code="draining")
+
+
 class Abandoned(Exception):
     """Raised in a thread whose result nobody waits for."""
 
@@ -37,6 +42,8 @@ class Intake:
         self._limit = limit
         self._large = asyncio.Semaphore(1)
         self.held = 0
+        self.closed = False
+        """Whether the work on bodies is to end."""
 
     def visit(self) -> Visit:
         """For one request; to be left."""
@@ -90,13 +97,18 @@ async def in_thread(work: Callable[[], Result], size: int) -> Result:
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
 
 
-async def interruptible(work: Callable[[Callable[[], None]], Result], size: int) -> Result:
-    """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled."""
+async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, intake: Intake) -> Result:
+    """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled.
+
+    And ApiError 503 once the intake is closed.
+    """
     given_up = threading.Event()
 
     def interrupt() -> None:
         if given_up.is_set():
             raise Abandoned
+        if intake.closed:
+            raise stopped()
 
     try:
         return await in_thread(partial(work, interrupt), size)

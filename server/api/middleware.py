@@ -14,14 +14,17 @@ from starlette.datastructures import Headers
 from server.api.errors import ApiError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from server.api.service import Service
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/ping", "/health", "/metrics"})
-"""Answered without the API key, for probes and scrapers; not counted as work that a shutdown waits for."""
+PROBES = frozenset({"/ping", "/health"})
+OPEN_PATHS = PROBES | {"/metrics"}
+"""For probes and scrapers; not counted as work that a shutdown waits for."""
 
 CLIENT_LEFT = 499
 
@@ -73,14 +76,15 @@ class Watch:
 
 
 class RequireKey:
-    """Answers 401 unless the request carries `Authorization: Bearer <key>`."""
+    """Answers 401 unless the request carries `Authorization: Bearer <key>`, but for `unlocked` paths."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, unlocked: Collection[str]) -> None:
         self._app = app
+        self._unlocked = unlocked
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._unlocked:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
             if not right or scheme.lower() != "bearer":

@@ -92,7 +92,7 @@ async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], 
     if size < LONG_TEXT:
         return work(lambda: None)
     try:
-        return await until_gone(http, interruptible(work, size))
+        return await until_gone(http, interruptible(work, size, service_of(http).intake))
     finally:
         http.state.visit.leave()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from server.api.chat import chat
 from server.api.completions import complete
 from server.api.errors import ApiError, bad_request
+from server.api.intake import stopped
 from server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,6 +42,12 @@ class PlainRoute(APIRoute):
             try:
                 response: Response = await endpoint(http)
                 return response
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if service_of(http).is_cut and task is not None:
+                    task.uncancel()
+                    raise stopped() from None
+                raise
             finally:
                 visit.leave()
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.errors import ApiError, bad_request
+from server.api.errors import bad_request
+from server.api.intake import stopped
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
 from server.api.sse import EventStream
@@ -39,15 +40,17 @@ class ServedRequest:
         stops: StopStrings | None,
         kind: str,
     ) -> None:
-        backend = service.backend
+        backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
         self.include_usage = request.include_usage
         self._stream = bool(request.stream)
         self._metrics = service.metrics
+        self._service = service
         self._per_prompt = request.choices
         self.generations: list[TextGeneration] = []
+        service.open.add(self)
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
@@ -83,8 +86,14 @@ class ServedRequest:
         finally:
             self.close()
 
+    def cancel(self) -> None:
+        """Ends the generations; whoever reads them is told that they are not complete."""
+        for generation in self.generations:
+            generation.cancel()
+
     def close(self) -> None:
         """Cancels what still runs and reports to the metrics. To be called once, however the request ends."""
+        self._service.open.discard(self)
         for generation in self.generations:
             generation.cancel()
             self._metrics.observe(generation)
@@ -93,7 +102,7 @@ class ServedRequest:
         """Why an answer ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
         if finish_reason in ("stop", "length", "tool_calls"):
             return finish_reason
-        raise ApiError(503, "the server stopped before the answer was complete", code="draining")
+        raise stopped()
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request; a prompt with several answers counts once.
