@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from server.about import llama_version, own_version
-from server.api import Backend, Service, create_app
+from server.api import Backend, BoundedConfig, Service, create_app
 from server.settings import (
     Settings,
     SettingsError,
@@ -35,9 +36,17 @@ CHAT_TEMPLATE = Path(__file__).parent.parent / "chat_templates" / "qwen3_5.jinja
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
+FAILED, CUT_SHORT = 1, 3
+"""Exit codes, beside 0 and 2 for bad settings."""
+CUT_S = 1.0
+"""What requests that are cut short get to say so."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. Exits with 0 once drained, 1 if the model fails, 2 for bad settings."""
+    """Runs until SIGTERM, SIGINT or SIGHUP.
+
+    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be cut short.
+    """
     try:
         settings, sources, flags = load_settings(sys.argv[1:] if arguments is None else arguments)
     except SettingsError as error:
@@ -57,22 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     app = create_app(settings, lambda: load(settings))
     server = DrainingServer(
-        uvicorn.Config(
+        BoundedConfig(
             app,
+            settings,
             host=settings.host,
             port=settings.port,
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
-            ws="none",
         ),
         app.state.service,
     )
     server.run()
     logging.shutdown()
     # not sys.exit: a model that is still loading sits inside llama.cpp, and would be waited for
-    os._exit(app.state.service.status == "failed")
+    os._exit(FAILED if app.state.service.status == "failed" else server.status)
 
 
 def load(settings: Settings) -> Backend:
@@ -115,6 +124,10 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._said_ready = False
+        self.status = 0
+        """The process's exit code."""
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup sets
+            signal.signal(signal.SIGHUP, self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says where it listens; the model is being loaded by then."""
@@ -148,6 +161,11 @@ class DrainingServer(uvicorn.Server):
             )
             logger.info("ready at %s", self.address)
         if self._service.drained or self._service.status == "failed":
+            self.should_exit = True
+        elif self._service.overdue and self._service.cut_short():
+            logger.warning("cut short: %d requests", self._service.in_flight)
+            self.status = CUT_SHORT
+        elif self._service.overdue and self._service.overdue > CUT_S:
             self.should_exit = True
         return await super().on_tick(counter)
 

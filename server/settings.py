@@ -50,8 +50,24 @@ class HttpSettings(Section, title="http"):
     """model id in /v1/models (default: the file's name)"""
     api_key: SecretStr | None = None
     """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
-    max_body_mib: int = Field(32, ge=1, le=1024)
-    """largest request body, in MiB"""
+    max_body_mib: int = Field(8, ge=1, le=1024)
+    """largest request body, in MiB; the work on one takes up to 20 times its size"""
+    max_bodies_mib: int = Field(64, ge=1)
+    """memory for the bodies of all requests that are being received or read, in MiB; one more gets 429"""
+    max_header_kib: int = Field(64, ge=1, le=1024)
+    """most bytes of a request's line and headers, in KiB"""
+    header_timeout: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """seconds that a client has to send them; a new connection may be idle for as long"""
+    body_timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
+    """seconds that it has to send a body"""
+    max_connections: int = Field(1024, ge=1)
+    """connections open at once, as far as the process may open files; a new one takes the place of the
+    one that is idle for longest, or gets 503"""
+    allowed_hosts: str = ""
+    """names, with commas between, under which a server that listens to this machine alone may be asked
+    without an API key, besides localhost and addresses; * for any"""
+    open_metrics: bool = True
+    """answer /metrics without the API key; else only /ping and /health are"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
     """seconds that running requests get to finish after SIGTERM"""
     page: bool = True

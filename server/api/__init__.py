@@ -2,10 +2,12 @@
 
 A request's way: `routes` reads its body (`request`) as one of `protocol`'s models; `chat` or `completions`
 makes a prompt of it and submits its choices (`serving`, `sampling`), and answers with an object or a stream
-(`sse`). Around it: `service`, the model's life from loading to drained; `metrics`, `middleware`, `errors`.
+(`sse`). Around it: `connection` and `intake`, what clients may send and what that may take; `service`, the
+model's life from loading to drained; `metrics`, `middleware`, `errors`.
 """
 
 from server.api.app import create_app
+from server.api.connection import BoundedConfig
 from server.api.service import Backend, Service
 
-__all__ = ["Backend", "Service", "create_app"]
+__all__ = ["Backend", "BoundedConfig", "Service", "create_app"]

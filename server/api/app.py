@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from server.about import own_version
 from server.api import errors, page
 from server.api.metrics import Metrics
-from server.api.middleware import RequireKey, Watch
+from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
+from server.api.origin import KnownSites
 from server.api.routes import ROUTERS
 from server.api.service import Backend, Service
 from server.api.throughput import report_throughput
@@ -47,7 +48,11 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     if settings.page:
         page.install(app)
     if settings.api_key is not None:
-        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
+        unlocked = OPEN_PATHS if settings.open_metrics else PROBES
+        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value(), unlocked=unlocked)
+    else:
+        hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
+        app.add_middleware(KnownSites, host=settings.host, hosts=hosts, origins=(), open_paths=OPEN_PATHS)
     app.add_middleware(
         Watch, service=service, tracer=tracer
     )  # added last: outermost, so that it sees refusals too

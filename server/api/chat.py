@@ -7,10 +7,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
-from server.api.request import off_loop
-from server.api.serving import ServedRequest, stop_strings
+from server.api.request import prepared
+from server.api.serving import ServedRequest, check_count, stop_strings
 from server.api.sse import Frame, ending, event, merge
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
+from server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -29,18 +30,21 @@ CHUNK = "chat.completion.chunk"
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
     backend = service.backend
+    check_count(service, request)
     thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
 
-    def prepare() -> tuple[Prompt, StopStrings | None]:
+    def prepare(interrupt: Callable[[], None]) -> tuple[Prompt, StopStrings | None]:
         ids = backend.prompter.chat(
             request.messages,
+            TokenBudget(backend.engine.context_size, interrupt),
             tools=request.offered_tools,
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
         )
         return backend.engine.prompt(ids), stop_strings(request)
 
-    prompt, stops = await off_loop(prepare, size)
+    prompt, stops = await prepared(http, prepare, size)
+    request.messages = []  # they would stay for as long as the answer takes
     parsers = [
         ReplyParser(
             thinking=thinking,

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
-from server.api.request import off_loop
-from server.api.serving import ServedRequest, stop_strings
+from server.api.request import prepared
+from server.api.serving import ServedRequest, check_count, stop_strings
 from server.api.sse import Frame, ending, event, merge
+from server.engine import TokenBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from fastapi import Request, Response
 
@@ -28,19 +30,26 @@ KIND = "text_completion"
 async def complete(http: Request, service: Service, request: CompletionRequest, size: int) -> Response:
     """Answers with a completion; `size` is the body's, in bytes."""
     backend = service.backend
+    check_count(service, request, len(request.prompt))
 
-    def prepare() -> tuple[list[Prompt], list[str], StopStrings | None]:
-        ids = [backend.prompter.raw(given) if isinstance(given, str) else given for given in request.prompt]
-        prompts = list(map(backend.engine.prompt, ids))
+    def prepare(interrupt: Callable[[], None]) -> tuple[list[Prompt], list[str], StopStrings | None]:
+        def ids_of(given: str | list[int]) -> list[int]:
+            budget = TokenBudget(backend.engine.context_size, interrupt)
+            return backend.prompter.raw(given, budget) if isinstance(given, str) else given
+
+        prompts = [backend.engine.prompt(ids_of(given)) for given in request.prompt]
         echoes = [""] * len(prompts)
         if request.echo:
             echoes = [
                 given if isinstance(given, str) else text_of_ids(backend.engine.vocab, given)
                 for given in request.prompt
             ]
+            if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
+                raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
         return prompts, echoes, stop_strings(request)
 
-    prompts, echoes, stops = await off_loop(prepare, size)
+    prompts, echoes, stops = await prepared(http, prepare, size)
+    request.prompt = []  # they would stay for as long as the answer takes
     served = ServedRequest(service, request, prompts, stops, "cmpl")
     vocab = backend.engine.vocab
     answers = [

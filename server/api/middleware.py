@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -15,6 +16,8 @@ from server.api.page import is_page
 from server.api.record import RequestRecord, record_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from server.api.service import Service
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/ping", "/health", "/metrics"})
-"""Answered without the API key, for probes and scrapers; not counted as work that a shutdown waits for."""
+PROBES = frozenset({"/ping", "/health"})
+OPEN_PATHS = PROBES | {"/metrics"}
+"""For probes and scrapers; not counted as work that a shutdown waits for."""
 
 CLIENT_LEFT = 499
 
@@ -33,6 +37,11 @@ REQUEST_ID = b"x-request-id"
 def is_open(path: str) -> bool:
     """Whether a path needs no key and is no work: probes, metrics, and the chat page's own files."""
     return path in OPEN_PATHS or is_page(path)
+
+
+def shown_path(scope: Scope) -> str:
+    """The path for a line of the log, escapes and all: decoded, it could be several lines."""
+    return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
 class Watch:
@@ -72,7 +81,7 @@ class Watch:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
-            logger.info("%s", record.line(scope["method"], scope["path"], shown, seconds))
+            logger.info("%s", record.line(scope["method"], shown_path(scope), shown, seconds))
             if self._tracer is not None:
                 self._tracer.trace(scope, shown, seconds, record)
             # unknown paths share a label: a scanner must not grow the metrics without bound
@@ -83,16 +92,19 @@ class Watch:
 
 
 class RequireKey:
-    """Answers 401 unless the request carries `Authorization: Bearer <key>`."""
+    """Answers 401 unless the request carries `Authorization: Bearer <key>`, but for `unlocked` paths."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, unlocked: Collection[str]) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._unlocked = unlocked
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_open(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path not in self._unlocked and not is_page(path):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+            if not right or scheme.lower() != "bearer":
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 if (record := record_of(scope)) is not None:
                     record.error = error

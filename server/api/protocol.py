@@ -12,6 +12,13 @@ from server.engine import MAX_LOGPROBS
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 4096
+"""What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
+
+LONGEST_NAME = 256
+"""Of a model, which every event of a stream repeats."""
+
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "logit_bias": ({},),
@@ -71,6 +78,10 @@ def _stop_list(value: Any) -> list[str]:
         raise ValueError("must be a string or a list of strings")
     if not all(stops):
         raise ValueError("a stop string cannot be empty")
+    if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+        raise ValueError(
+            f"must be at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS:,} characters together"
+        )
     return stops
 
 
@@ -86,15 +97,15 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=LONGEST_NAME)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, gt=0, le=100)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     seed: int | None = Field(None, ge=-1, le=INT64_MAX)

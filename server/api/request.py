@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from email.message import Message
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,13 +11,13 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
+from server.api.intake import Visit, in_thread, interruptible
+from server.api.service import service_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from fastapi import Request
-
-    from server.api.service import Service
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
@@ -26,59 +27,94 @@ LONG_TEXT = 4 * 1024
 """Bytes from which on a body is decoded, or its text tokenised, off the event loop: a millisecond or two that
 every stream would wait for. Below, the way to a thread and back costs as much as the work."""
 
+MOST_VALUES = 2**19
+"""JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
+all are made without letting go of the interpreter's lock, some 50 ns each."""
 
-async def off_loop(work: Callable[[], Result], size: int, limit: int = LONG_TEXT) -> Result:
-    """`work()`, on a worker thread where there are `limit` bytes of work or more."""
-    return await asyncio.to_thread(work) if size >= limit else work()
 
+async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
+    """The body as the schema that `choose` names for it, and its size in bytes.
 
-async def body_of(http: Request, service: Service) -> tuple[dict[str, Any], int]:
-    """The body, and its size in bytes; refused unread while the service has no model to answer with."""
+    Refused unread while the service has no model to answer with. Raises ApiError 400, 413, 415 and 429. A
+    large body waits here until those before it have become prompts (`prepared`).
+    """
+    service = service_of(http)
     _ = service.backend
-    return await read_json(http, service.settings.max_body_mib * 1024**2)
+    body = await read_json(http, service.settings.max_body_mib * 1024**2)
+    return await validate(choose(body[0]), *body), body[1]
 
 
 async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """The body as an object, and its size in bytes. Raises ApiError 400, 413 and 415."""
+    """The body as an object, and its size in bytes. Raises ApiError 400, 413, 415 and 429."""
     check_content_type(request.headers.get("content-type"))
-    encoding = request.headers.get("content-encoding", "identity")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
-    body = await read(request, max_bytes)
+    visit: Visit = request.state.visit
+    body = await read(request, max_bytes, visit)
+    if visit.must_wait:
+        await until_gone(request, visit.turn())
+    return await on_thread(lambda: decode(body), len(body), LARGE_JSON), len(body)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The object that `body` is in JSON. Raises ApiError 400."""
+    if len(body) > MOST_VALUES and sum(map(body.count, b"[{,")) > MOST_VALUES:
+        raise bad_request(f"the body has more than {MOST_VALUES:,} JSON values", None, "invalid_json")
     try:
-        decoded = await off_loop(lambda: from_json(body, allow_inf_nan=False), len(body), LARGE_JSON)
+        decoded = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
-    return decoded, len(body)
+    return decoded
 
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
     """`body` as `schema`. Raises ApiError 400."""
     try:
-        return await off_loop(lambda: schema.model_validate(body), size, LARGE_JSON)
+        return await on_thread(lambda: schema.model_validate(body), size, LARGE_JSON)
     except ValidationError as error:
         raise from_validation(error) from error
+
+
+async def on_thread(work: Callable[[], Result], size: int, limit: int) -> Result:
+    """`work()`, on a thread where there are `limit` bytes of work or more."""
+    return await in_thread(work, size) if size >= limit else work()
+
+
+async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
+    """`work(interrupt)`, which makes of the request's body what is answered; on a thread if that is long.
+
+    `interrupt` raises once the client has left. Raises ClientLeft then. Whatever `work` leaves of the body is
+    not counted any more.
+    """
+    if size < LONG_TEXT:
+        return work(lambda: None)
+    try:
+        return await until_gone(http, interruptible(work, size, service_of(http).intake))
+    finally:
+        http.state.visit.leave()
 
 
 def check_content_type(header: str | None) -> None:
     """Raises ApiError 415 unless the header is absent or names JSON in UTF-8."""
     if header is None:
         return
-    media, _, parameters = header.lower().partition(";")
-    media = media.strip()
+    message = Message()
+    message["content-type"] = header
+    media = message.get_content_type()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise ApiError(
             415, f"content-type must be application/json, not {media}", code="unsupported_media_type"
         )
-    charset = parameters.partition("charset=")[2].strip(' "')
+    charset = str(message.get_param("charset", "")).lower()
     if charset not in ("", "utf-8", "utf8", "us-ascii"):
         raise ApiError(415, f"the body must be UTF-8, not {charset}", code="unsupported_media_type")
 
 
-async def read(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`."""
+async def read(request: Request, max_bytes: int, visit: Visit) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`, and 429."""
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -86,9 +122,10 @@ async def read(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     try:
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
+            if len(body) + len(chunk) > max_bytes:
                 raise too_large
+            visit.take(len(chunk))
+            body += chunk
     except ClientDisconnect as error:
         raise ClientLeft from error
     return bytes(body)

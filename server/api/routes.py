@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,8 +13,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from server.api.chat import chat
 from server.api.completions import complete
 from server.api.errors import ApiError, bad_request
-from server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.api.request import body_of, off_loop, validate
+from server.api.intake import stopped
+from server.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from server.api.request import prepared, request_of
 from server.api.service import Service, service_of
 
 if TYPE_CHECKING:
@@ -26,8 +34,24 @@ class PlainRoute(APIRoute):
     """For endpoints that take the request and return a response: FastAPI has nothing to find out for them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        return self.endpoint
+        """The endpoint itself, and the end of its body."""
+        endpoint = self.endpoint
+
+        async def answer(http: Request) -> Response:
+            http.state.visit = visit = service_of(http).intake.visit()
+            try:
+                response: Response = await endpoint(http)
+                return response
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if service_of(http).is_cut and task is not None:
+                    task.uncancel()
+                    raise stopped() from None
+                raise
+            finally:
+                visit.leave()
+
+        return answer
 
 
 def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
@@ -36,6 +60,9 @@ def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
     return {"requestBody": {"required": True, "content": content}}
 
+
+MOST_TOKENS = 2**18
+"""What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
 
 plain = APIRouter(route_class=PlainRoute)
 others = APIRouter()
@@ -51,32 +78,38 @@ ROUTERS = (plain, others)
 async def completions(http: Request) -> Response:
     """Continue a prompt: no template, no thinking."""
     service = service_of(http)
-    body, size = await body_of(http, service)
-    return await complete(http, service, await validate(CompletionRequest, body, size), size)
+    request, size = await request_of(http, lambda _: CompletionRequest)
+    return await complete(http, service, request, size)
 
 
 @plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http)
-    body, size = await body_of(http, service)
-    return await chat(http, service, await validate(ChatRequest, body, size), size)
+    request, size = await request_of(http, lambda _: ChatRequest)
+    return await chat(http, service, request, size)
 
 
 @plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
 async def invocations(http: Request) -> Response:
     """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
     service = service_of(http)
-    body, size = await body_of(http, service)
+    request, size = await request_of(http, invoked)
+    if isinstance(request, CompletionRequest):
+        return await complete(http, service, request, size)
+    assert isinstance(request, ChatRequest)
+    return await chat(http, service, request, size)
+
+
+def invoked(body: dict[str, Any]) -> type[GenerationRequest]:
+    """Which of the two a body asks for; gives it a temperature. Raises ApiError 400."""
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
         param = "messages" if prompted else "prompt"
         raise bad_request("give either prompt or messages" + ", not both" * prompted, param, "invalid_value")
     if body.get("temperature") is None:
         body["temperature"] = 0.0
-    if prompted:
-        return await complete(http, service, await validate(CompletionRequest, body, size), size)
-    return await chat(http, service, await validate(ChatRequest, body, size), size)
+    return CompletionRequest if prompted else ChatRequest
 
 
 # --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
@@ -85,31 +118,43 @@ async def invocations(http: Request) -> Response:
 @plain.post("/tokenize", openapi_extra=documented(TokenizeRequest))
 async def tokenize(http: Request) -> Response:
     """The ids of `content`."""
-    service = service_of(http)
-    body, size = await body_of(http, service)
-    request = await validate(TokenizeRequest, body, size)
-    vocab = service.backend.engine.vocab
-    ids = await off_loop(lambda: vocab.tokenize(request.content, special=request.parse_special), size)
-    if request.add_special and vocab.bos_id is not None:
-        ids = [vocab.bos_id, *ids]
-    return JSONResponse({"tokens": ids})
+    vocab = service_of(http).backend.engine.vocab
+    request, size = await request_of(http, lambda _: TokenizeRequest)
+
+    def answer(interrupt: Callable[[], None]) -> Response:
+        count = 0
+
+        def check(more: int) -> None:
+            nonlocal count
+            interrupt()
+            count += more
+            if count > MOST_TOKENS:
+                raise bad_request(f"content: more than {MOST_TOKENS:,} tokens; send it in parts", "content")
+
+        ids = vocab.tokenize(request.content, special=request.parse_special, check=check)
+        if request.add_special and vocab.bos_id is not None:
+            ids = [vocab.bos_id, *ids]
+        return JSONResponse({"tokens": ids})
+
+    return await prepared(http, answer, size)
 
 
 @plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
     """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
-    service = service_of(http)
-    body, size = await body_of(http, service)
-    request = await validate(DetokenizeRequest, body, size)
-    vocab = service.backend.engine.vocab
+    vocab = service_of(http).backend.engine.vocab
+    request, size = await request_of(http, lambda _: DetokenizeRequest)
 
-    def text() -> str:
+    def answer(_: Callable[[], None]) -> Response:
+        if len(request.tokens) > MOST_TOKENS:
+            raise bad_request(f"tokens: more than {MOST_TOKENS:,}; send them in parts", "tokens")
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
             message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
             raise bad_request(message, "tokens")
-        return b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
+        text = b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
+        return JSONResponse({"content": text})
 
-    return JSONResponse({"content": await off_loop(text, size)})
+    return await prepared(http, answer, size)
 
 
 # --- the server --------------------------------------------------------------------------------------------

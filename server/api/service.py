@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.api.errors import ApiError
+from server.api.intake import Intake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from server.api.metrics import Metrics
+    from server.api.serving import ServedRequest
     from server.chat import Prompter
     from server.engine import Engine, SamplingParams
     from server.settings import Settings
@@ -47,6 +49,10 @@ class Service:
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0
+        self.intake = Intake(settings.max_bodies_mib * 1024**2)
+        self.open: set[ServedRequest] = set()
+        """Requests whose answers are being generated."""
+        self.is_cut = False
         self.failure: Exception | None = None
         self._load = load
         self._backend: Backend | None = None
@@ -108,9 +114,22 @@ class Service:
 
     @property
     def drained(self) -> bool:
-        """Told to drain, and nothing is being answered any more or the time for it is over."""
-        deadline = self._drain_deadline
-        return deadline is not None and (self.in_flight == 0 or time.monotonic() >= deadline)
+        """Told to drain, and nothing is being answered any more."""
+        return self._drain_deadline is not None and self.in_flight == 0
+
+    @property
+    def overdue(self) -> float:
+        """Seconds since the time to drain was over; 0 before."""
+        return max(0.0, time.monotonic() - self._drain_deadline) if self._drain_deadline is not None else 0.0
+
+    def cut_short(self) -> bool:
+        """Ends whatever is being answered, so that its client is told. Whether this is the first call."""
+        if self.is_cut:
+            return False
+        self.is_cut = self.intake.closed = True
+        for served in self.open:
+            served.cancel()
+        return True
 
     def close(self) -> None:
         """Stops the engine and blocks until its thread has ended; one still being loaded ends once it is."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.errors import ApiError
+from server.api.errors import bad_request
+from server.api.intake import stopped
 from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
@@ -40,15 +41,17 @@ class ServedRequest:
         stops: StopStrings | None,
         kind: str,
     ) -> None:
-        backend = service.backend
+        backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
         self.include_usage = request.include_usage
         self._stream = bool(request.stream)
         self._metrics = service.metrics
+        self._service = service
         self._per_prompt = request.choices
         self.generations: list[TextGeneration] = []
+        service.open.add(self)
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
@@ -86,8 +89,14 @@ class ServedRequest:
         finally:
             self.close()
 
+    def cancel(self) -> None:
+        """Ends the generations; whoever reads them is told that they are not complete."""
+        for generation in self.generations:
+            generation.cancel()
+
     def close(self) -> None:
         """Cancels what still runs and reports to the metrics. To be called once, however the request ends."""
+        self._service.open.discard(self)
         for generation in self.generations:
             generation.cancel()
             self._metrics.observe(generation)
@@ -96,7 +105,7 @@ class ServedRequest:
         """Why an answer ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
         if finish_reason in ("stop", "length", "tool_calls"):
             return finish_reason
-        raise ApiError(503, "the server stopped before the answer was complete", code="draining")
+        raise stopped()
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request; a prompt with several answers counts once.
@@ -155,6 +164,18 @@ class ServedRequest:
             "model": self.model,
             "choices": choices,
         }
+
+
+def check_count(service: Service, request: GenerationRequest, prompts: int = 1) -> None:
+    """Raises ApiError 400 for more answers than could ever wait and run together, however long one tries."""
+    settings = service.backend.engine.settings
+    wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
+    if wanted > most:
+        raise bad_request(
+            f"n: {wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
+            "n",
+            "invalid_value",
+        )
 
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:

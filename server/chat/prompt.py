@@ -10,7 +10,7 @@ from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from server.engine import Vocab
 
@@ -41,36 +41,43 @@ class Prompter:
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        check: Callable[[int], None] = lambda _: None,
+        **options: Unpack[Options],
+    ) -> list[int]:
         """The token ids of a conversation (OpenAI's messages), ready for the assistant's reply.
 
-        Raises PromptError.
+        `check` is told of ids as they come, as `Vocab.tokenize` does it. Raises PromptError, and what `check`
+        raises.
         """
         ids: list[int] = []
-        for piece in self._pieces(messages, **options):
-            ids += self._vocab.tokenize(piece, special=True)
+        for piece in self._pieces(messages, check, **options):
+            ids += self._vocab.tokenize(piece, special=True, check=check)
         bos = self._vocab.bos_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> str:
         """The text that `chat` tokenises. Raises PromptError."""
-        return "".join(self._pieces(messages, **options))
+        return "".join(self._pieces(messages, lambda _: None, **options))
 
-    def raw(self, text: str) -> list[int]:
+    def raw(self, text: str, check: Callable[[int], None] = lambda _: None) -> list[int]:
         """The token ids of a text as it is; added tokens in it are parsed, as llama-server does here."""
-        ids = self._vocab.tokenize(text, special=True)
+        ids = self._vocab.tokenize(text, special=True, check=check)
         bos = self._vocab.bos_id
         return ids if bos is None else [bos, *ids]
 
     def _pieces(
         self,
         messages: Sequence[Mapping[str, Any]],
+        check: Callable[[int], None],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[str]:
+    ) -> Iterator[str]:
         extra = {**(template_kwargs or {}), "enable_thinking": enable_thinking}
         try:
             given = check_messages(messages), check_tools(tools), extra
@@ -85,7 +92,7 @@ class Prompter:
             "tools": marked_tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._added.cut(self._template.render(variables, marked_extra), sentinel)
+        return self._added.cut(self._template.render(variables, marked_extra, check), sentinel)
 
     def _leaves_thinking_open(self) -> bool:
         if "<think>" not in self._template.source:

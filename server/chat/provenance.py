@@ -21,8 +21,9 @@ before marking (`messages.separate_reasoning`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 from .errors import PromptError
@@ -34,6 +35,9 @@ _CANDIDATES = (
     range(0xF0000, 0xFFFFE),
     range(0x100000, 0x10FFFE),
 )
+
+WINDOW = 2**18
+"""Characters that are looked at without letting go of the interpreter's lock: some milliseconds."""
 
 
 class AddedTokens:
@@ -50,26 +54,47 @@ class AddedTokens:
     def mark(self, value: Any, sentinel: str) -> Any:
         """A copy of a JSON value with the sentinel behind every character that could begin a token."""
         if isinstance(value, str):
-            for character in self._first:
-                value = value.replace(character, character + sentinel)
-            return value
+            if not any(character in value for character in self._first):
+                return value
+            return "".join(self._mark(window, sentinel) for window in _windows(value))
         if isinstance(value, Mapping):
             return {self.mark(key, sentinel): self.mark(item, sentinel) for key, item in value.items()}
         if isinstance(value, Sequence):
             return [self.mark(item, sentinel) for item in value]
         return value
 
-    def cut(self, rendered: str, sentinel: str) -> list[str]:
-        """Remove the sentinels; return the pieces to be tokenised one by one, which joined are the text."""
-        fragments = rendered.split(sentinel)
-        text = "".join(fragments)
-        cuts = [0]
-        end = 0
-        for fragment in fragments[:-1]:
-            end += len(fragment)
-            if end > cuts[-1] and text.startswith(self.texts, end - 1):
-                cuts.append(end)
-        return [text[start:stop] for start, stop in pairwise([*cuts, len(text)])]
+    def _mark(self, text: str, sentinel: str) -> str:
+        for character in self._first:
+            text = text.replace(character, character + sentinel)
+        return text
+
+    def cut(self, rendered: str, sentinel: str) -> Iterator[str]:
+        """Remove the sentinels; yield the pieces to be tokenised one by one, which joined are the text."""
+        start = 0
+        for end in self._cuts(rendered, sentinel) if self.texts else ():
+            yield rendered[start:end].replace(sentinel, "")
+            start = end
+        yield rendered[start:].replace(sentinel, "")
+
+    def _cuts(self, rendered: str, sentinel: str) -> Iterator[int]:
+        """Where an added token's text goes on behind its first character, which is the caller's."""
+        mark = re.escape(sentinel)
+        optional = {character: f"{re.escape(character)}{mark}?" for character in self._first}
+        tokens = (
+            f"{re.escape(text[0])}{mark}(?={''.join(optional.get(c) or re.escape(c) for c in text[1:])})"
+            for text in self.texts
+        )
+        pattern = re.compile("|".join(tokens))
+        margin = 2 * max(map(len, self.texts))
+        for at in range(0, len(rendered), WINDOW):
+            for match in pattern.finditer(rendered, at, at + WINDOW + margin):
+                if match.start() >= at + WINDOW:
+                    break
+                yield match.end()
+
+
+def _windows(text: str) -> Iterator[str]:
+    return (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
 
 
 def choose_sentinel(*values: Any) -> str:
@@ -78,7 +103,9 @@ def choose_sentinel(*values: Any) -> str:
     likely = chr(_CANDIDATES[0][0])
     if not any(likely in text for text in texts):  # far faster than a look at every character
         return likely
-    used = set(chain.from_iterable(texts))
+    used: set[str] = set()
+    for window in chain.from_iterable(map(_windows, texts)):
+        used.update(window)
     for code in chain.from_iterable(_CANDIDATES):
         if chr(code) not in used:
             return chr(code)

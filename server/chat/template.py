@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import PromptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 # What the request may not set through chat_template_kwargs, beside the environment's own functions.
 _OURS = {"messages", "tools", "add_generation_prompt"}
@@ -42,13 +45,25 @@ class ChatTemplate:
             ) from None
         self._reserved = _OURS | environment.globals.keys()
 
-    def render(self, variables: dict[str, Any], extra: dict[str, Any]) -> str:
-        """Render with our `variables` and the request's `extra` ones. Raises PromptError."""
+    def render(
+        self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None
+    ) -> str:
+        """Render with our `variables` and the request's `extra` ones. Raises PromptError.
+
+        `check`, called with 0 between the parts, ends the work by what it raises.
+        """
         taken = sorted(self._reserved & extra.keys())
         if taken:
             raise PromptError(f"chat_template_kwargs can not set {', '.join(taken)}", "chat_template_kwargs")
+        parts = []
+        for part in self._parts({**extra, **variables}):
+            check(0)
+            parts.append(part)
+        return "".join(parts)
+
+    def _parts(self, context: dict[str, Any]) -> Iterator[str]:
         try:
-            return self._template.render(**{**extra, **variables})
+            yield from self._template.generate(**context)
         except jinja2.UndefinedError as error:
             raise PromptError(f"the chat template misses something: {error}", "messages") from error
         except jinja2.TemplateError as error:

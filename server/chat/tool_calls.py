@@ -30,6 +30,7 @@ _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
 )
 _OPEN_PARAMETER = re.compile(r"\s*<parameter=[^<>\n]+>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _END = re.compile(r"\s*</function>\s*\Z")
 
 
@@ -83,22 +84,30 @@ class ToolSchemas:
         typed = {
             key: _typed(text, _types(properties.get(key), schema)) for key, text in call.parameters.items()
         }
-        return json.dumps(typed, ensure_ascii=False)
+        # half a surrogate pair, which has no UTF-8, stays the escape that it was written as
+        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(typed, ensure_ascii=False))
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty when it does not say."""
-    if not isinstance(schema, Mapping) or depth > 16:  # `$ref` can go in circles
-        return set()
-    declared = schema.get("type")
-    types = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
-    if not types:
-        options = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-        types = {name for option in options for name in _names(option)}
-    alternatives = [option for key in ("anyOf", "oneOf", "allOf") for option in _list(schema.get(key))]
-    if "$ref" in schema:
-        alternatives.append(_resolve(schema["$ref"], root))
-    return types.union(*(_types(alternative, root, depth + 1) for alternative in alternatives))
+def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; empty when it does not say. Every part of it is read once."""
+    types: set[str] = set()
+    seen: set[int] = set()  # `$ref` can go in circles
+    unread = [schema]
+    while unread:
+        part = unread.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        declared = part.get("type")
+        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
+        if not names:
+            options = [part["const"]] if "const" in part else _list(part.get("enum"))
+            names = {name for option in options for name in _names(option)}
+        types |= names
+        unread += (option for key in ("anyOf", "oneOf", "allOf") for option in _list(part.get(key)))
+        if "$ref" in part:
+            unread.append(_resolve(part["$ref"], root))
+    return types
 
 
 def _resolve(reference: object, root: Mapping[str, Any]) -> object:

@@ -5,6 +5,7 @@ iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator`
 decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
+from .budget import TokenBudget
 from .engine import Engine
 from .errors import (
     DoesNotFit,
@@ -47,6 +48,7 @@ __all__ = [
     "QueueFull",
     "SamplingParams",
     "Timings",
+    "TokenBudget",
     "TokenLogprobs",
     "Vocab",
 ]

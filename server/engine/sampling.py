@@ -88,7 +88,8 @@ class SamplingParams:
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("top_k", self.top_k >= 0, "0 (off) or more")
         require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0")
+        # far from where a float32 overflows: a logit is divided by it
+        require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
         for field in ("logprobs", "prompt_logprobs"):

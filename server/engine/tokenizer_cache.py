@@ -5,10 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from threading import Lock
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class TokenizerCache:
@@ -27,15 +23,16 @@ class TokenizerCache:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def ids(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
-        """The ids of `text`, from `tokenize` where they are not remembered."""
+    def get(self, text: str) -> list[int] | None:
+        """The ids of `text`, where they are remembered."""
         with self._lock:
             known = self._ids.get(text)
             if known is not None:
                 self._ids.move_to_end(text)
-        if known is not None:
-            return known.tolist()
-        ids = tokenize(text)
+        return None if known is None else known.tolist()
+
+    def put(self, text: str, ids: list[int]) -> None:
+        """Remember the ids of `text`, unless they are too many."""
         with self._lock:
             if text not in self._ids and len(ids) <= self._limit:
                 self._ids[text] = array("i", ids)
@@ -43,4 +40,3 @@ class TokenizerCache:
                 while self.tokens > self._limit:
                     _, oldest = self._ids.popitem(last=False)
                     self.tokens -= len(oldest)
-        return ids

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from .errors import InvalidPrompt
 from .tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from .llama import Model
 
@@ -17,6 +19,26 @@ TURN_START = b"<|im_start|>"
 
 LONG = 512
 """Characters from which on a text is cached: shorter ones would push long ones out for little."""
+
+BLOCK = 4096
+"""Characters after which llama.cpp is given a text anew: what it does to find control tokens grows with the
+square of their number, and it can not be interrupted."""
+
+LONGEST_WORD = 2**18
+"""Characters that may follow each other without a place where the text can be cut; some 0.1 s of work."""
+
+_PRE_TOKENIZERS = ("qwen2", "qwen35")
+"""Those whose words part at every `_BETWEEN_WORDS` (their expressions: llama.cpp, src/llama-vocab.cpp)."""
+
+_LETTER = "[A-Za-zÀ-ÖØ-öø-ɏА-яぁ-ゖァ-ヺ一-龥가-힣]"
+_BETWEEN_WORDS = rf"{_LETTER}(?=[\x00-@\[-`{{-\x7f、。，])|[0-9]|\n(?=[!-~一-龥])"
+"""The character before a place that no word of those pre-tokenizers lies across, whatever surrounds it: words
+of letters hold nothing but letters behind their first character, a digit is a word, and nothing but white
+space follows a line break. Cut there, both parts have the words that they have in the whole."""
+
+
+def _unhindered(count: int) -> None:
+    """The default of `Vocab.tokenize`: any number of ids, and nobody to stop it."""
 
 
 class Vocab:
@@ -44,34 +66,92 @@ class Vocab:
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache = TokenizerCache(cached)
+        parts = model.metadata().get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
+        apart = parts and all(_stands_alone(piece, added.values()) for piece in added.values() if piece)
+        always = [piece for token, piece in added.items() if not model.is_control(token)]
+        self._places = {True: _places(added.values()), False: _places(always)} if apart else {}
+        """With and without `special`: what a text may be cut behind."""
+        self._longest = max(map(len, added.values()), default=0)
 
-    def tokenize(self, text: str, *, special: bool) -> list[int]:
+    def tokenize(self, text: str, *, special: bool, check: Callable[[int], None] = _unhindered) -> list[int]:
         """Ids of `text`. With `special`, the texts of control tokens in it become those tokens.
 
         Without it llama.cpp still matches USER_DEFINED tokens (Qwen's `<think>`); see `added_tokens`. Lone
-        surrogates, which have no UTF-8, become question marks.
+        surrogates, which have no UTF-8, become question marks. The time grows with the length of the text.
+        `check` is told of every few thousand ids how many they are, and ends the work by what it raises.
+        Raises InvalidPrompt for words longer than LONGEST_WORD.
         """
         if len(text) < LONG or not special:
-            return self._model.tokenize(text.encode("utf-8", "replace"), special=special)
+            return self._parse(text, special, check)
         ids: list[int] = []
-        short = ""
+        short: list[str] = []
+        length = 0
         for turn in self._turns(text):
+            if len(turn) >= LONG or length >= BLOCK:
+                ids += self._parse("".join(short), True, check)
+                short, length = [], 0
             if len(turn) < LONG:
-                short += turn
+                short.append(turn)
+                length += len(turn)
             else:
-                ids += self._parse(short) + self._cache.ids(turn, self._parse)
-                short = ""
-        return ids + self._parse(short)
+                ids += self._remembered(turn, check)
+        return ids + self._parse("".join(short), True, check)
 
-    def _parse(self, text: str) -> list[int]:
-        return self._model.tokenize(text.encode("utf-8", "replace"), special=True) if text else []
+    def _remembered(self, turn: str, check: Callable[[int], None]) -> list[int]:
+        ids = self._cache.get(turn)
+        if ids is None:
+            ids = self._parse(turn, True, check)
+            self._cache.put(turn, ids)
+        else:
+            check(len(ids))
+        return ids
 
-    def _turns(self, text: str) -> list[str]:
+    def _parse(self, text: str, special: bool, check: Callable[[int], None]) -> list[int]:
+        ids: list[int] = []
+        for block in self._blocks(text, special):
+            part = self._model.tokenize(block.encode("utf-8", "replace"), special=special)
+            check(len(part))
+            ids += part
+        return ids
+
+    def _blocks(self, text: str, special: bool) -> Iterator[str]:
+        """The text in pieces of some BLOCK characters, whose ids are together those of the whole."""
+        start = 0
+        while len(text) - start > BLOCK:
+            cut = self._place(text, start, special)
+            if cut is None:
+                if len(text) - start > LONGEST_WORD:
+                    raise InvalidPrompt(
+                        f"more than {LONGEST_WORD:,} characters without a place between words; break them up"
+                    )
+                break
+            yield text[start:cut]
+            start = cut
+        if start < len(text):
+            yield text[start:]
+
+    def _place(self, text: str, start: int, special: bool) -> int | None:
+        """The first place to cut at, BLOCK characters behind `start` or more; None where there is none."""
+        if not self._places:
+            return None
+        least = start + BLOCK
+        for at in range(least, min(start + LONGEST_WORD, len(text)), BLOCK):
+            # with a margin, so that no added token is seen in part
+            margin = self._longest
+            for match in self._places[special].finditer(text, max(start, at - margin), at + BLOCK + margin):
+                if match.start() >= at + BLOCK:
+                    break
+                if match.end() >= least:
+                    return match.end()
+        return None
+
+    def _turns(self, text: str) -> Iterator[str]:
         """The text cut where chat turns begin: whatever follows a control token, it splits the text there."""
-        if self._cut is None:
-            return [text]
-        first, *others = text.split(self._cut)
-        return [first, *(self._cut + turn for turn in others)]
+        start = 0
+        while self._cut is not None and (next_ := text.find(self._cut, start + 1)) >= 0:
+            yield text[start:next_]
+            start = next_
+        yield text[start:]
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to a text: often part of a character only, nothing for a control token."""
@@ -91,13 +171,21 @@ class Vocab:
         return token in self.eog_ids
 
 
+def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:
+    """Finds the tokens' texts, and whatever else a text may be cut behind."""
+    texts = [re.escape(piece.decode("utf-8", "replace")) for piece in tokens if piece]
+    return re.compile("|".join([*texts, _BETWEEN_WORDS]))
+
+
 def _stands_alone(piece: bytes, added: Iterable[bytes]) -> bool:
-    """Whether `piece` is an added token that no other one can lie across, or hold."""
+    """Whether `piece` is an added token that no other one can lie across, or hold, nor another of its own."""
     others = set(added)
     if piece not in others:
         return False
     others.remove(piece)
     ends = range(1, len(piece) + 1)
+    if any(piece.startswith(piece[-n:]) for n in ends[:-1]):
+        return False
     return not any(
         piece in other or any(other.endswith(piece[:n]) or other.startswith(piece[-n:]) for n in ends)
         for other in others

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.__main__ import CUT_SHORT
 from tests.server.serving import ServerProcess
 
 ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
@@ -48,10 +49,51 @@ def test_what_outlasts_the_drain_timeout_is_told(nano_f16: Path) -> None:
         ):
             lines = response.iter_lines()
             next(lines)
+            answers: list[httpx.Response] = []
+            whole = threading.Thread(
+                target=lambda: answers.append(http.post("/v1/completions", json=ENDLESS))
+            )
+            whole.start()
+            server.wait_for(lambda: "qwen_running_sequences 2.0" in http.get("/metrics").text)
             server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.RemoteProtocolError):
-                for _ in lines:
-                    pass
+            data = [line for line in lines if line.startswith("data: ")]
+            whole.join()
+        assert '"code":"draining"' in data[-1]
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "draining"
+        assert server.wait() == CUT_SHORT
+        assert "cut short: 2 requests" in server.log
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+def test_a_body_that_is_still_sent_is_told_too(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--drain-timeout", "0.3")
+    try:
+        url = httpx.URL(server.wait_ready())
+        with socket.create_connection((url.host, url.port or 80), timeout=20) as client:
+            head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
+            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"prompt"')
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
+        assert server.wait() == CUT_SHORT
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+def test_sighup_drains_too(nano_f16: Path) -> None:
+    server = ServerProcess("--model", nano_f16, "--speculation", "off")
+    try:
+        with server.client() as http:
+            body = {**ENDLESS, "max_tokens": 500, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGHUP)
+                assert list(lines)[-2] == "data: [DONE]"
         assert server.wait() == 0
     finally:
         server.kill()

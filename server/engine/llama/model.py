@@ -102,6 +102,10 @@ class Model:
         """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
 
+    def is_control(self, token: int) -> bool:
+        """Whether the token's text counts as the token only where `tokenize` is told `special`."""
+        return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_CONTROL)
+
     @cached_property
     def eog_ids(self) -> frozenset[int]:
         """Every id that ends a generation."""

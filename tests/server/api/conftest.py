@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
-from server.api import Backend, Service, create_app
+from server.api import Backend, BoundedConfig, Service, create_app
 from server.api.sampling import sampling_defaults
 from server.chat import Prompter
 from server.engine import Engine
@@ -48,9 +48,11 @@ Start = Callable[..., Server]
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, settings: Settings) -> Iterator[str]:
     """Serves `app`; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        BoundedConfig(app, settings, port=0, log_config=None, timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -103,7 +105,9 @@ def starter(folder: Path) -> Iterator[Start]:
                 return load(backend) if load else backend
 
             app = create_app(settings, make)
-            http = stack.enter_context(httpx.Client(base_url=stack.enter_context(running(app)), timeout=30))
+            http = stack.enter_context(
+                httpx.Client(base_url=stack.enter_context(running(app, settings)), timeout=30)
+            )
             server = Server(http, engine, app.state.service)
             if load is None:
                 wait_until(lambda: server.service.status == "ready")

@@ -47,7 +47,9 @@ class FakeVocab:
     eos_id = 256 + ADDED.index("<|im_end|>")
     bos_id = None
 
-    def tokenize(self, text: str, *, special: bool) -> list[int]:
+    def tokenize(
+        self, text: str, *, special: bool, check: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
         ids: list[int] = []
         while text:
             for number, added in enumerate(ADDED):
@@ -58,6 +60,7 @@ class FakeVocab:
             else:
                 ids += text[0].encode()
                 text = text[1:]
+        check(len(ids))
         return ids
 
     def token_bytes(self, token: int) -> bytes:

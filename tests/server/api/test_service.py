@@ -81,9 +81,43 @@ def test_draining_has_an_end(start: Start) -> None:
         running = pool.submit(server.post, "/v1/completions", prompt="x")
         wait_until(lambda: bool(server.engine.running))
         server.service.drain()
+        assert not server.service.overdue
+        wait_until(lambda: server.service.overdue > 0)
+        assert not server.service.drained
+        assert server.service.cut_short()
+        assert error_of(running.result(), 503)["code"] == "draining"
         wait_until(lambda: server.service.drained)
-        assert server.engine.running
-        server.engine.running[0].cancelled = True
+        assert not server.service.cut_short()
+
+
+def test_a_stream_that_is_cut_short_says_so(start: Start) -> None:
+    server = start("x" * 500, delay=0.01)
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.service.drain()
+        server.service.cut_short()
+        data = [line for line in lines if line.startswith("data: ")]
+    assert '"code":"draining"' in data[-1]
+    assert "[DONE]" not in data[-1]
+
+
+def test_work_on_a_prompt_is_cut_short_too(start: Start) -> None:
+    server = start("x", context_size=10**9)
+    entered = threading.Event()
+
+    def endless(text: str, *, special: bool, check: Any) -> list[int]:
+        entered.set()
+        while True:
+            time.sleep(0.01)
+            check(1)
+
+    server.engine.vocab.tokenize = endless  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", prompt="x" * 10_000)
+        assert entered.wait(20)
+        server.service.drain()
+        server.service.cut_short()
         assert error_of(running.result(), 503)["code"] == "draining"
 
 

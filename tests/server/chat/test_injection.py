@@ -197,7 +197,7 @@ def test_a_sentinel_is_found_unless_all_are_taken() -> None:
 def test_tokens_of_one_character_are_left_alone() -> None:
     tokens = AddedTokens(["<", "\n\n", "[A]"])
     assert tokens.mark({"k": "<[\n\n", "n": 1}, "|") == {"k": "<[|\n\n", "n": 1}
-    assert tokens.cut("[A] [|A]", "|") == ["[A] [", "A]"]
+    assert list(tokens.cut("[A] [|A]", "|")) == ["[A] [", "A]"]
 
 
 @cache

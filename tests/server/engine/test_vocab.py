@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from time import process_time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from server.engine import InvalidPrompt
 from server.engine.llama import Model
 from server.engine.tokenizer_cache import TokenizerCache
-from server.engine.vocab import LONG, TURN_START, Vocab, _stands_alone
+from server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab, _stands_alone
 
 ODD = [
     "\n",
@@ -108,23 +110,112 @@ def test_what_may_be_cut_at(others: list[bytes], alone: bool) -> None:
 
 
 def test_the_least_recently_used_is_forgotten_first() -> None:
-    asked: list[str] = []
-
-    def tokenize(text: str) -> list[int]:
-        asked.append(text)
-        return list(map(ord, text))
-
     memory = TokenizerCache(limit=10)
     for text in ("aaaa", "bbbb", "aaaa", "cccc"):
-        assert memory.ids(text, tokenize) == list(map(ord, text))
+        if memory.get(text) is None:
+            memory.put(text, list(map(ord, text)))
     assert (len(memory), memory.tokens) == (2, 8)
-    memory.ids("aaaa", tokenize)
-    assert asked == ["aaaa", "bbbb", "cccc"]
-    memory.ids("bbbb", tokenize)
-    assert asked.pop() == "bbbb"
+    assert memory.get("aaaa") == list(map(ord, "aaaa"))
+    assert memory.get("bbbb") is None
 
 
 def test_more_than_the_limit_is_not_kept() -> None:
     memory = TokenizerCache(limit=3)
-    assert memory.ids("abcd", lambda text: list(map(ord, text))) == [97, 98, 99, 100]
+    memory.put("abcd", list(map(ord, "abcd")))
+    assert memory.get("abcd") is None
     assert (len(memory), memory.tokens) == (0, 0)
+
+
+NEAR = [
+    "a",
+    "é",
+    "я",
+    "中",
+    "あ",
+    "한",
+    "7",
+    "²",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    ".",
+    "'",
+    "'s",
+    "!",
+    "。",
+    "_",
+    "@",
+    "\u0301",
+]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), special=st.booleans(), seed=st.integers(0, 2**32))
+def test_a_text_in_blocks_has_the_ids_of_the_whole(
+    model: Model, vocab: Vocab, data: st.DataObject, special: bool, seed: int
+) -> None:
+    """The cut falls behind BLOCK characters: it is made to fall among anything."""
+    odd = st.sampled_from([*NEAR, *ODD, *vocab.added_tokens, "<|im", "end|>"]) | st.characters(codec="utf-8")
+    around = data.draw(st.lists(odd, min_size=1, max_size=30))
+    before = words(seed, BLOCK)[: BLOCK - data.draw(st.integers(0, 40))]
+    text = before + "".join(around) + words(seed + 1, 20)
+    assert vocab.tokenize(text, special=special) == model.tokenize(text.encode(), special=special)
+
+
+def test_random_texts_have_the_ids_of_the_whole(
+    model: Model, vocab: Vocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.vocab.BLOCK", 8)  # so that there are many cuts
+    random = Random(1)
+    for _ in range(60):
+        text = "".join(random.choices([*NEAR, *ODD, *vocab.added_tokens, "word", "Ünter"], k=1000))
+        for special in (False, True):
+            assert vocab.tokenize(text, special=special) == model.tokenize(text.encode(), special=special)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_end|>a" * 100_000,
+        "<|im_start|>" * 50_000,
+        "<think>1" * 100_000,
+        "a" * LONGEST_WORD,
+        " \n" * 30_000,
+    ],
+    ids=["ends", "starts", "tags", "word", "lines"],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_no_text_takes_long(vocab: Vocab, text: str, special: bool) -> None:
+    """CPU time. llama.cpp takes minutes for the first in one piece, and four times that for twice as much."""
+    began = process_time()
+    vocab.tokenize(text, special=special)
+    assert process_time() - began < 3
+
+
+def test_a_word_without_end_is_refused(vocab: Vocab) -> None:
+    with pytest.raises(InvalidPrompt, match="262,144 characters"):
+        vocab.tokenize("x" * (LONGEST_WORD + 1), special=True)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_work_ends_when_its_check_says_so(vocab: Vocab, special: bool) -> None:
+    seen: list[int] = []
+
+    def check(count: int) -> None:
+        seen.append(count)
+        if sum(seen) > 5000:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        vocab.tokenize("a b c " * 2**20, special=special, check=check)
+    assert 5000 < sum(seen) < 5000 + BLOCK
+
+
+def test_remembered_ids_are_counted_too(vocab: Vocab) -> None:
+    text = words(21, LONG)
+    for _ in range(2):
+        seen: list[int] = []
+        ids = vocab.tokenize(text, special=True, check=seen.append)
+        assert sum(seen) == len(ids)

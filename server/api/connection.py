@@ -1,0 +1,248 @@
+"""One client's connection: uvicorn's, with bounds on what it may send, how slowly, and how many there are.
+
+uvicorn's httptools protocol costs less for each streamed event than its h11 one, which bounds headers, and
+neither has time-outs or notices that a client left while a pipelined request waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.api.errors import ApiError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn._types import ASGI3Application
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+    from server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SLICE = 16 * 1024
+"""Bytes of headers that are parsed before they are counted."""
+
+MOST_HEADERS = 256
+
+LINGER_S = 2.0
+"""What a client that was refused still sends is dropped for so long; closed at once, its system would forget
+the refusal before it was read."""
+
+RESERVED_DESCRIPTORS = 32
+"""For the model's file, the log, and what libraries open."""
+
+
+class BoundedConfig(uvicorn.Config):
+    """uvicorn's settings, and ours. More connections than there are file descriptors for are not taken."""
+
+    def __init__(self, app: Any, settings: Settings, **options: Any) -> None:
+        super().__init__(app, http=BoundedProtocol, ws="none", **options)
+        self.settings = settings
+        self.max_header_bytes = settings.max_header_kib * 1024
+        self.max_connections = max(1, min(settings.max_connections, free_descriptors()))
+
+
+def free_descriptors() -> int:
+    """File descriptors that connections may take, once the process may open as many as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened = len(os.listdir("/dev/fd"))  # noqa: PTH208 - descriptors, not files
+    return hard - opened - RESERVED_DESCRIPTORS if hard != resource.RLIM_INFINITY else 2**20
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A request is read in three phases: "idle" until its first byte comes, then "head", then "body".
+
+    What is received of a request beside its body (headers, the framing of chunks, trailers) may have
+    `max_header_bytes`, and in a chunked body as many again as the body has.
+    """
+
+    config: BoundedConfig
+
+    # --- connections -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes it; above the limit, at the cost of the longest idle one, or only to answer 503."""
+        self._phase = "head"  # a new connection has as long for its first request as any head has
+        self._timed: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._received = self._body = 0
+        self._active: RequestResponseCycle | None = None
+        self._later = bytearray()
+        self._refused = False
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        most = self.config.max_connections
+        if len(self.connections) > most and not self._replace_idle(most):
+            logger.warning("%d connections are open, as many as there may be: one more gets 503", most)
+            self.refuse(ApiError(503, "too many connections", code="too_many_connections"))
+            return
+        self._time()
+
+    def _replace_idle(self, most: int) -> bool:
+        """Closes the connection that has been idle for longest. Whether there was one."""
+        idle = [
+            other
+            for other in self.connections
+            if isinstance(other, BoundedProtocol) and other is not self and not other.busy
+        ]
+        oldest = min(idle, key=lambda other: other.since, default=None)
+        if oldest is None:
+            return False
+        logger.warning("%d connections are open, as many as there may be: an idle one is closed", most)
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self._active is not None and not self._active.response_complete
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells every request of the connection, not the newest alone."""
+        super().connection_lost(exc)
+        self._stop_timer()
+        self._later.clear()
+        if self._active is not None and self._active is not self.cycle:
+            self._active.disconnected = True
+            self._active.message_event.set()
+        self.pipeline.clear()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # --- what is received ----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parses in slices. What comes behind a pipelined request waits unparsed, so that reading goes on."""
+        if self._later:
+            self._put_off(data)
+            return
+        for start in range(0, len(data), SLICE):
+            if self._refused or self.transport.is_closing() or self.parser is None:
+                return
+            if self.pipeline:
+                self._put_off(data[start:])
+                break
+            part = data[start : start + SLICE] if len(data) > SLICE else data
+            self._received += len(part)
+            super().data_received(part)
+            if self._received - self._body > self.config.max_header_bytes + self._body:
+                self._refuse_head(f"a request may have {self.config.max_header_bytes:,} bytes of headers")
+        if self.pipeline:
+            self.flow.resume_reading()  # or nobody would learn that the client left
+        self._time()
+
+    def _put_off(self, data: bytes) -> None:
+        self._later += data
+        if len(self._later) > self.config.max_header_bytes:
+            self.transport.abort()
+
+    def _take_up(self) -> None:
+        data, self._later = bytes(self._later), bytearray()
+        self.data_received(data)
+
+    def _refuse_head(self, message: str) -> None:
+        self.refuse(ApiError(431, message, code="headers_too_large"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = "head"
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._refuse_head(f"a request may have {MOST_HEADERS} headers")
+            raise ValueError  # ends the parser's work
+
+    def on_headers_complete(self) -> None:
+        self._phase = "body"
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = "idle"
+        self._received = self._body = 0
+        self.since = self.loop.time()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.since = self.loop.time()
+        if self._later and not self.pipeline:
+            self.loop.call_soon(self._take_up)
+
+    # --- time ----------------------------------------------------------------------------------------------
+
+    def _time(self) -> None:
+        """Sees to it that a timer runs for the phase, from its beginning on."""
+        if self._phase == self._timed or self.transport.is_closing():
+            return
+        self._stop_timer()
+        self._timed = self._phase
+        if self._phase != "idle":
+            settings = self.config.settings
+            seconds = settings.header_timeout if self._phase == "head" else settings.body_timeout
+            self._timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        if self._phase == "head" and self.busy:  # the beginning of a pipelined request: it may take its time
+            self._timed = None
+            self._time()
+        elif self._received and (self._phase == "head" or self.busy):
+            self.refuse(ApiError(408, f"the request's {self._phase} took too long to come", code="timeout"))
+        else:
+            self.transport.close()
+
+    # --- refusals ------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """Of what is no HTTP."""
+        self.refuse(ApiError(400, msg, code="invalid_http"))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers with `error`, unless another answer is being sent, and closes the connection."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._stop_timer()
+        active = self._active if self.busy else None
+        if active is not None and active.response_started:
+            self.transport.close()
+            return
+        if active is not None:  # it waits for the rest of its body
+            active.disconnected = True
+            active.message_event.set()
+        if self._phase != "body" or active is not None:  # else the request was answered before its end
+            body = json.dumps(error.body()).encode()
+            self.transport.write(
+                STATUS_LINE[error.status]
+                + b"content-type: application/json\r\nconnection: close\r\n"
+                + f"content-length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+        if self.transport.can_write_eof():
+            self.flow.resume_reading()
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        else:
+            self.transport.close()

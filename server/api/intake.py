@@ -1,0 +1,116 @@
+"""What the bodies of all requests may take together: memory, threads, and time of the one that is large."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from server.api.errors import RETRY_AFTER_S, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+LARGE = 256 * 1024
+"""Bytes from which on a body is large: one such is worked on at a time, on a thread of its own, so that the
+others never wait for more than some 0.1 s of work, and no more than one is there decoded."""
+
+_SMALL_WORK = ThreadPoolExecutor(4, "small-work")
+_LARGE_WORK = ThreadPoolExecutor(1, "large-work")
+# not asyncio's own threads: the end of the loop would wait for those
+
+
+def stopped() -> ApiError:
+    """What clients are told whose requests the end of the server cuts short."""
+    return ApiError(503, "the server stopped before the answer was complete", code="draining")
+
+
+class Abandoned(Exception):
+    """Raised in a thread whose result nobody waits for."""
+
+
+class Intake:
+    """The bodies that one server holds: counted from their first byte until they have become prompts."""
+
+    def __init__(self, limit: int) -> None:
+        """At most `limit` bytes, of all bodies together."""
+        self._limit = limit
+        self._large = asyncio.Semaphore(1)
+        self.held = 0
+        self.closed = False
+        """Whether the work on bodies is to end."""
+
+    def visit(self) -> Visit:
+        """For one request; to be left."""
+        return Visit(self)
+
+
+class Visit:
+    """One request's body."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._size = 0
+        self._alone = False
+
+    def take(self, size: int) -> None:
+        """So many bytes more. Raises ApiError 429 where there is no memory for them."""
+        intake = self._intake
+        if intake.held + size > intake._limit:
+            raise ApiError(
+                429,
+                f"the bodies of all requests may take {intake._limit // 2**20} MiB together "
+                "(max_bodies_mib), and other requests' fill them; try again later",
+                code="bodies_full",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        intake.held += size
+        self._size += size
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the body, now complete, is decoded in its turn only."""
+        return self._size >= LARGE
+
+    async def turn(self) -> None:
+        """Waits for it."""
+        await self._intake._large.acquire()
+        self._alone = True
+
+    def leave(self) -> None:
+        """The body has become something smaller. May be called again."""
+        self._intake.held -= self._size
+        self._size = 0
+        if self._alone:
+            self._alone = False
+            self._intake._large.release()
+
+
+async def in_thread(work: Callable[[], Result], size: int) -> Result:
+    """`work()` for a body of `size` bytes, on a thread."""
+    pool = _LARGE_WORK if size >= LARGE else _SMALL_WORK
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+
+
+async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, intake: Intake) -> Result:
+    """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled.
+
+    And ApiError 503 once the intake is closed.
+    """
+    given_up = threading.Event()
+
+    def interrupt() -> None:
+        if given_up.is_set():
+            raise Abandoned
+        if intake.closed:
+            raise stopped()
+
+    try:
+        return await in_thread(partial(work, interrupt), size)
+    finally:
+        given_up.set()

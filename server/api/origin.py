@@ -1,0 +1,93 @@
+"""Keeps web pages away from a server that asks for no key: a page of any site can send requests to localhost.
+
+Cross-site requests carry an Origin that is not this server's; DNS rebinding, a site whose name comes to mean
+this machine, a Host of that name (as Ollama and Jupyter check it).
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+
+from server.api.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class KnownSites:
+    """Answers 403 to requests from other sites' pages, but for `open_paths`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        hosts: Collection[str],
+        origins: Collection[str],
+        open_paths: Collection[str],
+    ) -> None:
+        """`host`: what is listened on. Elsewhere than on loopback any name is right, and of `hosts` and
+        `origins` one that is "*" stands for all."""
+        self._app = app
+        self._any_host = "*" in hosts or not (is_local(host))
+        self._hosts = {name.lower() for name in hosts}
+        self._any_origin = "*" in origins
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            headers = Headers(scope=scope)
+            error = self._error(headers.get("host", ""), headers.get("origin"))
+            if error is not None:
+                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _error(self, host: str, origin: str | None) -> ApiError | None:
+        name = host_name(host)
+        if not (self._any_host or not host or name in self._hosts or is_address(name) or is_local(name)):
+            return ApiError(
+                403,
+                f"this server is not known as {name[:80]!r}: add it to allowed_hosts, or set an api_key",
+                code="host_not_allowed",
+            )
+        if origin is None or self._any_origin or origin.lower() in self._origins:
+            return None
+        if origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
+            return None
+        return ApiError(
+            403,
+            "pages of other sites may not use this server while it has no api_key",
+            code="origin_not_allowed",
+        )
+
+
+def host_name(host: str) -> str:
+    """The name of a Host header, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # a bracket that is not closed
+        return host
+
+
+def is_address(name: str) -> bool:
+    """Whether it is no name at all, which nobody can make mean something else."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(name: str) -> bool:
+    """Whether it can only mean this machine."""
+    if is_address(name):
+        return ip_address(name).is_loopback
+    return name == "localhost" or name.endswith(".localhost")

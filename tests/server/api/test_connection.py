@@ -1,0 +1,176 @@
+"""What clients do with their connections: too much, too slowly, or leaving."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+
+from tests.server.api.conftest import Server, Start, wait_until
+
+ENDLESS = list(range(97, 107)) * 10_000
+GET = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def post(body: str, **headers: str) -> bytes:
+    lines = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **headers,
+    }
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n{body}".encode()
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port or 80), timeout=20) as client:
+        yield client
+
+
+def everything(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    received = b""
+    while piece := client.recv(65536):
+        received += piece
+    return received
+
+
+def send_as_far_as_possible(client: socket.socket, pieces: list[bytes]) -> None:
+    with suppress(OSError):
+        for piece in pieces:
+            client.sendall(piece)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [GET[:-2], *[b"a: \r\n" * 10_000] * 1000],
+        [GET[:-2], b"a: ", *[b"x" * 65536] * 1000],
+        [b"GET /", *[b"x" * 65536] * 1000],
+        [b"\r\n" * 32768] * 1000,
+        [
+            post("", Transfer_Encoding="chunked").replace(b"Content-Length: 0\r\n", b""),
+            b"1\r\n{\r\n0\r\na: ",
+            *[b"x" * 65536] * 1000,
+        ],
+        [
+            post("", Transfer_Encoding="chunked").replace(b"Content-Length: 0\r\n", b""),
+            *[b"1\r\n \r\n" * 1000] * 1000,
+        ],
+    ],
+    ids=["many headers", "a long value", "a long path", "blank lines", "a trailer", "small chunks"],
+)
+def test_what_surrounds_a_body_has_a_limit(start_shared: Start, pieces: list[bytes]) -> None:
+    server = start_shared("x", api_key="secret")
+    with connected(server) as client:
+        send_as_far_as_possible(client, pieces)
+        answer = everything(client)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 401 "))
+    assert httpx.get(f"{server.url}/ping").status_code == 200
+
+
+def test_headers_within_the_limit(start_shared: Start) -> None:
+    server = start_shared("x")
+    headers = {f"x-{i}": "y" * 300 for i in range(200)}
+    assert httpx.get(f"{server.url}/ping", headers=headers).status_code == 200
+    refused = httpx.get(f"{server.url}/ping", headers={f"x-{i}": "y" for i in range(300)})
+    assert refused.status_code == 431
+    assert refused.json()["error"]["code"] == "headers_too_large"
+
+
+def test_what_is_no_http(start_shared: Start) -> None:
+    with connected(start_shared("x")) as client:
+        client.sendall(b"hello\r\n\r\n")
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"code": "invalid_http"' in answer
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("pipelined", [b"", GET, GET * 3, GET[:20], post('{"prompt": "b"}'), GET * 2000])
+def test_a_client_that_leaves_behind_a_pipelined_request(
+    start_shared: Start, stream: str, pipelined: bytes
+) -> None:
+    server = start_shared(lambda _: ENDLESS, delay=0.002)
+    body = f'{{"prompt": "a", "stream": {stream}}}'
+    with connected(server) as client:
+        client.sendall(post(body) + pipelined)
+        wait_until(lambda: len(server.engine.running) == 1)
+    began = time.monotonic()
+    wait_until(lambda: not server.engine.running and server.service.in_flight == 0)
+    assert time.monotonic() - began < 1
+    assert not server.service.open
+
+
+def test_pipelined_requests_are_answered_in_order(start_shared: Start) -> None:
+    server = start_shared(lambda prompt: prompt * 3, delay=0.001)
+    with connected(server) as client:
+        requests = [post(f'{{"prompt": "<{i}>", "stream": {str(i % 2 == 0).lower()}}}') for i in range(20)]
+        client.sendall(b"".join(requests[:7]))
+        for request in requests[7:]:
+            for start in range(0, len(request), 40):
+                client.sendall(request[start : start + 40])
+                time.sleep(0.0005)
+        client.sendall(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        answer = everything(client).decode()
+    assert answer.count("HTTP/1.1 200 OK") == 21
+    at = [answer.index(f'"text":"{f"<{i}>" * 3}"') for i in range(1, 20, 2)]
+    assert at == sorted(at)
+    assert answer.rstrip().endswith("}")
+
+
+def test_headers_that_do_not_come(start: Start) -> None:
+    server = start("x", header_timeout=0.5)
+    with connected(server) as silent, connected(server) as slow:
+        began = time.monotonic()
+        slow.sendall(GET[:-2])
+        time.sleep(0.2)
+        slow.sendall(b"a: b\r\n")  # progress is no excuse
+        assert everything(slow).startswith(b"HTTP/1.1 408 ")
+        assert everything(silent) == b""
+        assert time.monotonic() - began < 2
+
+
+def test_a_body_that_does_not_come(start: Start) -> None:
+    server = start("x", body_timeout=0.5)
+    with connected(server) as client:
+        client.sendall(post('{"prompt": "x"}')[:-3])
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code": "timeout"' in answer
+    wait_until(lambda: server.service.in_flight == 0)
+    assert server.service.intake.held == 0
+
+
+def test_an_answer_may_take_longer_than_a_request(start: Start) -> None:
+    server = start("x" * 300, delay=0.005, header_timeout=0.3, body_timeout=0.3)
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+    time.sleep(0.5)  # idle, but kept alive
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+def test_connections_have_a_limit(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(lambda _: ENDLESS, delay=0.01, max_connections=8)
+    server.http.close()
+    with ExitStack() as stack:
+        for _ in range(40):  # half open: each new one takes the place of the oldest
+            stack.enter_context(connected(server)).sendall(b"GET / HT")
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+        assert "an idle one is closed" in caplog.text
+        for _ in range(8):
+            stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}'))
+        wait_until(lambda: len(server.engine.running) == 8)
+        with connected(server) as late:
+            answer = everything(late)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert "one more gets 503" in caplog.text
+    wait_until(lambda: server.service.in_flight == 0)
+    assert httpx.get(f"{server.url}/ping").status_code == 200
