@@ -70,7 +70,7 @@ class Engine:
         self.n_params = parts.model.n_params
         self.size_bytes = parts.model.size_bytes
         """Bytes of all tensors in the file."""
-        self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx)
+        self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from .memory import context_options, head_options, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
 from .sequence_ids import SequenceIds
 from .speculation import build_speculator
@@ -25,6 +25,8 @@ from .verification import sample
 from .vocab import Vocab
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
     from .memory import MemoryPlan
     from .profile import StepProfile
     from .settings import EngineSettings
@@ -36,6 +38,9 @@ PREFILL_CPU = 128
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
+
+DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
+"""Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
 """Seconds for which the warm-up times verifications and drafts."""
@@ -54,12 +59,19 @@ def decide(settings: EngineSettings) -> EngineSettings:
     # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
     threads = settings.threads or max(1, physical_cores() - 1)
     speculation = settings.speculation
-    if speculation == "auto":
+    if settings.deterministic:
+        speculation = "off"
+    elif speculation == "auto":
         speculation = "both" if on_gpu else "ngram"
+    flash_attn = settings.flash_attn
+    if settings.deterministic and flash_attn == "auto" and not on_gpu:
+        flash_attn = "off"  # on the CPU it parts the cells of a lone sequence among threads
     return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         speculation=speculation,
+        flash_attn=flash_attn,
+        prefix_shrinks=settings.prefix_shrinks and not settings.deterministic,  # no step reads others' cells
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )
@@ -88,6 +100,7 @@ class Parts:
         """llama_decode returns before what it started is computed."""
         ids = SequenceIds.of(settings)
         self.vocab = Vocab(self.model, settings.tokenizer_cache)
+        cut = _chunk(settings, on_gpu=self._on_gpu) if settings.deterministic else 1
         copied = settings.mtp_depth if self._head is not None and self._on_gpu else 0
         self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
         self.speculator = build_speculator(
@@ -102,9 +115,10 @@ class Parts:
         self.cache = PrefixCache(
             self.states,
             ids=ids.checkpoints,
-            max_cells=settings.prefix_cells,
+            max_cells=self.context.n_ctx if settings.deterministic else settings.prefix_cells,
             shrinks=settings.prefix_shrinks,
             interval=settings.prefix_interval,
+            chunk=cut,
             host_bytes=settings.prefix_host_mib * 1024**2,
             turn_ids=self.vocab.turn_ids,
             cell_bytes=spec.cell(settings),
@@ -120,6 +134,7 @@ class Parts:
             cache=self.cache,
             ends=self.vocab.eog_ids,
             draft_rows=verified_rows(settings),
+            reproducible=Reproducible(cut) if settings.deterministic else None,
             place=self.runner.place,
         )
 
@@ -136,6 +151,9 @@ class Parts:
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
         warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
+        if settings.deterministic:
+            self._check_rows(counts)
+            return
         drafts = settings.speculation != "off"
         seconds = warmup.time_prompt(context, prefill) if drafts or not settings.prefill_budget else 0.0
         if not settings.prefill_budget:
@@ -149,6 +167,20 @@ class Parts:
             spare = MEASURING_GPU if on_gpu else MEASURING_CPU
             self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
         log.info("warm after %.1f s", perf_counter() - started)
+
+    def _check_rows(self, counts: ListLike[int]) -> None:
+        """See whether a row has the same bits in any company; if not, each is computed by itself."""
+        sizes = sorted({*range(2, min(8, self._plan.settings.parallel) + 1), *counts} - {1})
+        alone = bool(sizes) and not warmup.rows_are_the_same(self.context, sizes)
+        chunk = _chunk(self._plan.settings, on_gpu=self._on_gpu)
+        self.scheduler.reproducible = Reproducible(chunk, alone)
+        log.info(
+            "deterministic: prompts are cut every %d tokens; %s",
+            chunk,
+            "rows depend on how many are computed together, so each is computed by itself"
+            if alone
+            else "rows are the same however many are computed together",
+        )
 
     def _rehearse(self, n: int, rows: int) -> None:
         """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""
@@ -172,6 +204,12 @@ class Parts:
             self._head.close()
         self.context.close()
         self.model.close()
+
+
+def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:
+    """Tokens at whose multiples prompts are cut."""
+    wanted = settings.prefill_budget or (DETERMINISTIC_GPU if on_gpu else DETERMINISTIC_CPU)
+    return min(wanted, settings.ubatch_size, settings.batch_size)
 
 
 def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:

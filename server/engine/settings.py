@@ -88,6 +88,10 @@ class SchedulerSettings(Section, title="scheduler"):
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
     logits, or on the host; auto: measured at start, without a GPU the host"""
+    deterministic: bool = False
+    """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
+    (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
+    fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
     tokenizer_cache: int = Field(2**20, ge=0)
     """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 
@@ -164,6 +168,15 @@ class EngineSettings(
 
     Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
     """
+
+    @model_validator(mode="after")
+    def _nothing_is_drafted_where_answers_are_reproducible(self) -> Self:
+        if self.deterministic and self.speculation not in ("auto", "off"):
+            raise ValueError(
+                f"speculation is {self.speculation!r}, whose verified rows depend on what was drafted; "
+                "with deterministic set it to 'off', or leave it out"
+            )
+        return self
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""

@@ -75,6 +75,7 @@ class PrefixCache:
         max_cells: int,
         shrinks: bool = True,
         interval: int = 0,
+        chunk: int = 1,
         host_bytes: int = 0,
         turn_ids: Collection[int] = (),
         cell_bytes: int = 0,
@@ -87,6 +88,8 @@ class PrefixCache:
         self._free = sorted(ids, reverse=True)
         self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
+        self._chunk = chunk
+        """Checkpoints are only where a multiple of this was read of a prompt."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
@@ -106,7 +109,7 @@ class PrefixCache:
             return
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
         marks, node, start = [], self._tree.root, 0
-        for depth in [*self._wanted(tokens), len(tokens)]:
+        for depth in self._wanted(tokens):
             node = self._tree.insert(tokens[start:depth], node)
             start = depth
             node.marks += 1
@@ -172,6 +175,8 @@ class PrefixCache:
         if not self.enabled:
             return
         self._read(sequence, depth)
+        if self._chunk > 1:  # what was generated would be read otherwise
+            return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
         if self.running > CROWD and depth > self._budget():
@@ -260,7 +265,10 @@ class PrefixCache:
         places = {int(turn) for turn in (*turns[1:2], *turns[-1:]) if turn >= MIN_TURN}
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
-        return sorted(places)
+        if self._chunk > 1:
+            places.update((self._tree.common(tokens), len(tokens)))
+            places = {place // self._chunk * self._chunk for place in places}
+        return [*sorted(places - {0, len(tokens)}), len(tokens)]
 
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
@@ -269,7 +277,7 @@ class PrefixCache:
         for node in reversed([*self._paths[sequence].end.path()]):
             if node.holder is not None:
                 previous = node.depth
-            elif node.depth > since and self._is_wanted(node, previous):
+            elif node.depth > since and node.depth % self._chunk == 0 and self._is_wanted(node, previous):
                 previous = node.depth
                 yield node
 

@@ -72,6 +72,17 @@ class Tree:
             node, tokens = child, tokens[common:]
         return node
 
+    def common(self, tokens: Tokens) -> int:
+        """With how many tokens `tokens` begin as something in the tree does."""
+        node, depth = self.root, 0
+        while len(tokens) and (child := node.children.get(int(tokens[0]))) is not None:
+            common = _common(child.tokens, tokens)
+            depth += common
+            if common < len(child.tokens):
+                break
+            node, tokens = child, tokens[common:]
+        return depth
+
     def prune(self, node: Node) -> None:
         """Remove the node, and those above it, as far as nothing needs them; nothing if it was removed."""
         while not node._needed:
