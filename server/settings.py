@@ -41,6 +41,9 @@ class HttpSettings(Section, title="http"):
     """model id in /v1/models (default: the file's name)"""
     api_key: SecretStr | None = None
     """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
+    prefix_by_key: bool = True
+    """requests with different API keys share no prefixes, so that none can tell what another has asked; off:
+    they share all but what `cache_salt` parts"""
     max_body_mib: int = Field(32, ge=1, le=1024)
     """largest request body, in MiB"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)

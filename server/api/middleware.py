@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
 from server.api.errors import ApiError
+from server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,6 +48,7 @@ class Watch:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         started = time.perf_counter()
+        sent_key.set(key_of(Headers(scope=scope)))
         self._service.in_flight += 1
         try:
             await self._app(scope, receive, watched)

@@ -105,6 +105,8 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_report: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

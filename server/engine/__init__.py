@@ -19,13 +19,14 @@ from .errors import (
 from .memory import MemoryPlan
 from .outputs import Generation
 from .sampling import SamplingParams
-from .sequence import FinishReason, Prompt, Timings
+from .sequence import CacheMiss, FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .speculation import DraftCounts
 from .stats import EngineStats
 from .vocab import Vocab
 
 __all__ = [
+    "CacheMiss",
     "DoesNotFit",
     "DraftCounts",
     "Engine",

@@ -133,12 +133,19 @@ class Engine:
         return Prompt(checked)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, max_tokens: int | None = None, *, stream: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        max_tokens: int | None = None,
+        *,
+        stream: bool = True,
+        salt: str = "",
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        Without `stream` all tokens are delivered together at the end. Raises ValueError for `max_tokens`
+        Without `stream` all tokens are delivered together at the end. Prefixes are shared with requests of
+        the same `salt` only. Raises ValueError for `max_tokens`
         below 1, QueueFull and EngineDead.
         """
         if max_tokens is not None and max_tokens < 1:
@@ -159,7 +166,8 @@ class Engine:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             self._post(
-                generation, partial(self._add, generation, prompt, params, min(max_tokens or room, room))
+                generation,
+                partial(self._add, generation, prompt, params, min(max_tokens or room, room), salt),
             )
         return generation
 
@@ -292,6 +300,7 @@ class Engine:
             generation = self._listeners.get(output.sequence)
             if generation is not None and generation.stream:
                 generation.cached_tokens = output.sequence.reused or 0
+                generation.missed = output.sequence.missed
                 self._open[generation].put(generation, output.tokens, None)
         for loop, queue in list(self._queues.items()):
             if not queue.flush():
@@ -302,12 +311,16 @@ class Engine:
                 for generation in orphans:  # not now: they may be in the step that is being computed
                     self._request_cancel(generation)
 
-    def _add(self, generation: Generation, prompt: Prompt, params: SamplingParams, max_tokens: int) -> None:
+    def _add(
+        self, generation: Generation, prompt: Prompt, params: SamplingParams, max_tokens: int, salt: str
+    ) -> None:
         """A request arrived."""
         if generation not in self._open:
             return
         sampler = Sampler(params, self.vocab, prompt.ids)
-        sequence = Sequence(prompt.ids.copy(), max_tokens, sampler, generation.timings, generation.drafts)
+        sequence = Sequence(
+            prompt.ids.copy(), max_tokens, sampler, generation.timings, generation.drafts, salt
+        )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         self._scheduler.add(sequence)
 
@@ -330,7 +343,7 @@ class Engine:
         del self._sequences[generation]
         self._speculator.forget(sequence)
         sequence.sampler.close()
-        generation.cached_tokens = sequence.reused or 0
+        generation.cached_tokens, generation.missed = sequence.reused or 0, sequence.missed
         if not generation.stream:
             tokens = sequence.tokens[sequence.prompt_length :]
         self._close(generation, done, tokens)

@@ -14,7 +14,7 @@ from .speculation import DraftCounts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .sequence import FinishReason, Timings
+    from .sequence import CacheMiss, FinishReason, Timings
 
 
 class Generation:
@@ -38,6 +38,8 @@ class Generation:
         """What became of draft tokens."""
         self.cached_tokens = 0
         """Prompt tokens that did not have to be computed."""
+        self.missed: CacheMiss | None = None
+        """Why the others had to be; None where none had, or that is not known yet."""
         self.timings = timings
         self.stream = stream
         """Tokens are delivered as they come, rather than all at the end."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from server.engine.errors import LlamaError
+from server.engine.sequence import CacheMiss
 
 from .ghost import BLOCK, GhostCache
 from .host import HostTier
@@ -52,6 +53,12 @@ class _PromptPath:
 
     end: Node
     """All of it but the last token, which has to be computed for its logits."""
+    root: Node
+    """Where the prefixes begin that it may share."""
+    known: int
+    """Tokens with which others in the tree began, too, when it came."""
+    parts: bool
+    """And they went another way there."""
     marks: list[Node]
     """The nodes that are there because of this request, `end` among them."""
 
@@ -108,20 +115,23 @@ class PrefixCache:
         if not self.enabled:
             return
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
-        marks, node, start = [], self._tree.root, 0
-        for depth in self._wanted(tokens):
+        root = self._tree.root_of(sequence.salt)
+        known, parts = self._tree.common(tokens, root)
+        marks, node, start = [], root, 0
+        for depth in self._wanted(tokens, known):
             node = self._tree.insert(tokens[start:depth], node)
             start = depth
             node.marks += 1
             marks.append(node)
         node.is_end = node.parent is not None
-        self._paths[sequence] = _PromptPath(node, marks)
+        self._paths[sequence] = _PromptPath(node, root, known, parts, marks)
         if best := self._deepest_held(node):
             self._touch(best)
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Give an admitted sequence, whose slot is empty, the deepest prefix there is."""
         if not self.enabled:
+            sequence.missed = CacheMiss("off", 0)
             return
         assert sequence.slot is not None
         node = self._source(sequence)
@@ -134,11 +144,23 @@ class PrefixCache:
             self._limit(self._max_cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.computed
-            again = max(sequence.computed, self._read(sequence, sequence.prompt_length))
+            before = self._read(sequence, sequence.prompt_length)
+            sequence.missed = self._missed(sequence, before)
+            again = max(sequence.computed, before)
             self._again += HABIT * (again / sequence.prompt_length - self._again)
             self._tokens_saved += sequence.computed
             self._hits += sequence.computed > 0
             self._misses += sequence.computed == 0
+
+    def _missed(self, sequence: Sequence, before: int) -> CacheMiss | None:
+        """Why the sequence, of which so many tokens were read `before`, did not find more."""
+        path, found = self._paths[sequence], sequence.computed
+        if found >= path.end.depth:
+            return None
+        known = max(path.known, found)
+        if before >= known + BLOCK:
+            return CacheMiss("evicted", before)
+        return CacheMiss("diverged" if path.parts else "new", known)
 
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
@@ -182,7 +204,7 @@ class PrefixCache:
         if self.running > CROWD and depth > self._budget():
             return  # it would go again soon
         end = self._paths[sequence].end
-        start = end if depth >= end.depth else self._tree.root
+        start = end if depth >= end.depth else self._paths[sequence].root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
         best = self._deepest_held(node)
         if best is node:
@@ -259,14 +281,14 @@ class PrefixCache:
 
     # --- how -----------------------------------------------------------------------------------------------
 
-    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
+    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], known: int) -> list[int]:
         """Depths inside a prompt at which others are likely to go another way, or to come back to."""
         turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
         places = {int(turn) for turn in (*turns[1:2], *turns[-1:]) if turn >= MIN_TURN}
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
         if self._chunk > 1:
-            places.update((self._tree.common(tokens), len(tokens)))
+            places.update((known, len(tokens)))
             places = {place // self._chunk * self._chunk for place in places}
         return [*sorted(places - {0, len(tokens)}), len(tokens)]
 
@@ -290,9 +312,9 @@ class PrefixCache:
 
     def _read(self, sequence: Sequence, length: int) -> int:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
-        if not self._shrinks or sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
+        if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
-        return self._ghost.read(sequence.tokens[:length])
+        return self._ghost.read(sequence.tokens[:length], sequence.salt)
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.holder is not None), None)
