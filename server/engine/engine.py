@@ -197,9 +197,12 @@ class Engine:
         if self._thread.is_alive():
             self._inbox.put(lambda: None)  # wakes it
             self._thread.join()
+        intact = self._warm.is_set() and self._error is None
         self._fail("the engine was closed")
         for queue in self._queues.values():
             queue.close()
+        if intact:
+            self._parts.write_prefixes()
         self._parts.close()
 
     def _request_cancel(self, generation: Generation) -> None:
@@ -223,6 +226,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._parts.warm_up()
+            self._parts.read_prefixes()
             self._warm.set()
             while self._receive():
                 self._step()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from importlib.metadata import version
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .memory import context_options, head_options, uses_mtp, verified_rows
-from .prefix_cache import PrefixCache
+from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
 from .scheduler import Reproducible, Scheduler
@@ -26,6 +28,7 @@ from .vocab import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
+    from pathlib import Path
 
     from .memory import MemoryPlan
     from .profile import StepProfile
@@ -39,8 +42,14 @@ PREFILL_CPU = 128
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
+EDGE = 16 * 1024**2
+"""Bytes from either end of a model file that tell it from others."""
+
 DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
 """Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
+
+STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "mtp_snapshots")
+"""What the layout of a saved state depends on."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
 """Seconds for which the warm-up times verifications and drafts."""
@@ -168,6 +177,45 @@ class Parts:
             self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
         log.info("warm after %.1f s", perf_counter() - started)
 
+    def read_prefixes(self) -> None:
+        """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
+        path = self._plan.settings.prefix_file
+        if path is None or not path.exists():
+            return
+        started = perf_counter()
+        try:
+            taken = self.cache.take_in(self._prefix_file(path).read())
+        except PrefixFileError as error:
+            log.warning("%s is not used: %s", path, error)
+            return
+        log.info("prefix cache: %d states from %s in %.1f s", taken, path, perf_counter() - started)
+
+    def write_prefixes(self) -> None:
+        """Leave what the prefix cache holds for the next server; a failure costs the file alone."""
+        settings, started = self._plan.settings, perf_counter()
+        path = settings.prefix_file
+        if path is None:
+            return
+        try:
+            file = self._prefix_file(path)
+            count, size = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
+        except OSError as error:
+            log.error("the prefix cache was not written to %s: %s", path, error)
+            return
+        seconds = perf_counter() - started
+        log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
+
+    def _prefix_file(self, path: Path) -> PrefixFile:
+        settings = self._plan.settings
+        made_by = {
+            "model": fingerprint(settings.model),
+            "build": f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}",
+            "device": [usage.device.description for usage in self._plan.usages],
+            **{name: getattr(settings, name) for name in STATE_SETTINGS},
+            "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
+        }
+        return PrefixFile(path, made_by)
+
     def _check_rows(self, counts: ListLike[int]) -> None:
         """See whether a row has the same bits in any company; if not, each is computed by itself."""
         sizes = sorted({*range(2, min(8, self._plan.settings.parallel) + 1), *counts} - {1})
@@ -204,6 +252,16 @@ class Parts:
             self._head.close()
         self.context.close()
         self.model.close()
+
+
+def fingerprint(model: Path) -> str:
+    """What tells a model file from others: its size, its header and the end of its last tensor."""
+    digest, size = hashlib.sha256(), model.stat().st_size
+    with model.open("rb") as file:
+        digest.update(file.read(EDGE))
+        file.seek(max(0, size - EDGE))
+        digest.update(file.read(EDGE))
+    return f"{size} bytes, {digest.hexdigest()}"
 
 
 def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:

@@ -160,8 +160,8 @@ class MemoryPlan:
             f"recurrent state: {_size(spec.state)} a sequence)"
         )
         if settings.prefix_cache:
-            cells = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
-            lines.append(f"prefix cache: {settings.prefix_checkpoints} states{cells}")
+            budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
+            lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
         if rollback := len(SequenceIds.of(settings).rollback):
             head = " and the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             lines.append(f"speculation: {rollback} states to go back to{head}")

@@ -121,6 +121,21 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     """tokens between the states kept while a long prompt is read; 0: none on the way"""
     prefix_host_mib: int = Field(0, ge=0)
     """host memory for states that had to leave the device, in MiB; 0: they are dropped"""
+    prefix_file: Path | None = None
+    """file in which states outlive a restart: written when the server stops, read when it starts if it is of
+    the same model, build and settings"""
+    prefix_file_mib: int = Field(1024, ge=1)
+    """most that is written to it, in MiB; the most recently used states first"""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_write_and_where(self) -> Self:
+        if self.prefix_file is None:
+            return self
+        if not self.prefix_cache:
+            raise ValueError("prefix_file needs the prefix cache; leave it out, or set prefix_cache to true")
+        if self.prefix_file.is_dir() or not self.prefix_file.absolute().parent.is_dir():
+            raise ValueError(f"prefix_file is {self.prefix_file}; it must be a file in a folder that exists")
+        return self
 
 
 class SpeculationSettings(Section, title="speculation"):

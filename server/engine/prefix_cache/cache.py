@@ -10,7 +10,9 @@ import numpy as np
 
 from server.engine.errors import LlamaError
 from server.engine.sequence import CacheMiss
+from server.engine.states import SavedState
 
+from .file import Entry
 from .ghost import BLOCK, GhostCache
 from .host import HostTier
 from .stats import PrefixStats
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from server.engine.sequence import Sequence
-    from server.engine.states import SavedState, StateStore
+    from server.engine.states import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -261,6 +263,47 @@ class PrefixCache:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
         best = self._deepest_held(self._paths[sequence].end) if self.enabled else None
         return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
+
+    # --- across a restart ----------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """What is kept, the most recently used first, those on the device before those in host memory.
+
+        One at a time is in memory. One that can not be copied is left out.
+        """
+        for node in [*reversed(self._held), *reversed(self._host.nodes)]:
+            if node.depth < MIN_RESTORE or (node.holder is None and node.saved is None):
+                continue
+            try:
+                state = node.saved or self._states.save(self._holder(node))
+            except LlamaError as error:
+                self._failed_copies += 1
+                log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
+                continue
+            tokens = np.concatenate([above.tokens for above in reversed([*node.path()])])
+            yield Entry(self._tree.salt_of(node), tokens, state.trunk)
+
+    def take_in(self, entries: Iterable[Entry]) -> int:
+        """Keep what `entries` gave, as far as it fits: on the device, then in host memory; how many do."""
+        resident: list[Node] = []
+        taken = 0
+        for entry in entries:
+            length = len(entry.tokens)
+            node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
+            saved = SavedState(entry.state, (None,) * len(self._states.followers), length)
+            fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
+            if node.depth % self._chunk or node.holder is not None:
+                pass
+            elif fits and self._bring_back(node, saved):
+                resident.append(node)
+                taken += 1
+            elif not fits and self._host.used + saved.nbytes <= self._host.budget:
+                self._host.put(node, saved)
+                taken += 1
+            self._tree.prune(node)
+        for node in reversed(resident):
+            self._touch(node)
+        return taken
 
     def stats(self) -> PrefixStats:
         """Counters, and what is held now."""
