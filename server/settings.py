@@ -50,6 +50,9 @@ class HttpSettings(Section, title="http"):
     """model id in /v1/models (default: the file's name)"""
     api_key: SecretStr | None = None
     """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
+    prefix_by_key: bool = True
+    """requests with different API keys share no prefixes, so that none can tell what another has asked; off:
+    they share all but what `cache_salt` parts"""
     max_body_mib: int = Field(8, ge=1, le=1024)
     """largest request body, in MiB; the work on one takes up to 20 times its size"""
     max_bodies_mib: int = Field(64, ge=1)

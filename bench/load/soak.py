@@ -3,11 +3,13 @@
 Clients send chats that grow, prompts that are new and prompts behind a shared prefix, of random lengths; some
 go away in the middle of a stream, as browsers do. A round is a window of time. In the end the last quarter of
 the windows is compared with the first after the warm-up; memory that the server shows on /metrics, too.
+With ``--deterministic`` a number of requests is answered one by one first, and every one of them that comes
+again under load must be answered with the same text.
 """
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -35,6 +37,10 @@ from bench.terminal import Bar, Cell, Table
 
 WORKLOAD = "soak"
 PREFIXES = 4
+REFERENCES = 150
+"""Jobs that are done alone first, to be compared with."""
+KNOWN = 0.7
+"""Share of these under load; the rest is new, so that the server's caches change."""
 MOST_FAILURES = 100
 """In a row, at which the server counts as gone."""
 
@@ -48,6 +54,18 @@ class Window:
 
     sent: list[Sent] = field(default_factory=list)
     aborted: int = 0
+    compared: int = 0
+    same: int = 0
+    """Answers that are those of the reference, of so many compared."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A job that was done while nothing else was, and what the server answered to each turn."""
+
+    job: Job
+    tokens: int
+    texts: tuple[str, ...]
 
 
 @dataclass
@@ -77,6 +95,20 @@ class Mixture:
         return Job((text,), chat=False)
 
 
+async def _reference(target: Target, mixture: Mixture, output_tokens: int) -> Reference:
+    """Do a new job alone. Raises BenchError where the server fails."""
+    job, tokens = await mixture.job(), mixture.rng.randint(1, output_tokens)
+    sent = await closed_loop(_sender(target, job, tokens), [job], 1, _ignore)
+    if sent[-1].error is not None:
+        raise BenchError(f"a request of the reference failed: {sent[-1].error}")
+    return Reference(job, tokens, tuple(one.text for one in sent))
+
+
+def _sender(target: Target, job: Job, tokens: int) -> Sender:
+    path = "/v1/chat/completions" if job.chat else "/v1/completions"
+    return Sender(target.client, path, tokens, ignore_eos=False, stream=True, model=target.model)
+
+
 async def soak(
     *,
     server: ServerOptions = ServerOptions(),
@@ -88,11 +120,12 @@ async def soak(
     input_tokens: Positive = 512,
     output_tokens: Positive = 128,
     aborts: Share = 0.1,
+    deterministic: bool = False,
 ) -> int:
     """Mixed load for minutes or hours: does anything fail, slow down, or leak?
 
     Fails when a request does, or when the last quarter of the windows is slower than the first, or takes more
-    memory, by more than chance and a tenth.
+    memory, by more than chance and a tenth. With --deterministic also when an answer depends on the load.
 
     Parameters
     ----------
@@ -108,6 +141,9 @@ async def soak(
         Of an answer at most; each draws its own.
     aborts
         Share of requests whose client goes away in the middle of the answer.
+    deterministic
+        Compare answers with those that were given to the same requests alone, which takes some minutes first:
+        for a server that runs with --deterministic.
     """
     settings = {
         "minutes": minutes,
@@ -116,6 +152,7 @@ async def soak(
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "aborts": aborts,
+        "deterministic": deterministic,
         **prompts.settings(),
     }
     async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
@@ -128,15 +165,26 @@ async def soak(
             await describe(run, target, supply)
             mixture = Mixture(await supply.prompts(), input_tokens, random.Random(prompts.seed))
             await mixture.prepare()
+            references: list[Reference] = []
+            if deterministic:
+                with Bar("answers alone", total=REFERENCES, unit="jobs") as bar:
+                    for _ in range(REFERENCES):
+                        references.append(await _reference(target, mixture, output_tokens))
+                        bar.advance()
             errors: list[str] = []
+            other = 0
             rounds = max(1, round(60 * minutes / window))
             try:
                 with Bar("soak", total=rounds, unit="windows") as bar:
                     for number in range(1, rounds + 1):
-                        found = await _window(target, mixture, window, concurrency, output_tokens, aborts)
+                        found = await _window(
+                            target, mixture, window, concurrency, output_tokens, aborts, references
+                        )
+                        other += found.compared - found.same
                         errors += [one.error for one in found.sent if one.error is not None]
                         await _record(run, target, supply, concurrency, number, found, window)
-                        bar.advance(note=f"{len(found.sent)} requests, {len(errors)} failures in all")
+                        told = f"{len(found.sent)} requests, {len(errors)} failures in all"
+                        bar.advance(note=told + (f", {other} other answers" if deterministic else ""))
                         if found.sent and all(one.error for one in found.sent):
                             raise BenchError(f"every request of a window failed: {errors[-1]}")
             finally:
@@ -146,36 +194,48 @@ async def soak(
             worse = list(drifts(results))
     if errors:
         raise BenchError(f"{len(errors)} requests failed; the first: {errors[0]}")
+    if other:
+        raise BenchError(f"{other} answers are not those that the same requests got alone")
     if worse:
         raise BenchError("; ".join(worse))
     return 0
 
 
 async def _window(
-    target: Target, mixture: Mixture, seconds: float, clients: int, output_tokens: int, aborts: float
+    target: Target,
+    mixture: Mixture,
+    seconds: float,
+    clients: int,
+    output_tokens: int,
+    aborts: float,
+    references: Sequence[Reference],
 ) -> Window:
     found, until, failures = Window(), perf_counter() + seconds, 0
 
     async def client() -> None:
         nonlocal failures
         while perf_counter() < until and failures < MOST_FAILURES:
-            job = await mixture.job()
-            tokens = mixture.rng.randint(1, output_tokens)
-            path = "/v1/chat/completions" if job.chat else "/v1/completions"
+            known = mixture.rng.choice(references) if references and mixture.rng.random() < KNOWN else None
+            job = known.job if known else await mixture.job()
+            tokens = known.tokens if known else mixture.rng.randint(1, output_tokens)
             if mixture.rng.random() < aborts:
-                found.aborted += await _abort(target, path, job, tokens, mixture.rng.randint(1, 8))
+                found.aborted += await _abort(target, job, tokens, mixture.rng.randint(1, 8))
                 continue
-            sender = Sender(target.client, path, tokens, ignore_eos=False, stream=True, model=target.model)
-            sent = await closed_loop(sender, [job], 1, _ignore)
+            sent = await closed_loop(_sender(target, job, tokens), [job], 1, _ignore)
             found.sent += sent
+            if known:
+                answered = [one for one in sent if one.error is None]
+                found.compared += len(answered)
+                found.same += sum(one.text == known.texts[one.turn] for one in answered)
             failures = failures + 1 if sent[-1].error is not None else 0
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return found
 
 
-async def _abort(target: Target, path: str, job: Job, tokens: int, events: int) -> int:
+async def _abort(target: Target, job: Job, tokens: int, events: int) -> int:
     """Leave after so many events of the stream. Returns 1; 0 where the server did not even begin."""
+    path = "/v1/chat/completions" if job.chat else "/v1/completions"
     said = {"messages": [{"role": "user", "content": job.turns[0]}]} if job.chat else {"prompt": job.turns[0]}
     body = {**said, "max_tokens": tokens, "stream": True, **({"model": target.model} if target.model else {})}
     try:
@@ -199,6 +259,8 @@ async def _record(
         tokens += values.get("verified_tokens", 0.0)
         run.add(target.name, WORKLOAD, cell, round, values)
     whole = {"output_rate": tokens / seconds, "aborted": float(found.aborted)}
+    if found.compared:
+        whole |= {"compared_answers": float(found.compared), "same_answers": float(found.same)}
     memory = (await read_counters(target.client)).get((RESIDENT_MEMORY, ()))
     whole |= {"resident_memory": memory / 2**20} if memory is not None else {}
     run.add(target.name, WORKLOAD, cell, round, whole)
@@ -242,6 +304,11 @@ def soak_tables(results: Results) -> list[Table]:
     sums = {name: int(rows[rows["metric"] == name]["value"].sum()) for name in ("failed", "aborted")}
     requests = int((rows["metric"] == "latency").sum())
     notes = [f"{requests:,} requests answered, {sums['failed']} FAILED, {sums['aborted']} given up by us"]
+    compared, same = (
+        int(rows[rows["metric"] == name]["value"].sum()) for name in ("compared_answers", "same_answers")
+    )
+    if compared:
+        notes.append(f"{compared:,} answers compared with those given alone: {compared - same} are OTHERS")
     notes.append(
         f"last / first: times as good, the last quarter of the windows against the first; from "
         f"{4 * LEAST_ROUNDS + 1} windows on"

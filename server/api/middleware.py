@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from server.api.errors import ApiError
 from server.api.page import is_page
 from server.api.record import RequestRecord, record_of
+from server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -70,6 +71,7 @@ class Watch:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         started = time.perf_counter()
+        sent_key.set(key_of(Headers(scope=scope)))
         self._service.in_flight += 1
         try:
             await self._app(scope, receive, watched)

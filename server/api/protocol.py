@@ -118,6 +118,8 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_report: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

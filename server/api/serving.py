@@ -14,6 +14,7 @@ from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
 from server.api.sse import EventStream
+from server.api.tenant import salt_of
 from server.chat import StopStrings, TextGeneration, generate
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class ServedRequest:
         self._metrics = service.metrics
         self._service = service
         self._per_prompt = request.choices
+        self._cache_report = bool(request.cache_report)
+        salt = salt_of(request.cache_salt, by_key=service.settings.prefix_by_key)
         self.generations: list[TextGeneration] = []
         service.open.add(self)
         try:
@@ -64,6 +67,7 @@ class ServedRequest:
                             request.token_limit,
                             stops=stops,
                             stream=not request.whole,
+                            salt=salt,
                         )
                     )
         except BaseException:
@@ -110,7 +114,8 @@ class ServedRequest:
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request; a prompt with several answers counts once.
 
-        `speculation`, an extension: what became of tokens guessed ahead, where there were any.
+        `speculation`, an extension: what became of tokens guessed ahead, where there were any. `cache_miss`,
+        where it was asked for: why a prompt had to be computed beyond `cached_tokens`.
         """
         prompts = self.generations[:: self._per_prompt]
         prompt_tokens = sum(generation.prompt_tokens for generation in prompts)
@@ -123,6 +128,8 @@ class ServedRequest:
                 "cached_tokens": sum(generation.cached_tokens for generation in prompts)
             },
         }
+        if self._cache_report:
+            usage["prompt_tokens_details"]["cache_miss"] = _misses(prompts)
         drafts = [generation.generation.drafts for generation in self.generations]
         if steps := sum(counts.steps for counts in drafts):
             accepted = sum(counts.accepted for counts in drafts)
@@ -181,6 +188,16 @@ def check_count(service: Service, request: GenerationRequest, prompts: int = 1) 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:
     """What ends the answers early, for all of them; work for as long as the strings are."""
     return StopStrings(request.stop) if request.stop else None
+
+
+def _misses(prompts: Sequence[TextGeneration]) -> Any:
+    """Why the prompt was not found whole in the prefix cache, and up to which token it was known; of several
+    prompts a list."""
+    misses = [
+        {"reason": miss.reason, "position": miss.position} if miss else None
+        for miss in (generation.generation.missed for generation in prompts)
+    ]
+    return misses if len(misses) > 1 else misses[0]
 
 
 def _rate(count: int, milliseconds: float) -> float:

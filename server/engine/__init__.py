@@ -21,7 +21,7 @@ from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
 from .sampling import MAX_LOGPROBS, SamplingParams
-from .sequence import FinishReason, Prompt, Timings
+from .sequence import CacheMiss, FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .speculation import DraftCounts
 from .stats import EngineStats
@@ -29,6 +29,7 @@ from .vocab import Vocab
 
 __all__ = [
     "MAX_LOGPROBS",
+    "CacheMiss",
     "DoesNotFit",
     "DraftCounts",
     "Engine",

@@ -72,7 +72,7 @@ class Engine:
         self.n_params = parts.model.n_params
         self.size_bytes = parts.model.size_bytes
         """Bytes of all tensors in the file."""
-        self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx)
+        self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
@@ -142,13 +142,15 @@ class Engine:
         *,
         stream: bool = True,
         constraint: Constraint | None = None,
+        salt: str = "",
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
-        A `constraint` is this request's alone, at the beginning of its answer. Raises ValueError for
-        `max_tokens` below 0, QueueFull and EngineDead.
+        A `constraint` is this request's alone, at the beginning of its answer. Prefixes are shared with
+        requests of the same `salt` only. Raises ValueError for `max_tokens` below 0, QueueFull and
+        EngineDead.
         """
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
@@ -171,7 +173,7 @@ class Engine:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint))
+            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint, salt))
         return generation
 
     def stats(self) -> EngineStats:
@@ -200,9 +202,12 @@ class Engine:
         if self._thread.is_alive():
             self._inbox.put(lambda: None)  # wakes it
             self._thread.join()
+        intact = self._warm.is_set() and self._error is None
         self._fail("the engine was closed")
         for queue in self._queues.values():
             queue.close()
+        if intact:
+            self._parts.write_prefixes()
         self._parts.close()
 
     def _request_cancel(self, generation: Generation) -> None:
@@ -226,6 +231,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._parts.warm_up()
+            self._parts.read_prefixes()
             self._warm.set()
             while self._receive():
                 self._step()
@@ -306,6 +312,7 @@ class Engine:
             generation = self._listeners.get(output.sequence)
             if generation is not None and generation.stream:
                 generation.cached_tokens = output.sequence.reused or 0
+                generation.missed = output.sequence.missed
                 self._open[generation].put(generation, output.tokens, None)
         for loop, queue in list(self._queues.items()):
             if not queue.flush():
@@ -323,6 +330,7 @@ class Engine:
         params: SamplingParams,
         max_tokens: int,
         constraint: Constraint | None,
+        salt: str,
     ) -> None:
         """A request arrived."""
         if generation not in self._open:
@@ -337,6 +345,7 @@ class Engine:
             generation.logprobs,
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
+            salt=salt,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # without room for any, the prompt is read all the same
@@ -368,7 +377,7 @@ class Engine:
         del self._sequences[generation]
         self._speculator.forget(sequence)
         sequence.sampler.close()
-        generation.cached_tokens = sequence.reused or 0
+        generation.cached_tokens, generation.missed = sequence.reused or 0, sequence.missed
         if not generation.stream:
             tokens = sequence.tokens[sequence.prompt_length :]
         self._close(generation, done, tokens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from importlib.metadata import version
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,10 +15,10 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .memory import context_options, head_options, scored_rows, uses_mtp, verified_rows
-from .prefix_cache import PrefixCache
+from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
 from .sequence_ids import SequenceIds
 from .speculation import build_speculator
@@ -25,6 +27,9 @@ from .verification import sample
 from .vocab import Vocab
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+    from pathlib import Path
+
     from .memory import MemoryPlan
     from .profile import StepProfile
     from .settings import EngineSettings
@@ -36,6 +41,15 @@ PREFILL_CPU = 128
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
+
+EDGE = 16 * 1024**2
+"""Bytes from either end of a model file that tell it from others."""
+
+DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
+"""Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
+
+STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "mtp_snapshots")
+"""What the layout of a saved state depends on."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
 """Seconds for which the warm-up times verifications and drafts."""
@@ -54,12 +68,19 @@ def decide(settings: EngineSettings) -> EngineSettings:
     # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
     threads = settings.threads or max(1, physical_cores() - 1)
     speculation = settings.speculation
-    if speculation == "auto":
+    if settings.deterministic:
+        speculation = "off"
+    elif speculation == "auto":
         speculation = "both" if on_gpu else "ngram"
+    flash_attn = settings.flash_attn
+    if settings.deterministic and flash_attn == "auto" and not on_gpu:
+        flash_attn = "off"  # on the CPU it parts the cells of a lone sequence among threads
     return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         speculation=speculation,
+        flash_attn=flash_attn,
+        prefix_shrinks=settings.prefix_shrinks and not settings.deterministic,  # no step reads others' cells
         # without a GPU the logits are the host's already
         sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
     )
@@ -88,6 +109,7 @@ class Parts:
         """llama_decode returns before what it started is computed."""
         ids = SequenceIds.of(settings)
         self.vocab = Vocab(self.model, settings.tokenizer_cache)
+        cut = _chunk(settings, on_gpu=self._on_gpu) if settings.deterministic else 1
         copied = settings.mtp_depth if self._head is not None and self._on_gpu else 0
         self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
         self.speculator = build_speculator(
@@ -102,9 +124,10 @@ class Parts:
         self.cache = PrefixCache(
             self.states,
             ids=ids.checkpoints,
-            max_cells=settings.prefix_cells,
+            max_cells=self.context.n_ctx if settings.deterministic else settings.prefix_cells,
             shrinks=settings.prefix_shrinks,
             interval=settings.prefix_interval,
+            chunk=cut,
             host_bytes=settings.prefix_host_mib * 1024**2,
             turn_ids=self.vocab.turn_ids,
             cell_bytes=spec.cell(settings),
@@ -121,6 +144,7 @@ class Parts:
             ends=self.vocab.eog_ids,
             draft_rows=verified_rows(settings),
             scored_rows=scored_rows(settings),
+            reproducible=Reproducible(cut) if settings.deterministic else None,
             place=self.runner.place,
         )
 
@@ -137,6 +161,9 @@ class Parts:
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
         warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
+        if settings.deterministic:
+            self._check_rows(counts)
+            return
         drafts = settings.speculation != "off"
         seconds = warmup.time_prompt(context, prefill) if drafts or not settings.prefill_budget else 0.0
         if not settings.prefill_budget:
@@ -150,6 +177,59 @@ class Parts:
             spare = MEASURING_GPU if on_gpu else MEASURING_CPU
             self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
         log.debug("warm after %.1f s", perf_counter() - started)
+
+    def read_prefixes(self) -> None:
+        """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
+        path = self._plan.settings.prefix_file
+        if path is None or not path.exists():
+            return
+        started = perf_counter()
+        try:
+            taken = self.cache.take_in(self._prefix_file(path).read())
+        except PrefixFileError as error:
+            log.warning("%s is not used: %s", path, error)
+            return
+        log.info("prefix cache: %d states from %s in %.1f s", taken, path, perf_counter() - started)
+
+    def write_prefixes(self) -> None:
+        """Leave what the prefix cache holds for the next server; a failure costs the file alone."""
+        settings, started = self._plan.settings, perf_counter()
+        path = settings.prefix_file
+        if path is None:
+            return
+        try:
+            file = self._prefix_file(path)
+            count, size = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
+        except OSError as error:
+            log.error("the prefix cache was not written to %s: %s", path, error)
+            return
+        seconds = perf_counter() - started
+        log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
+
+    def _prefix_file(self, path: Path) -> PrefixFile:
+        settings = self._plan.settings
+        made_by = {
+            "model": fingerprint(settings.model),
+            "build": f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}",
+            "device": [usage.device.description for usage in self._plan.usages],
+            **{name: getattr(settings, name) for name in STATE_SETTINGS},
+            "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
+        }
+        return PrefixFile(path, made_by)
+
+    def _check_rows(self, counts: ListLike[int]) -> None:
+        """See whether a row has the same bits in any company; if not, each is computed by itself."""
+        sizes = sorted({*range(2, min(8, self._plan.settings.parallel) + 1), *counts} - {1})
+        alone = bool(sizes) and not warmup.rows_are_the_same(self.context, sizes)
+        chunk = _chunk(self._plan.settings, on_gpu=self._on_gpu)
+        self.scheduler.reproducible = Reproducible(chunk, alone)
+        log.info(
+            "deterministic: prompts are cut every %d tokens; %s",
+            chunk,
+            "rows depend on how many are computed together, so each is computed by itself"
+            if alone
+            else "rows are the same however many are computed together",
+        )
 
     def _rehearse(self, n: int, rows: int) -> None:
         """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""
@@ -173,6 +253,22 @@ class Parts:
             self._head.close()
         self.context.close()
         self.model.close()
+
+
+def fingerprint(model: Path) -> str:
+    """What tells a model file from others: its size, its header and the end of its last tensor."""
+    digest, size = hashlib.sha256(), model.stat().st_size
+    with model.open("rb") as file:
+        digest.update(file.read(EDGE))
+        file.seek(max(0, size - EDGE))
+        digest.update(file.read(EDGE))
+    return f"{size} bytes, {digest.hexdigest()}"
+
+
+def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:
+    """Tokens at whose multiples prompts are cut."""
+    wanted = settings.prefill_budget or (DETERMINISTIC_GPU if on_gpu else DETERMINISTIC_CPU)
+    return min(wanted, settings.ubatch_size, settings.batch_size)
 
 
 def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:

@@ -61,6 +61,9 @@ SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
 says how many. More let deeper drafts of a lone sequence be taken back for nothing, but every step copies the
 convolutions' part of each one, drafts or not: 0.03 ms of 3.6 on an H200, at 64 sequences 0.8 of 26."""
 
+STREAM_CHECKPOINTS = 8
+"""States that it may hold when each has cells of its own."""
+
 FEW_CHECKPOINTS = 16
 """Checkpoints down to which these make room for snapshots."""
 
@@ -156,14 +159,13 @@ class MemoryPlan:
         settings, spec = self.settings, self.spec
         types = "/".join(dict.fromkeys([settings.cache_type_k, settings.cache_type_v]))
         lines.append(
-            f"{settings.ctx_size:,} KV cells for {settings.parallel} sequences "
+            f"{settings.ctx_size:,} KV cells for {self._sharers} "
             f"({types}, {_size(spec.cell(settings))} a token; "
             f"recurrent state: {_size(spec.state)} a sequence)"
         )
         if settings.prefix_cache:
-            lines.append(
-                f"prefix cache: {settings.prefix_checkpoints} states and {settings.prefix_cells:,} cells"
-            )
+            budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
+            lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
         if rollback := len(SequenceIds.of(settings).rollback):
             head = " and the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             lines.append(f"speculation: {rollback} states to go back to{head}")
@@ -172,6 +174,13 @@ class MemoryPlan:
         if spec.mtp_weights and not uses_mtp(settings, spec):
             lines.append(f"not loaded: multi-token-prediction head, {_size(spec.mtp_weights)}")
         return "\n".join(lines)
+
+    @property
+    def _sharers(self) -> str:
+        n, ids = self.settings.parallel, len(SequenceIds.of(self.settings))
+        if not self.settings.deterministic:
+            return f"{n} sequences"
+        return f"{n} sequences and {ids - n} states, {self.settings.ctx_size // ids:,} each,"
 
     @property
     def leaves_the_host_alone(self) -> bool:
@@ -199,8 +208,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     if wanted.ctx_size == 0:
         each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
         cells = min(settings.parallel * each, MOST_CELLS)
-        settings = settings.replace(ctx_size=cells + settings.prefix_cells)
-    settings = settings.replace(ctx_size=_padded(settings.ctx_size))
+        settings = settings.replace(ctx_size=cells + (0 if settings.deterministic else settings.prefix_cells))
+    settings = settings.replace(ctx_size=_in_streams(settings))
     plan = _rehearsed_plan(settings, spec, places)
     while not plan.fits:
         smaller = _smaller(plan, wanted)
@@ -220,7 +229,7 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings
     if not wanted.ctx_size:
-        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4))
+        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4, settings))
     if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
         smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
     smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.usages[0].device.is_gpu)
@@ -284,7 +293,8 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     if not settings.prefix_cache:
         return settings.replace(prefix_checkpoints=0, prefix_cells=0)
     room = MAX_SEQUENCES - SequenceIds.of(settings).rollback.stop
-    checkpoints = min(settings.prefix_checkpoints or CHECKPOINTS, room)
+    usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
+    checkpoints = min(settings.prefix_checkpoints or usual, room)
     weights = sum(spec.layer_weights) + spec.output_weights
     cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
@@ -415,8 +425,18 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     return sizes
 
 
-def _padded(cells: int) -> int:
-    return -(-cells // CELL_PADDING) * CELL_PADDING
+def _padded(cells: int, settings: EngineSettings | None = None) -> int:
+    """Rounded up as llama.cpp does it, which with `deterministic` is for each sequence id."""
+    unit = CELL_PADDING * (len(SequenceIds.of(settings)) if settings and settings.deterministic else 1)
+    return -(-cells // unit) * unit
+
+
+def _in_streams(settings: EngineSettings) -> int:
+    """Cells of the context: what is asked for or, with `deterministic`, a running sequence's share of that
+    for every sequence id."""
+    if not settings.deterministic:
+        return _padded(settings.ctx_size)
+    return _padded(-(-settings.ctx_size // settings.parallel) * len(SequenceIds.of(settings)), settings)
 
 
 def _size(size: int) -> str:
@@ -570,6 +590,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         type_v=settings.cache_type_v,
         n_samplers=0 if settings.sampling == "host" else settings.parallel,
         n_snapshots=settings.mtp_snapshots,
+        unified=not settings.deterministic,
     )
 
 

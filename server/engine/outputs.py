@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .logprobs import Logprobs
-    from .sequence import FinishReason, Timings
+    from .sequence import CacheMiss, FinishReason, Timings
 
 
 class Generation:
@@ -40,6 +40,8 @@ class Generation:
         """What became of draft tokens."""
         self.cached_tokens = 0
         """Prompt tokens that did not have to be computed."""
+        self.missed: CacheMiss | None = None
+        """Why the others had to be; None where none had, or that is not known yet."""
         self.timings = timings
         self.logprobs = logprobs
         """What was asked for of the tokens beside them: at least that of those that have arrived."""

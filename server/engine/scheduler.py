@@ -60,6 +60,19 @@ class Output:
     """Why it has ended, if it has; a sampler's exception where that failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reproducible:
+    """What makes a sequence's logits the same, bit for bit, whatever else is computed.
+
+    Each sequence needs KV cells of its own, too, as attention adds up in the order of cells.
+    """
+
+    chunk: int
+    """Prompts are cut at multiples of it, and read one at a time."""
+    alone: bool = False
+    """Rows of several sequences are not computed together: the device computes them otherwise then."""
+
+
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
     """The first free slot."""
     return free[0]
@@ -68,9 +81,10 @@ def lowest(sequence: Sequence, free: ListLike[int]) -> int:
 class Scheduler:
     """Owns queue and slots, and is the only writer of what sequences have computed.
 
-    The cells must hold the longest sequence there can be. `place` chooses among the free slots, in ascending
-    order, for a sequence that is admitted. `draft_rows` is the most draft tokens of a step, `scored_rows` the
-    most tokens of prompts that leave their rows in one.
+    The cells must hold the longest sequence there can be; with `reproducible` they must be each sequence's
+    own. `place` chooses among the free slots, in ascending order, for a sequence that is admitted.
+    `draft_rows` is the most draft tokens of a step, `scored_rows` the most tokens of prompts that leave their
+    rows in one.
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class Scheduler:
         ends: frozenset[int] = frozenset(),
         draft_rows: int = 0,
         scored_rows: int = 1,
+        reproducible: Reproducible | None = None,
         place: Callable[[Sequence, ListLike[int]], int] = lowest,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -100,6 +115,7 @@ class Scheduler:
         self._batch_size, self._ubatch_size, self._draft_rows = batch_size, ubatch_size, draft_rows
         self._scored_rows = scored_rows
         self._place = place
+        self.reproducible = reproducible
         self._prefill_is_due = False
         self._last: Batch | None = None
         """The batch before, if everybody only decoded in it, and nobody has come or gone since."""
@@ -259,7 +275,11 @@ class Scheduler:
             if not ready or self._make_room(sum(counts)):
                 break
             self.preempt_youngest()
-        for sequence, count in zip(ready, counts, strict=True):
+        shares = [*zip(ready, counts, strict=True)]
+        if self.reproducible is not None:
+            # llama.cpp computes neighbouring ids in one pass, and those in descending order each in its own
+            shares.sort(key=lambda share: share[0].slot or 0, reverse=self.reproducible.alone)
+        for sequence, count in shares:
             batch.add(sequence, count)
 
     def _shares(self, ready: list[Sequence]) -> list[int]:
@@ -280,6 +300,10 @@ class Scheduler:
         """
         prompts = [sequence for sequence in self.running if sequence.begun and not sequence.ready]
         if not prompts:
+            return
+        if self.reproducible is not None:
+            first, chunk = prompts[0], self.reproducible.chunk
+            batch.add(first, min(first.pending, chunk - first.computed % chunk))
             return
         budget = self.prefill_budget
         if len(prompts) == sum(sequence.begun for sequence in self.running):

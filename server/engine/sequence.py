@@ -45,6 +45,20 @@ def _milliseconds(start: float, end: float) -> float:
     return max(0.0, end - start) * 1000 if start else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheMiss:
+    """Why a part of a prompt had to be computed.
+
+    "new": nothing before began with more of it. "diverged": something before began like it up to `position`
+    and went another way there. "evicted": it was read up to `position`, and the states are gone. "off": there
+    is no prefix cache.
+    """
+
+    reason: Literal["new", "diverged", "evicted", "off"]
+    position: int
+    """Tokens of the prompt that were known, though there need not be a state at their end."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """Token ids that were checked against the vocabulary and the context; `Engine.prompt` makes it.
@@ -75,8 +89,10 @@ class Sequence:
         "drafts",
         "limit",
         "logprobs",
+        "missed",
         "prompt_length",
         "reused",
+        "salt",
         "sampler",
         "slot",
         "stops",
@@ -95,8 +111,9 @@ class Sequence:
         *,
         stops: frozenset[int] = frozenset(),
         include_stop: bool = False,
+        salt: str = "",
     ) -> None:
-        """`prompt` becomes the sequence's own and grows."""
+        """`prompt` becomes the sequence's own and grows. Only those with the same `salt` share prefixes."""
         self.tokens = prompt
         self.prompt_length = len(prompt)
         self.limit = len(prompt) + max_tokens
@@ -111,6 +128,9 @@ class Sequence:
         """It has sampled a token since it began: what is pending now is no prompt any more."""
         self.reused: int | None = None
         """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
+        self.missed: CacheMiss | None = None
+        """Why the rest was not there."""
+        self.salt = salt
         self.timings = timings or Timings(submitted=perf_counter())
         self.drafts = drafts or DraftCounts()
         """What became of draft tokens."""

@@ -88,6 +88,10 @@ class SchedulerSettings(Section, title="scheduler"):
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
     logits, or on the host; auto: measured at start, without a GPU the host"""
+    deterministic: bool = False
+    """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
+    (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
+    fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
     tokenizer_cache: int = Field(2**20, ge=0)
     """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 
@@ -117,6 +121,21 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     """tokens between the states kept while a long prompt is read; 0: none on the way"""
     prefix_host_mib: int = Field(0, ge=0)
     """host memory for states that had to leave the device, in MiB; 0: they are dropped"""
+    prefix_file: Path | None = None
+    """file in which states outlive a restart: written when the server stops, read when it starts if it is of
+    the same model, build and settings"""
+    prefix_file_mib: int = Field(1024, ge=1)
+    """most that is written to it, in MiB; the most recently used states first"""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_write_and_where(self) -> Self:
+        if self.prefix_file is None:
+            return self
+        if not self.prefix_cache:
+            raise ValueError("prefix_file needs the prefix cache; leave it out, or set prefix_cache to true")
+        if self.prefix_file.is_dir() or not self.prefix_file.absolute().parent.is_dir():
+            raise ValueError(f"prefix_file is {self.prefix_file}; it must be a file in a folder that exists")
+        return self
 
 
 class SpeculationSettings(Section, title="speculation"):
@@ -164,6 +183,15 @@ class EngineSettings(
 
     Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
     """
+
+    @model_validator(mode="after")
+    def _nothing_is_drafted_where_answers_are_reproducible(self) -> Self:
+        if self.deterministic and self.speculation not in ("auto", "off"):
+            raise ValueError(
+                f"speculation is {self.speculation!r}, whose verified rows depend on what was drafted; "
+                "with deterministic set it to 'off', or leave it out"
+            )
+        return self
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""

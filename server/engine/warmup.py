@@ -13,6 +13,8 @@ from .llama import DeviceSampler
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from .llama import Context, Rows
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,9 @@ copies them all, is far behind: no reason to take it for a few per cent."""
 SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
 the same batch may be computed a little differently with a device sampler and without."""
+
+LONG = 700
+"""Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
 LEAST_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
@@ -69,6 +74,48 @@ def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
     if tokens > ubatch:
         tokens -= tokens % ubatch
     return min(max(tokens, LEAST_PREFILL), most)
+
+
+def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:
+    """Whether a sequence's logits have the same bits in a decode of one and of each of `counts` sequences.
+
+    For a long sequence beside short ones, as kernels choose by that, too.
+    """
+    sampled = context.samplers.active
+    context.set_samplers(None)
+    length = min(LONG, context.n_batch, context.n_ubatch, context.n_ctx_seq - 1)
+
+    def row(slot: int, others: range) -> npt.NDArray[np.float32]:
+        context.clear()
+        _read(context, slot, length)
+        ids = sorted({slot, *others})
+        n = len(ids)
+        context.tokens[:n] = [id_ % 256 for id_ in ids]
+        context.tokens[ids.index(slot)] = 0
+        context.positions[:n] = [length if id_ == slot else 0 for id_ in ids]
+        context.sequences[:n] = ids
+        context.outputs[:n] = 1
+        context.decode(n)
+        logits: npt.NDArray[np.float32] = context.logits(n)[ids.index(slot)].copy()
+        return logits
+
+    alone = row(0, range(0))
+    same = all(
+        np.array_equal(alone, row(slot, range(n)), equal_nan=True) for n in counts for slot in {0, n - 1}
+    )
+    context.clear()
+    if sampled:
+        context.set_samplers(DeviceSampler.BEST)
+    return same
+
+
+def _read(context: Context, slot: int, length: int) -> None:
+    context.tokens[:length] = np.arange(length) % 256
+    context.positions[:length] = np.arange(length)
+    context.sequences[:length] = slot
+    context.outputs[:length] = 0
+    context.outputs[length - 1] = 1
+    context.decode(length)
 
 
 def _check(context: Context, few: int, many: int, *, choose: bool) -> None:

@@ -100,6 +100,11 @@ class Context:
         self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
         self._n_outputs = options.n_outputs
         self.n_ctx = int(C.llama_n_ctx(self._handle))
+        self.unified = options.unified
+        self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
+        """Tokens that one sequence can have."""
+        self._uncopied: set[int] = set()
+        """Ids with cells of their own that were copied to: llama.cpp does that in the next decode."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
@@ -146,6 +151,7 @@ class Context:
         for sequence in self._snapshots.disturbed(sequences):
             self._settle(sequence)
         self._batch.n_tokens = n_tokens
+        self._uncopied.clear()
         call = ggml.decode_holding_the_lock if hold else C.llama_decode
         status = call(self._handle, self._batch)
         if self.samplers.error is not None:
@@ -225,6 +231,8 @@ class Context:
             self._settle(sequence)
         for sequence in (source, target):  # they share a state now: neither goes back in it
             self._snapshots.gone(sequence)
+        if not self.unified:
+            self._uncopied.add(target)
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
@@ -259,7 +267,11 @@ class Context:
         self.unstash(sequence)
 
     def save(self, sequence: int) -> npt.NDArray[np.uint8]:
-        """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device."""
+        """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device.
+
+        Raises LlamaError where that is not possible, as for an id that has just been copied to.
+        """
+        self._require_copied(sequence)
         return self._save(sequence, 0)
 
     def _save(self, sequence: int, flags: int) -> npt.NDArray[np.uint8]:
@@ -273,7 +285,12 @@ class Context:
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
         """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
+        self._require_copied(sequence)
         self._load(sequence, saved, 0)
+
+    def _require_copied(self, sequence: int) -> None:
+        if sequence in self._uncopied:
+            raise LlamaError(f"sequence {sequence} is copied to in the next decode")
 
     def _load(self, sequence: int, saved: npt.NDArray[np.uint8], flags: int) -> None:
         self._snapshots.gone(sequence)

@@ -6,7 +6,8 @@ before, and `PrefixCache` decides what is kept, reused and evicted.
 """
 
 from .cache import PrefixCache
+from .file import PrefixFile, PrefixFileError
 from .stats import PrefixStats
 from .tree import Node, Tree
 
-__all__ = ["Node", "PrefixCache", "PrefixStats", "Tree"]
+__all__ = ["Node", "PrefixCache", "PrefixFile", "PrefixFileError", "PrefixStats", "Tree"]

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from server.engine.errors import LlamaError
+from server.engine.sequence import CacheMiss
+from server.engine.states import SavedState
 
+from .file import Entry
 from .ghost import BLOCK, GhostCache
 from .host import HostTier
 from .stats import PrefixStats
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from server.engine.sequence import Sequence
-    from server.engine.states import SavedState, StateStore
+    from server.engine.states import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,12 @@ class _PromptPath:
 
     end: Node
     """All of it but the last token, which has to be computed for its logits."""
+    root: Node
+    """Where the prefixes begin that it may share."""
+    known: int
+    """Tokens with which others in the tree began, too, when it came."""
+    parts: bool
+    """And they went another way there."""
     marks: list[Node]
     """The nodes that are there because of this request, `end` among them."""
 
@@ -75,6 +84,7 @@ class PrefixCache:
         max_cells: int,
         shrinks: bool = True,
         interval: int = 0,
+        chunk: int = 1,
         host_bytes: int = 0,
         turn_ids: Collection[int] = (),
         cell_bytes: int = 0,
@@ -87,6 +97,8 @@ class PrefixCache:
         self._free = sorted(ids, reverse=True)
         self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
+        self._chunk = chunk
+        """Checkpoints are only where a multiple of this was read of a prompt."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
@@ -105,20 +117,23 @@ class PrefixCache:
         if not self.enabled:
             return
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
-        marks, node, start = [], self._tree.root, 0
-        for depth in [*self._wanted(tokens), len(tokens)]:
+        root = self._tree.root_of(sequence.salt)
+        known, parts = self._tree.common(tokens, root)
+        marks, node, start = [], root, 0
+        for depth in self._wanted(tokens, known):
             node = self._tree.insert(tokens[start:depth], node)
             start = depth
             node.marks += 1
             marks.append(node)
         node.is_end = node.parent is not None
-        self._paths[sequence] = _PromptPath(node, marks)
+        self._paths[sequence] = _PromptPath(node, root, known, parts, marks)
         if best := self._deepest_held(node):
             self._touch(best)
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Give an admitted sequence, whose slot is empty, the deepest prefix there is."""
         if not self.enabled:
+            sequence.missed = CacheMiss("off", 0)
             return
         assert sequence.slot is not None
         node = None if sequence.reads_all else self._source(sequence)
@@ -131,11 +146,23 @@ class PrefixCache:
             self._limit(self._max_cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.computed
-            again = max(sequence.computed, self._read(sequence, sequence.prompt_length))
+            before = self._read(sequence, sequence.prompt_length)
+            sequence.missed = self._missed(sequence, before)
+            again = max(sequence.computed, before)
             self._again += HABIT * (again / sequence.prompt_length - self._again)
             self._tokens_saved += sequence.computed
             self._hits += sequence.computed > 0
             self._misses += sequence.computed == 0
+
+    def _missed(self, sequence: Sequence, before: int) -> CacheMiss | None:
+        """Why the sequence, of which so many tokens were read `before`, did not find more."""
+        path, found = self._paths[sequence], sequence.computed
+        if found >= path.end.depth:
+            return None
+        known = max(path.known, found)
+        if before >= known + BLOCK:
+            return CacheMiss("evicted", before)
+        return CacheMiss("diverged" if path.parts else "new", known)
 
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
@@ -172,12 +199,14 @@ class PrefixCache:
         if not self.enabled:
             return
         self._read(sequence, depth)
+        if self._chunk > 1:  # what was generated would be read otherwise
+            return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
         if self.running > CROWD and depth > self._budget():
             return  # it would go again soon
         end = self._paths[sequence].end
-        start = end if depth >= end.depth else self._tree.root
+        start = end if depth >= end.depth else self._paths[sequence].root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
         best = self._deepest_held(node)
         if best is node:
@@ -236,6 +265,47 @@ class PrefixCache:
         best = None if reads_all else self._deepest_held(self._paths[sequence].end)
         return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
 
+    # --- across a restart ----------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """What is kept, the most recently used first, those on the device before those in host memory.
+
+        One at a time is in memory. One that can not be copied is left out.
+        """
+        for node in [*reversed(self._held), *reversed(self._host.nodes)]:
+            if node.depth < MIN_RESTORE or (node.holder is None and node.saved is None):
+                continue
+            try:
+                state = node.saved or self._states.save(self._holder(node))
+            except LlamaError as error:
+                self._failed_copies += 1
+                log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
+                continue
+            tokens = np.concatenate([above.tokens for above in reversed([*node.path()])])
+            yield Entry(self._tree.salt_of(node), tokens, state.trunk)
+
+    def take_in(self, entries: Iterable[Entry]) -> int:
+        """Keep what `entries` gave, as far as it fits: on the device, then in host memory; how many do."""
+        resident: list[Node] = []
+        taken = 0
+        for entry in entries:
+            length = len(entry.tokens)
+            node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
+            saved = SavedState(entry.state, (None,) * len(self._states.followers), length)
+            fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
+            if node.depth % self._chunk or node.holder is not None:
+                pass
+            elif fits and self._bring_back(node, saved):
+                resident.append(node)
+                taken += 1
+            elif not fits and self._host.used + saved.nbytes <= self._host.budget:
+                self._host.put(node, saved)
+                taken += 1
+            self._tree.prune(node)
+        for node in reversed(resident):
+            self._touch(node)
+        return taken
+
     def stats(self) -> PrefixStats:
         """Counters, and what is held now."""
         return PrefixStats(
@@ -255,13 +325,16 @@ class PrefixCache:
 
     # --- how -----------------------------------------------------------------------------------------------
 
-    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
+    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], known: int) -> list[int]:
         """Depths inside a prompt at which others are likely to go another way, or to come back to."""
         turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
         places = {int(turn) for turn in (*turns[1:2], *turns[-1:]) if turn >= MIN_TURN}
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
-        return sorted(places)
+        if self._chunk > 1:
+            places.update((known, len(tokens)))
+            places = {place // self._chunk * self._chunk for place in places}
+        return [*sorted(places - {0, len(tokens)}), len(tokens)]
 
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
@@ -270,7 +343,7 @@ class PrefixCache:
         for node in reversed([*self._paths[sequence].end.path()]):
             if node.holder is not None:
                 previous = node.depth
-            elif node.depth > since and self._is_wanted(node, previous):
+            elif node.depth > since and node.depth % self._chunk == 0 and self._is_wanted(node, previous):
                 previous = node.depth
                 yield node
 
@@ -283,9 +356,9 @@ class PrefixCache:
 
     def _read(self, sequence: Sequence, length: int) -> int:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
-        if not self._shrinks or sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
+        if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
-        return self._ghost.read(sequence.tokens[:length])
+        return self._ghost.read(sequence.tokens[:length], sequence.salt)
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.holder is not None), None)

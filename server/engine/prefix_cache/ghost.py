@@ -26,10 +26,13 @@ class GhostCache:
         self._limit = limit
         self._hashes: dict[int, None] = {}  # the least recently read first
 
-    def read(self, tokens: ListLike[int]) -> int:
-        """Remember a text. Returns with how many tokens, in whole blocks, it begins as another did."""
+    def read(self, tokens: ListLike[int], salt: str = "") -> int:
+        """Remember a text, apart from those with another `salt`.
+
+        Returns with how many tokens, in whole blocks, it begins as another did.
+        """
         text = np.asarray(tokens, np.int32).tobytes()
-        known, new, chain, size = 0, False, 0, 4 * BLOCK
+        known, new, chain, size = 0, False, hash(salt), 4 * BLOCK
         for end in range(size, len(text) + 1, size):
             chain = hash((chain, text[end - size : end]))
             new = new or chain not in self._hashes

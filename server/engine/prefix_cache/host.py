@@ -22,6 +22,11 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    @property
+    def nodes(self) -> list[Node]:
+        """Whose states are kept, the least recently used first."""
+        return list(self._nodes)
+
     def put(self, node: Node, saved: SavedState) -> list[Node]:
         """Keep a state; returns the nodes that lost theirs for it, `node` itself where it is too large."""
         if saved.nbytes > self.budget:

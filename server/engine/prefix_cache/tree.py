@@ -57,6 +57,24 @@ class Tree:
 
     def __init__(self) -> None:
         self.root = Node(np.zeros(0, np.int32), None)
+        self._salted: dict[str, Node] = {}
+        self._salts: dict[Node, str] = {}
+
+    def root_of(self, salt: str) -> Node:
+        """Where the prefixes begin that requests with this salt share, and no others; made if need be."""
+        if not salt:
+            return self.root
+        root = self._salted.get(salt)
+        if root is None:
+            root = self._salted[salt] = Node(np.zeros(0, np.int32), None)
+            self._salts[root] = salt
+        return root
+
+    def salt_of(self, node: Node) -> str:
+        """The salt below whose root a node is."""
+        while node.parent is not None:
+            node = node.parent
+        return self._salts.get(node, "")
 
     def insert(self, tokens: Tokens, start: Node | None = None) -> Node:
         """The node at the end of `tokens`, which continue the path to `start` (the root); made if need be."""
@@ -71,6 +89,18 @@ class Tree:
                 child = self._split(child, common)
             node, tokens = child, tokens[common:]
         return node
+
+    def common(self, tokens: Tokens, start: Node | None = None) -> tuple[int, bool]:
+        """With how many tokens `tokens` begin as something below `start` (the root) does; whether that goes
+        another way there, rather than one of the two ends."""
+        node, depth = start or self.root, 0
+        while len(tokens) and (child := node.children.get(int(tokens[0]))) is not None:
+            common = _common(child.tokens, tokens)
+            depth += common
+            if common < len(child.tokens):
+                return depth, common < len(tokens)
+            node, tokens = child, tokens[common:]
+        return depth, len(tokens) > 0 and depth > 0 and bool(node.children)
 
     def prune(self, node: Node) -> None:
         """Remove the node, and those above it, as far as nothing needs them; nothing if it was removed."""
@@ -88,10 +118,12 @@ class Tree:
                 return
             del parent.children[int(node.tokens[0])]
             node = parent
+        if node in self._salts and not node.children and not node.marks:
+            del self._salted[self._salts.pop(node)]
 
     def nodes(self) -> Iterator[Node]:
         """All of them but the root, parents first."""
-        stack = list(self.root.children.values())
+        stack = [node for root in (self.root, *self._salted.values()) for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

@@ -110,3 +110,13 @@ class CellAllocator:
             if not segment.running and segment.owners > 1:
                 self.idle -= segment.length
             segment.running += 1
+
+
+class StreamCells(CellAllocator):
+    """The same where every sequence id has cells of its own: who is copied shares nothing."""
+
+    def share(self, source: int, target: int) -> None:
+        """`source` was copied to `target`, which must be empty. Raises ValueError when it is not."""
+        if self.length(target):
+            raise ValueError(f"sequence {target} is not empty")
+        self.append(target, self.length(source))

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .cells import CellAllocator
+from .cells import CellAllocator, StreamCells
 from .rollback import Rollback
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StateStore:
     """
 
     def __init__(self, context: Context, slots: int, rollback: range, *, device_copies: int = 0) -> None:
-        self.cells = CellAllocator(slots, context.n_ctx)
+        self.cells = (CellAllocator if context.unified else StreamCells)(slots, context.n_ctx)
         self.followers: list[StateFollower] = []
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)

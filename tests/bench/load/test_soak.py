@@ -1,6 +1,8 @@
 """A soak sends everything there is, goes away from some of it, and tells failures and drift."""
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -49,3 +51,26 @@ def test_a_leak_is_found_and_noise_is_not() -> None:
     steady = made([100.0 + 5 * (at % 2) for at in range(24)], "output_rate")
     assert list(drifts(steady)) == []
     assert drift(made([1.0] * 12, "itl").frame, "itl") is None, "too few windows"
+
+
+def test_answers_that_depend_on_load_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.load.soak.REFERENCES", 5)
+    quick = [*QUICK, "--deterministic", "--aborts", "0", "--out", str(tmp_path)]
+    with FakeServer(Script(token_delay=0.002)) as server:
+        assert main(["soak", *quick, "--url", server.url]) == 0
+    results = load([tmp_path])
+    assert results.of(metric="compared_answers")["value"].sum() > 5
+    assert ": 0 are OTHERS" in capsys.readouterr().out
+    counter = itertools.count()
+
+    def other(_: str, event: dict[str, Any]) -> dict[str, Any]:
+        for choice in event.get("choices", ()):
+            if "text" in choice:
+                choice["text"] = f"{choice['text']}{next(counter)}"
+        return event
+
+    with FakeServer(Script(token_delay=0.002, on_event=other)) as server:
+        assert main(["soak", *quick, "--url", server.url]) == 1
+    assert "are not those that the same requests got alone" in capsys.readouterr().err

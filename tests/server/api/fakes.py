@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from server.engine import (
+    CacheMiss,
     DraftCounts,
     EngineSettings,
     EngineStats,
@@ -97,6 +98,7 @@ class Submission:
     params: SamplingParams
     limit: int
     stream: bool
+    salt: str = ""
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
@@ -123,6 +125,7 @@ class FakeGeneration:
         self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
         if self.logprobs is not None and self.logprobs.of_prompt:
             self.logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
+        self.missed: CacheMiss | None = CacheMiss("new", 0)
         self.timings = Timings(submitted=perf_counter(), started=perf_counter())
         self.drafts = DraftCounts()
         self.finish_reason: FinishReason | None = None
@@ -208,13 +211,14 @@ class FakeEngine:
         max_tokens: int | None = None,
         *,
         stream: bool = True,
+        salt: str = "",
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
         room = self.context_size - len(prompt.ids)
         limit = room if max_tokens is None else min(max_tokens, room)
-        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream)
+        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream, salt)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply

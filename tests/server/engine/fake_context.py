@@ -56,7 +56,8 @@ class FakeContext:
     """What llama.cpp would hold: the tokens of each sequence id. Fails where one would be written over."""
 
     def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_samplers: int = 0) -> None:
-        self.n_ctx = self.n_batch = n_ctx
+        self.n_ctx = self.n_batch = self.n_ctx_seq = n_ctx
+        self.unified = True
         self.n_ubatch = n_ubatch or n_ctx
         self.n_snapshots = 0
         self.held: dict[int, tuple[int, ...]] = {}

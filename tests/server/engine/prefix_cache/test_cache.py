@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.prefix_cache.cache import CROWD
-from server.engine.sequence import Sequence
+from server.engine.prefix_cache.ghost import BLOCK
+from server.engine.sequence import CacheMiss, Sequence
 from tests.server.engine.prefix_cache.world import World
 
 COMMON = list(range(1000, 1100))
@@ -476,3 +477,43 @@ def test_every_request_computes_on_from_what_it_really_holds(
     assert kept.resident == sum(node.holder is not None for node in nodes)
     assert kept.host_checkpoints == sum(node.saved is not None for node in nodes)
     assert all(node._needed or len(node.children) > 1 for node in nodes), "something was left behind"
+
+
+# --- who shares, and what is told --------------------------------------------------------------------------
+
+
+def test_prefixes_are_shared_within_a_salt_only() -> None:
+    world = World()
+    for salt in ("", "one", "another"):
+        assert world.serve(A, salt=salt).reused == 0
+    for salt in ("", "one", "another"):
+        assert world.serve(A, salt=salt).reused == len(A) - 1
+        assert world.serve(B, salt=salt).missed == CacheMiss("diverged", len(COMMON))
+
+
+def test_those_who_run_at_once_wait_for_their_own_salt_only() -> None:
+    world = World(slots=4, batch=64, budget=16)
+    sequences = [world.add(A, salt=salt) for salt in ("one", "one", "another", "another")]
+    world.finish()
+    assert [sequence.reused for sequence in sequences] == [0, len(A) - 1, 0, len(A) - 1]
+
+
+def test_salts_leave_nothing_behind() -> None:
+    world = World(ids=2)
+    for n in range(50):
+        world.serve(A, salt=str(n))
+        world.serve([7], salt=f"short {n}")
+    assert len(world.cache._tree._salted) == len(world.cache._tree._salts) <= 2
+
+
+def test_why_a_prompt_was_not_found_whole() -> None:
+    world = World(ids=3)
+    assert world.serve(A).missed == CacheMiss("new", 0)
+    assert world.serve(A).missed is None
+    assert world.serve([*A, *range(20)]).missed == CacheMiss("new", len(A) - 1)
+    assert world.serve(B).missed == CacheMiss("diverged", len(COMMON))
+    for n in range(5):
+        world.serve([n, *range(500, 600)])
+    assert world.serve(A).missed == CacheMiss("evicted", len(A) // BLOCK * BLOCK)
+    world = World(ids=0)
+    assert world.serve(A).missed == CacheMiss("off", 0)

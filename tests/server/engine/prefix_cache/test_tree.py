@@ -103,3 +103,29 @@ def test_a_node_that_went_with_another_may_be_pruned_again() -> None:
     tree.prune(parent)
     assert [*tree.nodes()] == []
     assert [*tree.root.children] == []
+
+
+def test_what_was_salted_is_apart_and_goes_without_a_trace() -> None:
+    tree, text = Tree(), tokens(*range(10))
+    plain = tree.insert(text)
+    ours, theirs = (tree.insert(text, tree.root_of(salt)) for salt in ("ours", "theirs"))
+    assert len({plain, ours, theirs}) == 3
+    assert [tree.salt_of(node) for node in (plain, ours, theirs)] == ["", "ours", "theirs"]
+    assert {*tree.nodes()} == {plain, ours, theirs}
+    for node in (ours, theirs):
+        tree.prune(node)
+    assert {*tree.nodes()} == {plain}
+    assert not tree._salted
+    assert not tree._salts
+
+
+def test_how_much_of_a_text_is_known() -> None:
+    tree = Tree()
+    long = tree.insert(tokens(1, 2, 3, 4, 5, 6))
+    assert tree.common(tokens(1, 2, 3, 9)) == (3, True)
+    assert tree.common(tokens(1, 2, 3)) == (3, False)
+    assert tree.common(tokens(1, 2, 3, 4, 5, 6, 7)) == (6, False)
+    assert tree.common(tokens(9)) == (0, False)
+    tree.insert(tokens(7, 8), long)
+    assert tree.common(tokens(1, 2, 3, 4, 5, 6, 9)) == (6, True)
+    assert tree.common(tokens(1), tree.root_of("another")) == (0, False)

@@ -51,8 +51,8 @@ class World:
         self.computed = 0
         """Tokens decoded so far, prompts and answers."""
 
-    def add(self, prompt: ListLike[int], answer: int = 1) -> Sequence:
-        sequence = Sequence(list(prompt), answer, NO_SAMPLER)
+    def add(self, prompt: ListLike[int], answer: int = 1, salt: str = "") -> Sequence:
+        sequence = Sequence(list(prompt), answer, NO_SAMPLER, salt=salt)
         self.scheduler.add(sequence)
         return sequence
 
@@ -90,8 +90,8 @@ class World:
             steps += 1
         return steps
 
-    def serve(self, prompt: ListLike[int], answer: int = 1) -> Sequence:
+    def serve(self, prompt: ListLike[int], answer: int = 1, salt: str = "") -> Sequence:
         """One request alone, to its end."""
-        sequence = self.add(prompt, answer)
+        sequence = self.add(prompt, answer, salt)
         self.finish()
         return sequence

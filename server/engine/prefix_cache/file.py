@@ -1,0 +1,123 @@
+"""Checkpoints on disk, so that they survive a restart: a zip of NumPy arrays with a JSON header.
+
+Layout: `about.json` ({"format", "made_by", "salts"}), then for entry n `n/tokens.npy` (int32, [length]) and
+`n/state.npy` (uint8, [bytes], what llama.cpp's `llama_state_seq_get_data` gives), the most recently used
+first. A zip has a checksum for each member, so that a damaged file is noticed. What drafters keep beside a
+state is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+FORMAT = 1
+
+
+class PrefixFileError(Exception):
+    """The file can not be used: the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint."""
+
+    salt: str
+    tokens: npt.NDArray[np.int32]
+    state: npt.NDArray[np.uint8]
+
+
+class PrefixFile:
+    """Reads and writes the file at `path`. `made_by` is what a state depends on: model, build, settings."""
+
+    def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
+        self.path = path
+        self._made_by = json.loads(json.dumps(made_by))
+
+    def write(self, entries: Iterable[Entry], max_bytes: int) -> tuple[int, int]:
+        """Replace the file, under a temporary name until it is complete, by entries of `max_bytes` in all.
+
+        Entries that do not fit beside those before them are left out. Returns how many are in it, and their
+        bytes. Raises OSError.
+        """
+        temporary = self.path.with_name(self.path.name + ".part")
+        salts: list[str] = []
+        size = 0
+        # only the owner reads it: states tell what was asked
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w+b") as file:
+                with zipfile.ZipFile(file, "w") as archive:
+                    for entry in entries:
+                        each = entry.tokens.nbytes + entry.state.nbytes
+                        if size + each > max_bytes:
+                            continue
+                        _put(archive, f"{len(salts)}/tokens.npy", entry.tokens)
+                        _put(archive, f"{len(salts)}/state.npy", entry.state)
+                        salts.append(entry.salt)
+                        size += each
+                    about = {"format": FORMAT, "made_by": self._made_by, "salts": salts}
+                    archive.writestr("about.json", json.dumps(about))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return len(salts), size
+
+    def read(self) -> Iterator[Entry]:
+        """The entries, one at a time. Raises PrefixFileError, also where the file was made otherwise."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                about = json.loads(archive.read("about.json"))
+                if about["format"] != FORMAT:
+                    raise PrefixFileError(f"its format is {about['format']}, this server's is {FORMAT}")
+                if different := sorted(
+                    name
+                    for name in {*self._made_by, *about["made_by"]}
+                    if self._made_by.get(name) != about["made_by"].get(name)
+                ):
+                    raise PrefixFileError(f"it was made with another {', '.join(different)}")
+                for number, salt in enumerate(about["salts"]):
+                    tokens, state = (_get(archive, f"{number}/{name}.npy") for name in ("tokens", "state"))
+                    if (
+                        tokens.dtype != np.int32
+                        or state.dtype != np.uint8
+                        or not tokens.ndim == state.ndim == 1
+                    ):
+                        raise PrefixFileError(f"entry {number} is no checkpoint")
+                    yield Entry(str(salt), tokens, state)
+        except (
+            OSError,
+            zipfile.BadZipFile,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            EOFError,
+        ) as error:
+            raise PrefixFileError(f"it is damaged, or no file of checkpoints: {error}") from error
+
+
+def _put(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
+    with archive.open(name, "w", force_zip64=True) as member:
+        np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def _get(archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    with archive.open(name) as member:
+        array: npt.NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)
+        member.read()  # to its end, where the checksum is compared
+        return array

@@ -1,0 +1,110 @@
+"""`deterministic`: in a quantized model too, an answer does not depend on what else is served."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.engine import SamplingParams
+from server.engine.scheduler import Reproducible
+from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server.engine import Engine
+
+MODES: dict[str, dict[str, Any]] = {
+    "as it is": {"threads": 2},
+    "flash attention": {"threads": 2, "flash_attn": "on"},
+    "few states": {"prefix_checkpoints": 1, "prefix_interval": 128},
+    "host": {"prefix_checkpoints": 2, "prefix_host_mib": 8, "prefix_interval": 128},
+    "rows by themselves": {},
+    "in the graph": {"sampling": "device"},
+}
+
+
+def requests(rng: random.Random) -> list[Request]:
+    """Prompts that share beginnings, repeat, and go on from others; greedy and seeded."""
+    stems = [random_prompt(rng, 300), random_prompt(rng, 140)]
+    asked = [Request([*rng.choice(stems), *random_prompt(rng, rng.randint(1, 200))], 30) for _ in range(8)]
+    asked += [Request(random_prompt(rng, length), 30) for length in (1, 2, 128, 129, 130, 257)]
+    asked += [Request(list(stem), 40) for stem in stems]
+    seeded = SamplingParams(temperature=1.0, top_k=20, seed=7, ignore_eos=True)
+    asked += [Request(random_prompt(rng, 90), 30, params=seeded) for _ in range(2)]
+    return asked
+
+
+async def answers_in_company(engine: Engine, asked: list[Request], rng: random.Random) -> list[list[int]]:
+    shuffled = rng.sample(range(len(asked)), len(asked))
+    late = [
+        Request(asked[i].prompt, asked[i].max_tokens, rng.uniform(0, 0.6), params=asked[i].params)
+        for i in shuffled
+    ]
+    noise = [
+        Request(
+            random_prompt(rng, rng.randint(1, 400)), 60, rng.uniform(0, 0.6), cancel_after=rng.randint(1, 30)
+        )
+        for _ in range(6)
+    ]
+    found = await ask_all(engine, [*late, *noise])
+    answers: list[list[int]] = [[] for _ in asked]
+    for i, answer in zip(shuffled, found, strict=False):
+        answers[i] = answer.tokens
+    return answers
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_answer_is_the_same_in_any_company(
+    mode: str, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(mode)
+    asked = requests(rng)
+    if mode == "rows by themselves":
+        monkeypatch.setattr("server.engine.warmup.rows_are_the_same", lambda *_: False)
+    if mode == "host":
+        monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 64)
+    options = {"deterministic": True, "parallel": 6, "ctx_size": 6 * 1024, **MODES[mode]}
+    with running(nano_q4_k_m, **options, prefix_cache=False) as engine:
+        alone = [(await ask(engine, request)).tokens for request in asked]
+    with running(nano_q4_k_m, **options) as engine:
+        for _ in range(2):
+            assert await answers_in_company(engine, asked, rng) == alone
+        await idle(engine)
+        stats = engine.stats()
+        assert stats.prefix.hits > 0
+        assert stats.preemptions == 0
+        assert stats.kv_cells_used == stats.prefix.resident_cells
+        if mode == "host":
+            assert stats.prefix.restores > 0
+
+
+async def test_without_it_answers_do_depend_on_company(nano_q4_k_m: Path) -> None:
+    """Else the test above could not fail."""
+    rng = random.Random(3)
+    asked = requests(rng)
+    with running(nano_q4_k_m, parallel=6, ctx_size=6 * 1024) as engine:
+        alone = [(await ask(engine, request)).tokens for request in asked]
+        differing = 0
+        for _ in range(4):
+            together = await answers_in_company(engine, asked, rng)
+            differing += sum(a != b for a, b in zip(alone[:-2], together[:-2], strict=True))
+    assert differing > 0
+
+
+async def test_the_same_prompt_again_reads_only_what_follows_the_last_cut(nano_q4_k_m: Path) -> None:
+    with running(nano_q4_k_m, deterministic=True) as engine:
+        assert engine._scheduler.reproducible == Reproducible(128)
+        prompt = random_prompt(random.Random(1), 400)
+        first = await ask(engine, Request(prompt, 20))
+        before = engine.stats()
+        again = await ask(engine, Request(prompt, 20))
+        assert engine.stats().prompt_tokens - before.prompt_tokens == 400 - 384
+        assert again == first
+
+
+def test_drafts_are_refused(nano_q4_k_m: Path) -> None:
+    with pytest.raises(ValueError, match=r"speculation is 'ngram'.*'off'"):
+        settings(nano_q4_k_m, deterministic=True, speculation="ngram")

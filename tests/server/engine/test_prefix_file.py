@@ -1,0 +1,160 @@
+"""`prefix_file`: what the cache holds outlives the engine, and changes no answer."""
+
+from __future__ import annotations
+
+import logging
+import random
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.engine import SamplingParams
+from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
+from tests.server.engine.test_deterministic import requests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+N = 24
+
+
+@pytest.mark.parametrize("speculation", ["off", "both"])
+async def test_a_restart_finds_what_the_engine_before_had(
+    speculation: str, nano_f32: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (200, 300, 400)]
+    alone = answers_alone(nano_f32, prompts, N)
+    file = tmp_path / "prefixes"
+    options: dict[str, Any] = {**EXACT, "speculation": speculation, "ctx_size": 4096, "prefix_file": file}
+    with running(nano_f32, **options) as engine:
+        for prompt in prompts:
+            await ask(engine, Request(prompt, N))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["prefixes"]
+    with running(nano_f32, **options) as engine:
+        for prompt, answer in zip(prompts, alone, strict=True):
+            assert (await ask(engine, Request(prompt, N))).tokens == answer
+        stats = engine.stats()
+        assert stats.prompt_tokens == len(prompts)
+        assert stats.prefix.hits == len(prompts)
+
+
+async def test_salts_are_kept_apart_across_a_restart(nano_f32: Path, tmp_path: Path) -> None:
+    prompt = random_prompt(random.Random(2), 200)
+    options: dict[str, Any] = {**EXACT, "prefix_file": tmp_path / "prefixes"}
+
+    async def cached(engine: Any, salt: str) -> int:
+        params = SamplingParams(ignore_eos=True)
+        generation = engine.submit(engine.prompt(prompt), params, 4, salt=salt)
+        assert [token async for tokens in generation for token in tokens]
+        return int(generation.cached_tokens)
+
+    with running(nano_f32, **options) as engine:
+        assert await cached(engine, "one") == 0
+    with running(nano_f32, **options) as engine:
+        assert [await cached(engine, salt) for salt in ("", "another", "one")] == [0, 0, 199]
+
+
+async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, 200) for _ in range(4)]
+    options: dict[str, Any] = {**EXACT, "prefix_checkpoints": 2, "prefix_host_mib": 64}
+    for restarted in (False, True):
+        with running(nano_f32, **options, prefix_file=tmp_path / "prefixes") as engine:
+            if restarted:
+                stats = engine.stats().prefix
+                assert (stats.resident, stats.host_checkpoints) == (2, stats.host_checkpoints)
+                assert stats.host_checkpoints >= 2
+            for prompt in prompts:
+                before = engine.stats().prompt_tokens
+                await ask(engine, Request(prompt, 4))
+                assert engine.stats().prompt_tokens - before == (1 if restarted else 200)
+
+
+async def test_answers_stay_deterministic(nano_q4_k_m: Path, tmp_path: Path) -> None:
+    asked = requests(random.Random(4))
+    options: dict[str, Any] = {"deterministic": True, "ctx_size": 4 * 1024}
+    with running(nano_q4_k_m, **options, prefix_cache=False) as engine:
+        alone = [await ask(engine, request) for request in asked]
+    for restarted in (False, True):
+        with running(nano_q4_k_m, **options, prefix_file=tmp_path / "prefixes") as engine:
+            before = engine.stats().prefix
+            assert (before.resident > 0) == restarted
+            assert [await ask(engine, request) for request in asked] == alone
+
+
+async def test_it_is_bounded_the_most_recently_used_first(nano_f32: Path, tmp_path: Path) -> None:
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, 500) for _ in range(4)]
+    file = tmp_path / "prefixes"
+    options: dict[str, Any] = {**EXACT, "ctx_size": 8192, "prefix_file": file, "prefix_file_mib": 2}
+    with running(nano_f32, **options) as engine:
+        for prompt in prompts:
+            await ask(engine, Request(prompt, 4))
+    assert 2**20 < file.stat().st_size < 2 * 2**20 + 4096
+    with running(nano_f32, **options) as engine:
+        await ask(engine, Request(prompts[-1], 4))
+        assert engine.stats().prompt_tokens == 1
+        await ask(engine, Request(prompts[0], 4))
+        assert engine.stats().prompt_tokens == 501
+
+
+@pytest.mark.parametrize("what", ["settings", "model", "damaged", "cut", "no zip"])
+async def test_one_that_does_not_fit_is_said_and_not_used(
+    what: str, nano_f32: Path, nano_q4_k_m: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "prefixes"
+    prompt = random_prompt(random.Random(6), 300)
+    options: dict[str, Any] = {**EXACT, "prefix_file": file}
+    with running(nano_f32, **options) as engine:
+        await ask(engine, Request(prompt, 4))
+    model, said = nano_f32, "damaged"
+    content = bytearray(file.read_bytes())
+    if what == "settings":
+        options, said = {"prefix_file": file}, "cache_type_k, cache_type_v, flash_attn"
+    elif what == "model":
+        model, said = nano_q4_k_m, "another model"
+    elif what == "damaged":
+        with zipfile.ZipFile(file) as archive:
+            state = archive.getinfo("0/state.npy")
+        content[state.header_offset + state.file_size // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[: len(content) // 2] if what == "cut" else b"states")
+    with caplog.at_level(logging.WARNING), running(model, **options) as engine:
+        await ask(engine, Request(prompt, 4))
+        assert engine.stats().prompt_tokens == 300
+    assert any("is not used" in line and said in line for line in caplog.messages)
+
+
+async def test_a_disk_that_refuses_costs_the_file_alone(
+    nano_f32: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prefixes"
+    file.write_bytes(b"what was there")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("server.engine.prefix_cache.file._put", full)
+    with running(nano_f32, **EXACT, prefix_file=file) as engine:
+        await ask(engine, Request(random_prompt(random.Random(7), 300), 4))
+    assert any("No space left" in line for line in caplog.messages)
+    assert file.read_bytes() == b"what was there"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"prefix_cache": False}, "needs the prefix cache"),
+        ({"prefix_file": "/nowhere/at/all"}, "a folder that"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    changes: dict[str, Any], wrong: str, nano_f32: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        settings(nano_f32, **{"prefix_file": tmp_path / "prefixes", **changes})
