@@ -5,17 +5,20 @@ iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator`
 decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
+from .constraint import Constraint
 from .engine import Engine
 from .errors import (
     DoesNotFit,
     EngineDead,
     EngineError,
     GenerationError,
+    InvalidGrammar,
     InvalidPrompt,
     ModelLoadError,
     PromptTooLong,
     QueueFull,
 )
+from .grammar import Grammar
 from .memory import MemoryPlan
 from .outputs import Generation
 from .sampling import SamplingParams
@@ -26,6 +29,7 @@ from .stats import EngineStats
 from .vocab import Vocab
 
 __all__ = [
+    "Constraint",
     "DoesNotFit",
     "DraftCounts",
     "Engine",
@@ -36,6 +40,8 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationError",
+    "Grammar",
+    "InvalidGrammar",
     "InvalidPrompt",
     "MemoryPlan",
     "ModelLoadError",
