@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.api.request import off_loop
 from server.api.serving import ServedRequest, stop_strings
 from server.api.sse import Frame, ending, event, merge
+from server.api.structured import compiled
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         return backend.engine.prompt(ids), stop_strings(request)
 
     prompt, stops = await off_loop(prepare, size)
+    wanted = await off_loop(request.wanted_format, size)
+    grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -48,7 +51,7 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl")
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.api.request import off_loop
 from server.api.serving import ServedRequest, stop_strings
 from server.api.sse import Frame, ending, event, merge
+from server.api.structured import compiled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -39,7 +40,9 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
         return prompts, echoes, stop_strings(request)
 
     prompts, echoes, stops = await off_loop(prepare, size)
-    served = ServedRequest(service, request, prompts, stops, "cmpl")
+    wanted = await off_loop(request.wanted_format, size)
+    grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
+    served = ServedRequest(service, request, prompts, stops, "cmpl", grammar)
     per_choice = [text for text in echoes for _ in range(request.choices)]
     return await served.respond(
         http, partial(stream, served, per_choice), partial(collect, served, per_choice)

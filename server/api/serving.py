@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
-    from server.engine import Prompt
+    from server.engine import Grammar, Prompt
 
 
 class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it, and all of them share `stops`.
+    share it, and all of them share `stops` and follow the `grammar`.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class ServedRequest:
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
         kind: str,
+        grammar: Grammar | None = None,
     ) -> None:
         backend = service.backend
         self.id = f"{kind}-{uuid.uuid4().hex}"
@@ -60,6 +61,7 @@ class ServedRequest:
                             request.token_limit,
                             stops=stops,
                             stream=not request.whole,
+                            constraint=grammar.begin() if grammar else None,
                         )
                     )
         except BaseException:

@@ -9,7 +9,7 @@ from .detokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from server.engine import Engine, FinishReason, Generation, Prompt, SamplingParams
+    from server.engine import Constraint, Engine, FinishReason, Generation, Prompt, SamplingParams
 
     from .detokenizer import StopStrings
 
@@ -80,6 +80,7 @@ def generate(
     *,
     stops: StopStrings | None = None,
     stream: bool = True,
+    constraint: Constraint | None = None,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
@@ -87,6 +88,5 @@ def generate(
     at the end: a stop string cuts it then, but does not end it early. Raises what `Engine.submit` raises
     (QueueFull, EngineDead).
     """
-    return TextGeneration(
-        engine.submit(prompt, params, max_tokens, stream=stream), Detokenizer(engine.vocab, stops)
-    )
+    generation = engine.submit(prompt, params, max_tokens, stream=stream, constraint=constraint)
+    return TextGeneration(generation, Detokenizer(engine.vocab, stops))

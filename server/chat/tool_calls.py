@@ -97,11 +97,11 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         types = {name for option in options for name in _names(option)}
     alternatives = [option for key in ("anyOf", "oneOf", "allOf") for option in _list(schema.get(key))]
     if "$ref" in schema:
-        alternatives.append(_resolve(schema["$ref"], root))
+        alternatives.append(resolve(schema["$ref"], root))
     return types.union(*(_types(alternative, root, depth + 1) for alternative in alternatives))
 
 
-def _resolve(reference: object, root: Mapping[str, Any]) -> object:
+def resolve(reference: object, root: Mapping[str, Any]) -> object:
     """Follow a reference inside the same schema, `#/$defs/name`; None when it leads nowhere."""
     found: object = root
     for key in str(reference).removeprefix("#/").split("/"):

@@ -1,7 +1,7 @@
 """Grammars: texts in llguidance's Lark dialect, compiled once, each answer followed by a matcher of its own.
 
-llguidance (Apache-2.0, https://github.com/guidance-ai/llguidance) does the work: an Earley parser over a lexer
-of regular expression derivatives, which finds the tokens that may come next in 50 to 100 us.
+llguidance (https://github.com/guidance-ai/llguidance) does the work: an Earley parser over a lexer of
+derivatives of regular expressions, which finds the tokens that may come next in 50 to 100 us.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Compiles on a thread of its own, one grammar after the other, so that no grammar holds anything else up.
+    """Compiles on a thread of its own, one grammar after the other, so that none holds anything else up.
 
     `make_tokenizer` is called there, once, before the first.
     """

@@ -191,6 +191,7 @@ class FakeEngine:
         max_tokens: int | None = None,
         *,
         stream: bool = True,
+        constraint: Any = None,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
