@@ -10,6 +10,7 @@ from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, stop_strings
 from server.api.sse import Frame, ending, event, merge
+from server.api.structured import compiled
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 from server.engine import TokenBudget
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from server.api.protocol import ChatRequest
     from server.api.service import Service
     from server.chat import Part, StopStrings
+    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt
 
 KIND = "chat.completion"
@@ -33,7 +35,9 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
     check_count(service, request)
     thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
 
-    def prepare(interrupt: Callable[[], None]) -> tuple[Prompt, StopStrings | None]:
+    def prepare(
+        interrupt: Callable[[], None],
+    ) -> tuple[Prompt, StopStrings | None, AnswerFormat | ToolFormat | None]:
         ids = backend.prompter.chat(
             request.messages,
             TokenBudget(backend.engine.context_size, interrupt),
@@ -41,10 +45,11 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
         )
-        return backend.engine.prompt(ids), stop_strings(request)
+        return backend.engine.prompt(ids), stop_strings(request), request.wanted_format()
 
-    prompt, stops = await prepared(http, prepare, size)
+    prompt, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
+    grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -53,7 +58,7 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl")
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)

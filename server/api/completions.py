@@ -12,6 +12,7 @@ from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprob
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, stop_strings
 from server.api.sse import Frame, ending, event, merge
+from server.api.structured import compiled
 from server.engine import TokenBudget
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from server.api.protocol import CompletionRequest
     from server.api.service import Service
     from server.chat import StopStrings, TextGeneration
+    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt, Vocab
 
 KIND = "text_completion"
@@ -32,7 +34,9 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
     backend = service.backend
     check_count(service, request, len(request.prompt))
 
-    def prepare(interrupt: Callable[[], None]) -> tuple[list[Prompt], list[str], StopStrings | None]:
+    def prepare(
+        interrupt: Callable[[], None],
+    ) -> tuple[list[Prompt], list[str], StopStrings | None, AnswerFormat | ToolFormat | None]:
         def ids_of(given: str | list[int]) -> list[int]:
             budget = TokenBudget(backend.engine.context_size, interrupt)
             return backend.prompter.raw(given, budget) if isinstance(given, str) else given
@@ -46,11 +50,12 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
-        return prompts, echoes, stop_strings(request)
+        return prompts, echoes, stop_strings(request), request.wanted_format()
 
-    prompts, echoes, stops = await prepared(http, prepare, size)
+    prompts, echoes, stops, wanted = await prepared(http, prepare, size)
     request.prompt = []  # they would stay for as long as the answer takes
-    served = ServedRequest(service, request, prompts, stops, "cmpl")
+    grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
+    served = ServedRequest(service, request, prompts, stops, "cmpl", grammar)
     vocab = backend.engine.vocab
     answers = [
         Answer(

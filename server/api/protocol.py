@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
+from server.api.structured import StructuredFields, calls_format, check_tool_choice
 from server.engine import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from server.chat.constraints import AnswerFormat, ToolFormat
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -22,7 +26,6 @@ LONGEST_NAME = 256
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
     "suffix": ("",),
     "functions": ([],),
@@ -32,8 +35,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     # llama-server
-    "grammar": ("",),
-    "json_schema": ({},),
     "post_sampling_probs": (False,),
     "mirostat": (0,),
     "typical_p": (1,),
@@ -44,11 +45,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "samplers": (),
     "n_keep": (0,),
     # vLLM
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "prompt_embeds": (),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
@@ -91,7 +87,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredFields):
     """How to generate. Unknown fields are ignored, null counts as absent, and types are not coerced."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -109,7 +105,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     seed: int | None = Field(None, ge=-1, le=INT64_MAX)
-    stop: Annotated[list[str], BeforeValidator(_stop_list)] = []
+    stop: Annotated[list[str], BeforeValidator(_stop_list)] = Field([])
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -167,6 +163,16 @@ class GenerationRequest(BaseModel):
     def whole(self) -> bool:
         """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
         return not self.stream and not self.stop
+
+    def wanted_format(self) -> AnswerFormat | ToolFormat | None:
+        """What the answer must look like. Raises PromptError and ApiError 400."""
+        return self._with_an_end(self.answer_format())
+
+    def _with_an_end(self, wanted: AnswerFormat | ToolFormat | None) -> AnswerFormat | ToolFormat | None:
+        if wanted is not None and self.ignore_eos:
+            message = f"ignore_eos and {wanted.param} contradict each other: what is complete must end"
+            raise bad_request(message, "ignore_eos", "invalid_value")
+        return wanted
 
     @property
     def include_usage(self) -> bool:
@@ -248,12 +254,6 @@ def _thinking(value: Any) -> bool | None:
     return value
 
 
-def _tool_choice(value: Any) -> Any:
-    if value not in (None, "none", "auto"):
-        raise ValueError('must be "none" or "auto"; a call cannot be forced on this server')
-    return value
-
-
 class ChatRequest(GenerationRequest):
     """A conversation. The insides of messages and tools are checked where they are rendered."""
 
@@ -261,7 +261,7 @@ class ChatRequest(GenerationRequest):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_tool_choice)] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, BeforeValidator(check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
     thinking: Annotated[bool | None, BeforeValidator(_thinking)] = None
@@ -296,6 +296,14 @@ class ChatRequest(GenerationRequest):
     def whole(self) -> bool:
         """As everywhere, but a single tool call ends an answer that may have only one."""
         return super().whole and self.parallel_tool_calls is not False
+
+    def wanted_format(self) -> AnswerFormat | ToolFormat | None:
+        """What the answer, or its calls, must look like. Raises PromptError and ApiError 400."""
+        answer = self.answer_format()
+        parallel = self.parallel_tool_calls is not False
+        tools = self.offered_tools
+        calls = calls_format(self.tool_choice, tools, parallel=parallel, beside=answer)
+        return self._with_an_end(calls or answer)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

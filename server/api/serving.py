@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
-    from server.engine import Prompt
+    from server.engine import Grammar, Prompt
 
 
 class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it, and all of them share `stops`.
+    share it, and all of them share `stops` and follow the `grammar`.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class ServedRequest:
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
         kind: str,
+        grammar: Grammar | None = None,
     ) -> None:
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.id = f"{kind}-{uuid.uuid4().hex}"
@@ -68,6 +69,7 @@ class ServedRequest:
                             stops=stops,
                             stream=not request.whole,
                             salt=salt,
+                            constraint=grammar.begin() if grammar else None,
                         )
                     )
         except BaseException:

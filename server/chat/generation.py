@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from server.engine import (
+        Constraint,
         Engine,
         FinishReason,
         Generation,
@@ -105,6 +106,7 @@ def generate(
     stops: StopStrings | None = None,
     stream: bool = True,
     salt: str = "",
+    constraint: Constraint | None = None,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
@@ -113,6 +115,5 @@ def generate(
     share prefixes. Raises what `Engine.submit` raises
     (QueueFull, EngineDead).
     """
-    return TextGeneration(
-        engine.submit(prompt, params, max_tokens, stream=stream, salt=salt), Detokenizer(engine.vocab, stops)
-    )
+    generation = engine.submit(prompt, params, max_tokens, stream=stream, salt=salt, constraint=constraint)
+    return TextGeneration(generation, Detokenizer(engine.vocab, stops))

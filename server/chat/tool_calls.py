@@ -106,11 +106,11 @@ def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
         types |= names
         unread += (option for key in ("anyOf", "oneOf", "allOf") for option in _list(part.get(key)))
         if "$ref" in part:
-            unread.append(_resolve(part["$ref"], root))
+            unread.append(resolve(part["$ref"], root))
     return types
 
 
-def _resolve(reference: object, root: Mapping[str, Any]) -> object:
+def resolve(reference: object, root: Mapping[str, Any]) -> object:
     """Follow a reference inside the same schema, `#/$defs/name`; None when it leads nowhere."""
     found: object = root
     for key in str(reference).removeprefix("#/").split("/"):

@@ -6,17 +6,20 @@ decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTT
 """
 
 from .budget import TokenBudget
+from .constraint import Constraint
 from .engine import Engine
 from .errors import (
     DoesNotFit,
     EngineDead,
     EngineError,
     GenerationError,
+    InvalidGrammar,
     InvalidPrompt,
     ModelLoadError,
     PromptTooLong,
     QueueFull,
 )
+from .grammar import Grammar
 from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
@@ -30,6 +33,7 @@ from .vocab import Vocab
 __all__ = [
     "MAX_LOGPROBS",
     "CacheMiss",
+    "Constraint",
     "DoesNotFit",
     "DraftCounts",
     "Engine",
@@ -40,6 +44,8 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationError",
+    "Grammar",
+    "InvalidGrammar",
     "InvalidPrompt",
     "Logprobs",
     "MemoryPlan",

@@ -74,6 +74,8 @@ class Engine:
         """Bytes of all tensors in the file."""
         self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
+        self.grammars = parts.grammars
+        """Compiles what answers are kept to."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[Generation, OutputQueue] = {}

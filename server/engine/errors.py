@@ -33,6 +33,10 @@ class PromptTooLong(EngineError):
         self.context_size = context_size
 
 
+class InvalidGrammar(EngineError):
+    """What an answer is to be kept to is no grammar, has no text that fits it, or is too large."""
+
+
 class QueueFull(EngineError):
     """As many requests wait as `max_queue` allows; try again later."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import partial
 from importlib.metadata import version
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING
 from . import warmup
 from .batch import Batch
 from .errors import DoesNotFit, LlamaError
+from .grammar import GrammarCompiler
 from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
+from .llama.tokenizer import llguidance_tokenizer
 from .memory import context_options, head_options, scored_rows, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
@@ -109,6 +112,7 @@ class Parts:
         """llama_decode returns before what it started is computed."""
         ids = SequenceIds.of(settings)
         self.vocab = Vocab(self.model, settings.tokenizer_cache)
+        self.grammars = GrammarCompiler(partial(llguidance_tokenizer, self.model), self.model.eos)
         cut = _chunk(settings, on_gpu=self._on_gpu) if settings.deterministic else 1
         copied = settings.mtp_depth if self._head is not None and self._on_gpu else 0
         self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
@@ -249,6 +253,7 @@ class Parts:
 
     def close(self) -> None:
         """Free the contexts and the model. Idempotent."""
+        self.grammars.close()
         if self._head is not None:
             self._head.close()
         self.context.close()

@@ -212,6 +212,7 @@ class FakeEngine:
         *,
         stream: bool = True,
         salt: str = "",
+        constraint: Any = None,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:

@@ -1,0 +1,214 @@
+"""Fields that say what an answer must look like, in OpenAI's, llama-server's and vLLM's words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from server.api.errors import bad_request
+from server.chat.constraints import (
+    WHITE_SPACE,
+    AnswerFormat,
+    ToolFormat,
+    choice_format,
+    compose,
+    grammar_format,
+    json_format,
+    regex_format,
+    tool_format,
+)
+from server.engine import InvalidGrammar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from server.api.service import Service
+    from server.engine import Grammar
+
+VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _response_format(value: Any) -> Any:
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError('must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", ...}')
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(
+            inner.get("schema", value.get("schema")), dict | bool
+        ):
+            raise ValueError('json_schema needs {"name": ..., "schema": {...}}')
+    return value
+
+
+def _structured_outputs(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    given = {key: one for key, one in value.items() if one is not None and one is not False}
+    known = {*VLLM_KINDS, "disable_any_whitespace", "whitespace_pattern", "backend", "_backend"}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{unknown[0]} is not supported; one of {', '.join(VLLM_KINDS)} is")
+    kinds = [key for key in VLLM_KINDS if key in given]
+    if len(kinds) != 1:
+        raise ValueError(f"needs one of {', '.join(VLLM_KINDS)}, and has {', '.join(kinds) or 'none'}")
+    return given
+
+
+class StructuredFields(BaseModel):
+    """What every generating endpoint takes. At most one may ask for something."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    response_format: Annotated[dict[str, Any] | None, BeforeValidator(_response_format)] = None
+    json_schema: dict[str, Any] | bool | None = None
+    grammar: str | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_structured_outputs)] = None
+
+    def answer_format(self) -> AnswerFormat | None:
+        """What the answer must look like; None where nobody says. Raises PromptError and ApiError 400."""
+        space = self.guided_whitespace_pattern or WHITE_SPACE
+        wanted: list[tuple[str, Callable[[str], AnswerFormat]]] = []
+        if self.response_format is not None and self.response_format["type"] != "text":
+            wanted.append(("response_format", lambda _: _of_response_format(self.response_format or {})))
+        if self.json_schema not in (None, {}):
+            wanted.append(("json_schema", lambda param: json_format(self.json_schema, param)))
+        if self.grammar:
+            wanted.append(("grammar", lambda param: grammar_format(self.grammar or "", param)))
+        if self.guided_json is not None:
+            wanted.append(
+                ("guided_json", lambda param: json_format(self.guided_json, param, white_space=space))
+            )
+        if self.guided_regex is not None:
+            wanted.append(("guided_regex", lambda param: regex_format(self.guided_regex or "", param)))
+        if self.guided_choice is not None:
+            wanted.append(("guided_choice", lambda param: choice_format(self.guided_choice or [], param)))
+        if self.guided_grammar is not None:
+            wanted.append(("guided_grammar", lambda param: grammar_format(self.guided_grammar or "", param)))
+        if self.structured_outputs is not None:
+            wanted.append(("structured_outputs", lambda _: _of_vllm(self.structured_outputs or {})))
+        if len(wanted) > 1:
+            fields = " and ".join(param for param, _ in wanted)
+            raise bad_request(
+                f"{fields} contradict each other; give one of them", wanted[1][0], "invalid_value"
+            )
+        if self.guided_whitespace_pattern is not None and [param for param, _ in wanted] != ["guided_json"]:
+            message = "guided_whitespace_pattern goes with guided_json only"
+            raise bad_request(message, "guided_whitespace_pattern", "invalid_value")
+        return wanted[0][1](wanted[0][0]) if wanted else None
+
+
+def _of_response_format(value: dict[str, Any]) -> AnswerFormat:
+    if value["type"] == "json_schema":
+        inner = value["json_schema"]
+        if "schema" in inner:
+            return json_format(inner["schema"], "response_format.json_schema.schema")
+        return json_format(value["schema"], "response_format.schema")
+    return json_format(value.get("schema") or {"type": "object"}, "response_format.schema")
+
+
+def _of_vllm(value: dict[str, Any]) -> AnswerFormat:
+    space = value.get("whitespace_pattern", WHITE_SPACE)
+    flexible = not value.get("disable_any_whitespace")
+    for kind in VLLM_KINDS:
+        if kind not in value:
+            continue
+        param, one = f"structured_outputs.{kind}", value[kind]
+        if kind in ("json", "json_object"):
+            schema = {"type": "object"} if kind == "json_object" else one
+            return json_format(schema, param, white_space=str(space), flexible=flexible)
+        if kind == "choice":
+            if not isinstance(one, list):
+                raise bad_request(f"{param} must be a list of texts", param, "invalid_value")
+            return choice_format(one, param)
+        if not isinstance(one, str):
+            raise bad_request(f"{param} must be a string", param, "invalid_value")
+        return regex_format(one, param) if kind == "regex" else grammar_format(one, param)
+    raise AssertionError("validated before")
+
+
+# --- tool_choice -------------------------------------------------------------------------------------------
+
+
+def check_tool_choice(value: Any) -> Any:
+    """`tool_choice`, checked: a word, or the object that names a function, or OpenAI's allowed_tools."""
+    if value in (None, "none", "auto", "required", "any"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("none", "auto", "required", "any"):
+        return kind
+    if kind in ("function", "tool"):
+        named = value.get("function") if isinstance(value.get("function"), dict) else value
+        if isinstance(named, dict) and isinstance(named.get("name"), str):
+            return {"type": "function", "function": {"name": named["name"]}}
+    if kind == "allowed_tools":
+        inner = value.get("allowed_tools", value)
+        names = [_name_of(tool) for tool in inner.get("tools") or []] if isinstance(inner, dict) else []
+        if names and all(names) and inner.get("mode") in ("auto", "required"):
+            return {"type": "allowed_tools", "mode": inner["mode"], "names": names}
+    raise ValueError(
+        '"none", "auto", "required" or "any", or {"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}} is what it may be'
+    )
+
+
+def _name_of(tool: Any) -> str | None:
+    if not isinstance(tool, dict):
+        return None
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def calls_format(
+    choice: Any, tools: Sequence[dict[str, Any]] | None, *, parallel: bool, beside: AnswerFormat | None
+) -> ToolFormat | None:
+    """What calls must look like; None where nothing is asked of them. Raises PromptError, ApiError 400."""
+    forced = choice in ("required", "any")
+    offered = list(tools or [])
+    names: list[str] | None = None
+    if isinstance(choice, dict):
+        forced = choice["type"] == "function" or choice["mode"] == "required"
+        names = [choice["function"]["name"]] if choice["type"] == "function" else choice["names"]
+        there = [_name_of(tool) for tool in offered]
+        if unknown := [name for name in names if name not in there]:
+            message = f"tool_choice names {unknown[0]!r}, which tools does not have"
+            raise bad_request(message, "tool_choice", "invalid_value")
+        offered = [tool for tool in offered if _name_of(tool) in names]
+    if forced and not offered:
+        raise bad_request(
+            "tool_choice asks for a call, but there are no tools", "tool_choice", "invalid_value"
+        )
+    if not offered:
+        return None
+    strict = any(isinstance(t.get("function"), dict) and t["function"].get("strict") is True for t in offered)
+    if not (forced or strict or names is not None or beside is not None):
+        return None
+    if beside is not None and not forced and not beside.is_json:
+        message = f"{beside.param} and tools that the model may call contradict each other"
+        raise bad_request(message, beside.param, "invalid_value")
+    param = "tool_choice" if forced else "tools"
+    return tool_format(offered, forced=forced, parallel=parallel, beside=beside, param=param)
+
+
+# --- from fields to grammars -------------------------------------------------------------------------------
+
+
+async def compiled(service: Service, format_: AnswerFormat | ToolFormat, *, thinking: bool) -> Grammar:
+    """The grammar of a whole answer. Raises ApiError 400 naming the field, and what about it is wrong."""
+    grammars = service.backend.engine.grammars
+    try:
+        return await asyncio.wrap_future(grammars.compile(compose(format_, thinking=thinking)))
+    except InvalidGrammar as error:
+        message = f"{format_.param} cannot be enforced: {error}"
+        raise bad_request(message, format_.param, "invalid_value") from error

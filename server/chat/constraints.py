@@ -1,0 +1,345 @@
+"""What an answer must look like, as a grammar: a JSON schema, a regular expression, a choice, tool calls.
+
+The grammars are Lark's in llguidance's dialect (docs/syntax.md of https://github.com/guidance-ai/llguidance).
+What cannot be enforced is refused, with the keyword in question; nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from .errors import PromptError
+from .tool_calls import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WHITE_SPACE = r"( |\n[ ]{0,64}|\n\t{0,16})"
+"""Between the tokens of JSON: enough for every usual style, too little for a small model to get lost in."""
+
+ANY = r"/(.|\n)*/"
+NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"
+NO_END = f"({ANY} & ~({ANY} /<\\/think>/ {ANY}))"
+NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
+NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
+"""Text that a tool's parameter of several types could not take for a value of another one."""
+
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
+    *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
+}
+"""Keywords that ask for nothing."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """The answer as a whole: rules in Lark, the first of which is `start`."""
+
+    lark: str
+    param: str
+    """The field of the request that wants it."""
+    is_json: bool = False
+    """It may stand beside tool calls."""
+
+
+# --- the whole answer --------------------------------------------------------------------------------------
+
+
+def json_format(
+    schema: object, param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
+) -> AnswerFormat:
+    """JSON of a schema, which may be the JSON text of one. Raises PromptError."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise PromptError(f"{param} is not valid JSON: {error}", param) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        raise PromptError(f"{param} must be a JSON schema, an object", param)
+    return AnswerFormat(
+        f"start: {_json(schema, white_space=white_space, flexible=flexible)}", param, is_json=True
+    )
+
+
+def regex_format(pattern: str, param: str) -> AnswerFormat:
+    """A text that the whole of `pattern` (Rust's syntax, no look-around) matches."""
+    return AnswerFormat(f"start: TEXT\nTEXT: {_regex(pattern)}", param)
+
+
+def choice_format(choices: Sequence[str], param: str) -> AnswerFormat:
+    """One of the texts. Raises PromptError."""
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise PromptError(f"{param} must be a list of texts, none of them empty", param)
+    return AnswerFormat("start: " + " | ".join(map(_literal, choices)), param)
+
+
+def grammar_format(text: str, param: str) -> AnswerFormat:
+    """A grammar in Lark (llguidance's) or GBNF (llama.cpp's). Raises PromptError."""
+    try:
+        return AnswerFormat(any_to_lark(text), param)
+    except (GbnfToLarkError, RecursionError, KeyError) as error:
+        raise PromptError(f"{param} is no GBNF or Lark grammar: {error}", param) from None
+
+
+def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
+    """The grammar of all that is generated; with `thinking`, the answer begins after `</think>`."""
+    named = [{"name": "answer", "lark_grammar": answer.lark}]
+    if isinstance(answer, ToolFormat) and answer.beside is not None:
+        named.append({"name": "beside", "lark_grammar": answer.beside.lark})
+    start = f'start: THINK </think> "\\n\\n" @answer\nTHINK: {NO_END}' if thinking else "start: @answer"
+    return json.dumps({"grammars": [{"name": "all", "lark_grammar": start}, *named]}, ensure_ascii=False)
+
+
+# --- tool calls --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Calls in Qwen3.5's format, perhaps with text or another format in their place."""
+
+    lark: str
+    param: str
+    beside: AnswerFormat | None = None
+
+
+def tool_format(
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    forced: bool,
+    parallel: bool,
+    beside: AnswerFormat | None = None,
+    param: str = "tools",
+) -> ToolFormat:
+    """Calls of these tools (OpenAI's objects) alone if `forced`, otherwise text and calls, or `beside`.
+
+    The parameters of a tool that is `strict` follow its schema; those of others as far as that can be
+    enforced, when calls are forced. Raises PromptError naming the keyword that cannot be.
+    """
+    rules: list[str] = []
+    names: list[str] = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise PromptError(f"tools[{index}].function.name must be a non-empty string", f"tools[{index}]")
+        names.append(f"tool{index}")
+        strict = function.get("strict") is True
+        where = f"tools[{index}].function.parameters"
+        rules += _Parameters(f"tool{index}", function, where, strict=strict, forced=forced).rules()
+    call = '<tool_call> "\\n<function=" call "</function>\\n" </tool_call>'
+    if forced:
+        start = f'start: one ("\\n" one)*\none: {call}' if parallel else f"start: {call}"
+    else:
+        text = f"TEXT: {NO_CALL}"
+        more = '("\\n" one)*' if parallel else ""
+        if beside is not None:
+            start = f"start: calls | @beside\ncalls: one {more}\none: {call}"
+        elif parallel:
+            start = f"start: TEXT (one TEXT)*\none: {call}\n{text}"
+        else:
+            start = f"start: TEXT one?\none: {call}\n{text}"
+    choices = f"call: {' | '.join(names)}"
+    return ToolFormat("\n".join([start, choices, *rules]), param, None if forced else beside)
+
+
+class _Parameters:
+    """The rules for the calls of one function: its name, then its parameters in the order of the schema."""
+
+    def __init__(
+        self, rule: str, function: Mapping[str, Any], where: str, *, strict: bool, forced: bool
+    ) -> None:
+        self._rule, self._name, self._where = rule, function["name"], where
+        self._checked, self._strict = strict or forced, strict
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise PromptError(f"{where} must be a JSON schema, an object", where)
+        self._root: Mapping[str, Any] = schema or {}
+
+    def rules(self) -> list[str]:
+        """Lark."""
+        head = _literal(f"{self._name}>\n")
+        if not self._checked:
+            name, value = "/[^<>\\n]+/", f"{NO_CLOSE} /\\n<\\/parameter>/"
+            parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
+            return [
+                f"{self._rule}: {head} ({parameter})*",
+                f"{self._rule}_name: {name}",
+                f"{self._rule.upper()}_V: {value}",
+            ]
+        schema = self._resolve(self._root, self._where)
+        self._refuse_others(schema, {"type", "properties", "required", "additionalProperties"}, self._where)
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
+        if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
+            raise PromptError(f"{self._where}.type must be object", f"{self._where}.type")
+        if unknown := [name for name in required if name not in properties]:
+            raise PromptError(
+                f"{self._where}.required names {unknown[0]!r}, which properties does not have",
+                f"{self._where}.required",
+            )
+        parts, rules = [], []
+        for index, (name, value) in enumerate(properties.items()):
+            if not name or set(name) & set("<>\n"):
+                raise PromptError(f"{self._where}.properties: {name!r} is no name", self._where)
+            where = f"{self._where}.properties.{name}"
+            rule = f"{self._rule}_p{index}"
+            parts.append(rule if name in required else f"{rule}?")
+            rules.append(f"{rule}: {_literal(f'<parameter={name}>' + chr(10))} {rule}_v")
+            rules += self._value(f"{rule}_v", value, where)
+        return [f"{self._rule}: {head} {' '.join(parts)}", *rules]
+
+    def _value(self, rule: str, schema: object, where: str) -> list[str]:
+        try:
+            texts, others = self._split(schema, where)
+        except PromptError:
+            if self._strict:
+                raise
+            texts, others = [ANY], []  # a text, whatever it comes to: nobody asked for more
+        alternatives, rules = [], []
+        if others:
+            defs = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+            whole = others[0] if len(others) == 1 else {"anyOf": others}
+            alternatives.append(f'{_json({**whole, **defs})} "\\n</parameter>\\n"')
+        for index, text in enumerate(texts):
+            name = f"{rule.upper()}_T{index}"
+            plain = f"({text}) & {NOT_JSON}" if others and _mixes(others) else f"({text})"
+            alternatives.append(f'{name} "\\n"')
+            rules += [f"{name}: {name}_X /\\n<\\/parameter>/", f"{name}_X: {plain} & {NO_CLOSE}"]
+        return [f"{rule}: {' | '.join(alternatives)}", *rules]
+
+    def _split(self, schema: object, where: str, depth: int = 0) -> tuple[list[str], list[dict[str, Any]]]:
+        """Regular expressions (Lark) for the strings that a schema allows, and schemas of the rest."""
+        if schema is True or schema == {}:
+            return [ANY], []
+        if not isinstance(schema, Mapping) or depth > 16:
+            raise PromptError(f"{where} must be a JSON schema, an object", where)
+        if "$ref" in schema:
+            self._refuse_others(schema, {"$ref"}, where)
+            if not _may_be_text(resolve(schema["$ref"], self._root), self._root):
+                return [], [dict(schema)]
+            return self._split(resolve(schema["$ref"], self._root), where, depth + 1)
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                self._refuse_others(schema, {key}, where)
+                texts: list[str] = []
+                others: list[dict[str, Any]] = []
+                for index, option in enumerate(schema[key]):
+                    more_texts, more = self._split(option, f"{where}.{key}[{index}]", depth + 1)
+                    texts, others = texts + more_texts, others + more
+                if key == "oneOf" and (len(texts) > 1 or (texts and others) or len(others) > 1):
+                    types: list[str | None] = ["string"] * len(texts)
+                    types += [_type_of(other) for other in others]
+                    if None in types or len(set(types)) < len(types):
+                        raise PromptError(
+                            f"{where}.oneOf: its options may overlap; use anyOf", f"{where}.oneOf"
+                        )
+                return texts, others
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            self._refuse_others(schema, {"const", "enum", "type"}, where)
+            words = [value for value in values if isinstance(value, str)]
+            rest = [value for value in values if not isinstance(value, str)]
+            return ["|".join(map(_literal, words))] if words else [], [{"enum": rest}] if rest else []
+        kind = schema.get("type")
+        names = [kind] if isinstance(kind, str) else kind
+        if not isinstance(names, list):
+            self._refuse_others(schema, {"type"}, where)
+            raise PromptError(f"{where}.type is missing", f"{where}.type")
+        if names == ["string"]:
+            self._refuse_others(schema, {"type", "pattern", "minLength", "maxLength", "format"}, where)
+        others = []
+        if rest := [name for name in names if name != "string"]:
+            others = [{**schema, "type": rest if len(rest) > 1 else rest[0]}]
+        return ([self._text(schema, where)] if "string" in names else []), others
+
+    def _text(self, schema: Mapping[str, Any], where: str) -> str:
+        if "format" in schema:
+            raise PromptError(
+                f"{where}.format cannot be enforced in a tool's parameter; use pattern", f"{where}.format"
+            )
+        parts = []
+        if (pattern := schema.get("pattern")) is not None:
+            parts.append(_search(str(pattern)))
+        least, most = schema.get("minLength"), schema.get("maxLength")
+        if least is not None or most is not None:
+            parts.append(f"/(.|\\n){{{int(least or 0)},{'' if most is None else int(most)}}}/")
+        return " & ".join(f"({part})" for part in parts) or ANY
+
+    def _resolve(self, schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        for _ in range(16):
+            if "$ref" not in schema:
+                return schema
+            found = resolve(schema["$ref"], self._root)
+            if not isinstance(found, Mapping):
+                break
+            schema = found
+        raise PromptError(f"{where}.$ref leads nowhere", f"{where}.$ref")
+
+    def _refuse_others(self, schema: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+        """Raises PromptError for keywords that ask for something else, if this must be enforced."""
+        others = [key for key in schema if key not in known and key not in ANNOTATIONS]
+        if others and self._strict:
+            raise PromptError(
+                f"{where}.{others[0]} cannot be enforced in a tool's parameters", f"{where}.{others[0]}"
+            )
+
+
+def _may_be_text(schema: object, root: Mapping[str, Any], depth: int = 0) -> bool:
+    if not isinstance(schema, Mapping) or depth > 16:
+        return True
+    if "$ref" in schema:
+        return _may_be_text(resolve(schema["$ref"], root), root, depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return any(_may_be_text(option, root, depth + 1) for option in schema[key])
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return any(isinstance(value, str) for value in values)
+    types = schema.get("type")
+    return types is None or types == "string" or (isinstance(types, list) and "string" in types)
+
+
+def _type_of(schema: Mapping[str, Any]) -> str | None:
+    kind = schema.get("type")
+    return kind if isinstance(kind, str) and kind != "number" else None
+
+
+def _mixes(others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text could be read as a value of these, and not fit."""
+    return any(other.get("type") not in ("null", "boolean") for other in others)
+
+
+# --- Lark --------------------------------------------------------------------------------------------------
+
+
+def _json(schema: Mapping[str, Any], *, white_space: str = WHITE_SPACE, flexible: bool = True) -> str:
+    """A schema as a Lark expression. The options come last: a request's own are not heard."""
+    options = {"lenient": False, "whitespace_flexible": flexible}
+    if flexible:
+        options["whitespace_pattern"] = white_space  # type: ignore[assignment]
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression as a Lark terminal."""
+    return f"/{regex_to_lark(pattern, use_ascii='')}/"
+
+
+def _search(pattern: str) -> str:
+    """What JSON Schema's `pattern` allows: the expression may match anywhere in the text."""
+    anything = r"(.|\n)*"
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    body = pattern.removeprefix("^")
+    inner = regex_to_lark(body[:-1] if ends else body, use_ascii="dw")
+    return f"/{'' if pattern.startswith('^') else anything}({inner}){'' if ends else anything}/"

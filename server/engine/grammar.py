@@ -1,0 +1,177 @@
+"""Grammars: texts in llguidance's Lark dialect, compiled once, each answer followed by a matcher of its own.
+
+llguidance (https://github.com/guidance-ai/llguidance) does the work: an Earley parser over a lexer of
+derivatives of regular expressions, which finds the tokens that may come next in 50 to 100 us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits
+
+from .errors import InvalidGrammar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llguidance import LLTokenizer
+
+    from .constraint import Bitmask
+
+log = logging.getLogger(__name__)
+
+LONGEST = 512 * 1024
+"""Characters of a grammar."""
+
+CACHED = 64
+"""Compiled grammars that are kept for when they come again."""
+
+LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states, each of
+which takes up to 2 KB: at most 100 MB for a request."""
+
+
+class Grammar:
+    """A compiled grammar, which any number of answers may follow. From any thread."""
+
+    def __init__(self, matcher: LLMatcher, end: int) -> None:
+        self._matcher, self._end = matcher, end
+
+    def begin(self) -> GrammarConstraint:
+        """The constraint of one answer."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._end)
+
+
+class GrammarConstraint:
+    """Keeps an answer to a grammar; where nothing can follow any more, it forces `end`."""
+
+    def __init__(self, matcher: LLMatcher, end: int) -> None:
+        self._matcher, self._end = matcher, end
+        self._n = 0
+        """Tokens accepted."""
+        self._masks: dict[int, Bitmask] = {}
+        """Those made ready, by the number of tokens before."""
+        self._ended = False
+
+    def forced(self) -> list[int]:
+        """What the grammar leaves no choice about, in the tokens that the tokenizer would give it."""
+        if self._ended:
+            return []
+        matcher = self._matcher
+        forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
+        if forced and not matcher.consume_tokens(forced):
+            self._fail()
+        self._n += len(forced)
+        if matcher.is_stopped():
+            if matcher.is_error():
+                self._fail()
+            self._ended = True
+            forced.append(self._end)
+        return forced
+
+    def accept(self, token: int) -> bool:
+        """Raises RuntimeError where the grammar turns out to be more than the limits allow."""
+        accepted = self._matcher.try_consume_tokens([token]) == 1
+        if accepted:
+            self._n += 1
+            self._ended = self._matcher.is_stopped() and self._matcher.stop_reason() == "EndOfSentence"
+        elif self._matcher.is_error():
+            self._fail()
+        return accepted
+
+    def mask(self) -> Bitmask:
+        """What may come next; ends of a generation where the text is complete."""
+        mask = self._masks.pop(self._n, None)
+        if mask is None:
+            mask = self._compute()
+        return mask
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        """How many fit."""
+        return self._matcher.validate_tokens(list(tokens))
+
+    def prepare(self, draft: Sequence[int]) -> None:
+        """The masks of this place and of those behind each token of the draft."""
+        self._masks = {self._n: self._compute()}
+        consumed = 0
+        for token in draft:
+            if self._matcher.try_consume_tokens([token]) != 1:
+                break
+            consumed += 1
+            if self._matcher.is_stopped():
+                break
+            self._masks[self._n + consumed] = self._compute()
+        if consumed and not self._matcher.rollback(consumed):
+            self._fail()
+
+    def _compute(self) -> Bitmask:
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._fail()
+        return mask
+
+    def _fail(self) -> None:
+        raise RuntimeError(f"the grammar can not be followed any further: {self._matcher.get_error()}")
+
+
+class GrammarCompiler:
+    """Compiles on a thread of its own, one grammar after the other, so that none holds anything else up.
+
+    `make_tokenizer` is called there, once, before the first.
+    """
+
+    def __init__(self, make_tokenizer: Callable[[], Any], end: int) -> None:
+        """Answers that are complete end with the token `end`."""
+        self._end = end
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = Lock()
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._tokenizer: Future[LLTokenizer] = self._thread.submit(make_tokenizer)
+
+    def compile(self, text: str) -> Future[Grammar]:
+        """A grammar in llguidance's Lark dialect, from the cache if it is there.
+
+        The future raises InvalidGrammar for what is no grammar, or too large a one.
+        """
+        with self._lock:
+            known = self._grammars.get(text)
+            if known is not None:
+                self._grammars.move_to_end(text)
+        return self._thread.submit(self._compile, text) if known is None else _done(known)
+
+    def _compile(self, text: str) -> Grammar:
+        with self._lock:
+            known = self._grammars.get(text)
+        if known is not None:
+            return known
+        if len(text) > LONGEST:
+            raise InvalidGrammar(f"it has {len(text)} characters as a grammar; {LONGEST} are allowed")
+        matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidGrammar(matcher.get_error())
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidGrammar(matcher.get_error())
+        if not any(mask):
+            raise InvalidGrammar("no text fits it")
+        grammar = Grammar(matcher, self._end)
+        with self._lock:
+            self._grammars[text] = grammar
+            if len(self._grammars) > CACHED:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        """Nothing of the model is used afterwards. What waits is dropped. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _done(grammar: Grammar) -> Future[Grammar]:
+    future: Future[Grammar] = Future()
+    future.set_result(grammar)
+    return future

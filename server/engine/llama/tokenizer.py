@@ -1,0 +1,35 @@
+"""The vocabulary as llguidance wants it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+if TYPE_CHECKING:
+    from .model import Model
+
+SPECIAL = b"\xff"
+"""Marks a token that no text of a grammar stands for: it is named by its own (`<tool_call>`)."""
+
+
+def llguidance_tokenizer(model: Model) -> Any:
+    """An `llguidance.LLTokenizer`, which calls into the model's vocabulary: it must not outlive the model.
+
+    As `llguidance.llamacpp.lltokenizer_from_vocab` makes it, but without the tokens that only pad the
+    vocabulary, and without 248,320 warnings about a deprecated function. Takes about a second.
+    """
+    from llguidance import LLTokenizer
+
+    tokens = [
+        (SPECIAL if model.is_added(token) else b"") + model.piece(token, special=True)
+        for token in range(model.n_real)
+    ]
+    tokens += [b""] * (model.n_vocab - model.n_real)
+    return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]
+        tokens=tokens,
+        vocab_ptr=model._vocab,
+        tokenize_fptr=ctypes.cast(C.llama_tokenize, ctypes.c_void_p).value,
+        eos_token=sorted(model.eog_ids),
+    )

@@ -1,0 +1,312 @@
+"""Answers that must look a certain way, over HTTP, from a model that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.server.serving import ServerProcess
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASK = [{"role": "user", "content": "What is 2+2?"}]
+
+
+@pytest.fixture(scope="module")
+def http(nano_f32: Path) -> Iterator[httpx.Client]:
+    with served(nano_f32, "host") as client:
+        yield client
+
+
+@contextmanager
+def served(model: Path, sampling: str) -> Iterator[httpx.Client]:
+    server = ServerProcess("--model", model, "--parallel", "8", "--sampling", sampling)
+    try:
+        with server.client() as client:
+            yield client
+    finally:
+        server.kill()
+
+
+def post(http: httpx.Client, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
+    return http.post(path, json={"max_tokens": 200, **fields})
+
+
+def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = post(http, **{"messages": ASK, **fields})
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def check(schema: Any, text: str) -> Any:
+    value = json.loads(text)
+    Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+    return value
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "response_format": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+    },
+    "strict": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "p", "strict": True, "schema": PERSON},
+        }
+    },
+    "llama-server's response_format": {"response_format": {"type": "json_object", "schema": PERSON}},
+    "json_schema": {"json_schema": PERSON},
+    "guided_json": {"guided_json": PERSON},
+    "guided_json as text": {"guided_json": json.dumps(PERSON)},
+    "structured_outputs": {"structured_outputs": {"json": PERSON}},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_json_follows_its_schema(http: httpx.Client, spelling: str, thinking: bool) -> None:
+    for temperature in (0, 1):
+        kwargs = {"enable_thinking": thinking}
+        fields = {"temperature": temperature, "seed": 3, "max_tokens": 1500, "chat_template_kwargs": kwargs}
+        choice = chat(http, **fields, **SPELLINGS[spelling])
+        if choice["finish_reason"] == "stop":  # a model this small may not come to an end of its thoughts
+            check(PERSON, choice["message"]["content"])
+        else:
+            assert thinking
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+def test_completions_too(http: httpx.Client, path: str) -> None:
+    answer = post(http, path, prompt="A person: ", temperature=1, guided_json=PERSON, n=3)
+    for choice in answer.json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        check(PERSON, choice["text"])
+    answer = post(http, "/invocations", messages=ASK, guided_json=PERSON)
+    check(PERSON, answer.json()["choices"][0]["message"]["content"])
+
+
+def test_other_formats(http: httpx.Client) -> None:
+    text = chat(http, response_format={"type": "json_object"}, temperature=1, max_tokens=1500)
+    if text["finish_reason"] == "stop":
+        assert isinstance(json.loads(text["message"]["content"]), dict)
+    for fields in (
+        {"guided_regex": r"[a-c]{3}-\d{2}/x"},
+        {"structured_outputs": {"regex": r"[a-c]{3}-\d{2}/x"}},
+        {"grammar": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
+        {"guided_grammar": 'start: /[a-c]{3}/ "-" /[0-9]{2}/ "/x"\n'},
+    ):
+        found = chat(http, temperature=1, **fields)
+        assert re.fullmatch(r"[a-c]{3}-\d{2}/x", found["message"]["content"]), found
+        assert found["finish_reason"] == "stop"
+    choices = ["yes", "no, never", 'a "quoted" \\ word']
+    for fields in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+        assert chat(http, temperature=1, **fields)["message"]["content"] in choices
+    only = chat(http, guided_choice=["the only one"])
+    assert only["message"]["content"] == "the only one"
+
+
+def test_a_stream_gives_the_same(http: httpx.Client) -> None:
+    body = {"messages": ASK, "stream": True, "guided_json": PERSON, "seed": 4, "temperature": 1}
+    text = ""
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+    whole = chat(http, guided_json=PERSON, seed=4, temperature=1)
+    assert check(PERSON, text) == check(PERSON, whole["message"]["content"])
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "days": {"type": "integer", "minimum": 1, "maximum": 7},
+                "unit": {"enum": ["C", "F"]},
+                "where": {
+                    "type": "object",
+                    "properties": {"lat": {"type": "number", "maximum": 90, "minimum": -90}},
+                    "required": ["lat"],
+                    "additionalProperties": False,
+                },
+                "note": {"anyOf": [{"type": "string", "pattern": "^[a-z]{1,5}$"}, {"type": "null"}]},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+            },
+            "required": ["city", "days", "where", "note"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}}
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+def check_calls(message: dict[str, Any], names: set[str]) -> None:
+    assert message["tool_calls"]
+    for call in message["tool_calls"]:
+        assert call["function"]["name"] in names
+        schema = WEATHER if call["function"]["name"] == "get_weather" else STOP
+        check(schema["function"]["parameters"], call["function"]["arguments"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "stop"}),
+        ("any", {"get_weather", "stop"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+        ({"type": "function", "name": "get_weather"}, {"get_weather"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+                },
+            },
+            {"get_weather"},
+        ),
+    ],
+)
+def test_calls_are_forced(http: httpx.Client, choice: Any, names: set[str]) -> None:
+    for seed in range(6):
+        fields = {"temperature": 1, "seed": seed, "parallel_tool_calls": False, "max_tokens": 600}
+        found = chat(http, tools=[WEATHER, STOP], tool_choice=choice, **fields)
+        assert found["finish_reason"] == "tool_calls", found
+        check_calls(found["message"], names)
+        assert len(found["message"]["tool_calls"]) == 1
+
+
+def test_several_calls(http: httpx.Client) -> None:
+    seen = set()
+    for seed in range(12):
+        fields = {"temperature": 1, "seed": seed, "max_tokens": 900}
+        found = chat(http, tools=[WEATHER, STOP], tool_choice="required", **fields)
+        if found["finish_reason"] == "tool_calls":
+            check_calls(found["message"], {"get_weather", "stop"})
+            seen.add(len(found["message"]["tool_calls"]))
+    assert seen
+
+
+def test_strict_tools_leave_the_choice_and_bind_the_arguments(http: httpx.Client) -> None:
+    for seed in range(4):
+        found = chat(http, tools=[STRICT], temperature=1, seed=seed, max_tokens=300)
+        if found["message"].get("tool_calls"):
+            check_calls(found["message"], {"get_weather"})
+        assert "<tool_call>" not in (found["message"]["content"] or "")
+
+
+def test_a_schema_or_a_call(http: httpx.Client) -> None:
+    for seed in range(6):
+        fields = {"temperature": 1, "seed": seed, "max_tokens": 600}
+        found = chat(http, tools=[STRICT, STOP], guided_json=PERSON, **fields)
+        if found["message"].get("tool_calls"):
+            assert found["message"]["content"] is None
+        else:
+            check(PERSON, found["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"guided_json": {"not": {"type": "string"}}}, "guided_json", "not"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": {"type": "string", "format": "weird"}}, "guided_json", "weird"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_json": False}, "guided_json", "not"),
+        ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "guided_json", "not"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed"),
+        ({"guided_choice": []}, "guided_choice", "empty"),
+        ({"guided_choice": [""]}, "guided_choice", "empty"),
+        ({"grammar": "root ::= ("}, "grammar", ""),
+        ({"grammar": "start: missing\n"}, "grammar", "missing"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "contradict"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "guided_json"),
+        ({"guided_json": {}, "ignore_eos": True}, "ignore_eos", "guided_json"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "required"),
+        (
+            {"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "go"}}},
+            "tool_choice",
+            "go",
+        ),
+        ({"tools": [STRICT], "guided_regex": "a"}, "guided_regex", "contradict"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    http: httpx.Client, fields: dict[str, Any], param: str, word: str
+) -> None:
+    answer = post(http, messages=ASK, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ({"type": "string", "format": "email"}, "format"),
+        ({"type": "string", "contentEncoding": "base64", "not": {}}, "not"),
+        ({"allOf": [{"type": "string"}]}, "allOf"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ],
+)
+def test_a_strict_tool_that_cannot_be_enforced_is_refused(
+    http: httpx.Client, value: dict[str, Any], word: str
+) -> None:
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"x": value}}}
+    answer = post(http, messages=ASK, tools=[{"type": "function", "function": tool}])
+    assert answer.status_code == 400, answer.text
+    assert word in answer.json()["error"]["message"]
+    tool["strict"] = False
+    fields = {"tool_choice": "required", "temperature": 1, "max_tokens": 100}
+    answer = post(http, messages=ASK, tools=[{"type": "function", "function": tool}], **fields)
+    assert answer.status_code == (400 if word == "uniqueItems" else 200), answer.text
+
+
+@pytest.mark.parametrize("sampling", ["host", "device"])
+def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str) -> None:
+    """Side by side with free answers; whoever is cut off by its limit does not count."""
+
+    def one(seed: int) -> bool:
+        fields: dict[str, Any] = {"temperature": 1, "seed": seed, "top_k": seed % 3 * 20}
+        if seed % 8 == 0:
+            chat(http, max_tokens=30, **fields)
+            return False
+        found = chat(http, guided_json=PERSON, **fields)
+        if found["finish_reason"] == "length":
+            return False
+        check(PERSON, found["message"]["content"])
+        return True
+
+    with served(nano_f32, sampling) as http, ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(one, range(64))) > 48
