@@ -56,6 +56,10 @@ COMMANDS = {
         "bench.checks.conformance:conformance",
         "The server's contract as checks, pass or fail a line each.",
     ),
+    "clients": (
+        "bench.clients.run:clients",
+        "The clients people use, each with its snippet of docs/clients.md.",
+    ),
     "sweep": (
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
