@@ -109,6 +109,8 @@ class FakeServer:
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=8 * 2**20, middlewares=[self._errors])
+        app.on_response_prepare.append(self._identify)
+        app.router.add_get("/", self._page)
         app.router.add_get("/ping", self._ready)
         app.router.add_get("/health", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -127,6 +129,13 @@ class FakeServer:
         self._started.set()
         await self._stop.wait()
         await runner.cleanup()
+
+    async def _page(self, request: web.Request) -> web.Response:
+        policy = {"Content-Security-Policy": "default-src 'self'"}
+        return web.Response(text="<p>Hello</p>", content_type="text/html", headers=policy)
+
+    async def _identify(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid4().hex
 
     @web.middleware
     async def _errors(

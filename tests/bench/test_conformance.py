@@ -42,7 +42,7 @@ async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) 
 
 
 def test_names_are_unique_and_every_rule_is_in_words() -> None:
-    assert len(BY_NAME) == len(CHECKS) == 120
+    assert len(BY_NAME) == len(CHECKS) == 122
     assert all(check.what for check in CHECKS)
 
 
@@ -284,7 +284,7 @@ def test_the_command(good_server: FakeServer, tmp_path: Path, capsys: pytest.Cap
     options = ["--url", good_server.url, "--name", "fake", "--out", str(tmp_path)]
     assert main(["conformance", *options, "--only", "health.*", "--skip", "health.metrics"]) == 0
     shown = capsys.readouterr().out
-    assert "1/5 pass  health.ping" in shown
+    assert "1/7 pass  health.ping" in shown
     assert "health.metrics" not in shown
     assert "Conformance of fake (fake)" in shown
     results = load([tmp_path])
