@@ -58,6 +58,8 @@ class Script:
     on_answer: Callable[[str, Body], Body] = lambda _, answer: answer
     on_event: Callable[[str, Body], Body | None] = lambda _, event: event
     fail: Callable[[str], int | None] = lambda _: None
+    request_ids: bool = True
+    page: str = "<p>Hello</p>"
     first_token_delay: float = 0.0
     token_delay: float = 0.0
     tokenizer: str | None = "llama-server"
@@ -132,10 +134,11 @@ class FakeServer:
 
     async def _page(self, request: web.Request) -> web.Response:
         policy = {"Content-Security-Policy": "default-src 'self'"}
-        return web.Response(text="<p>Hello</p>", content_type="text/html", headers=policy)
+        return web.Response(text=self.script.page, content_type="text/html", headers=policy)
 
     async def _identify(self, request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid4().hex
+        if self.script.request_ids:
+            response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid4().hex
 
     @web.middleware
     async def _errors(

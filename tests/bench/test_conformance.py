@@ -256,6 +256,8 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
         Script(on_request=mended("messages", [], [{"role": "user", "content": ""}])),
         ["errors.messages_empty", "streaming.bad_request"],
     ),
+    ("no request ids", Script(request_ids=False), ["health.request_id"]),
+    ("a page with files from elsewhere", Script(page='<script src="//cdn.example/x.js">'), ["health.page"]),
     (
         "5xx",
         Script(fail=lambda path: 500 if path.startswith("/v1/c") else None),
@@ -291,7 +293,7 @@ def test_the_command(good_server: FakeServer, tmp_path: Path, capsys: pytest.Cap
     passed = results.of(metric="passed")
     assert set(passed["value"]) == {1.0}
     assert passed["cell"].tolist()[:2] == ["health.ping", "health.health"]
-    assert len(results.of(metric="seconds")) == 5
+    assert len(results.of(metric="seconds")) == 7
 
 
 def test_a_failure_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
