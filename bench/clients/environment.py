@@ -21,6 +21,7 @@ def install(program: ClientProgram, folder: Path) -> None:
     wanted = json.dumps([program.pip, program.npm])
     if done.is_file() and done.read_text() == wanted:
         return
+    print(f"installing {' '.join(program.pip + program.npm)} in {folder}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     if program.pip:
         run([sys.executable, "-m", "venv", str(folder)], folder)

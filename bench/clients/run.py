@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -90,7 +89,6 @@ def clients(
 
 def prepare(client: str, folder: Path) -> tuple[str, str]:
     """Installs a client: its version, or else why it cannot be run here."""
-    print(f"{client}: installing in {folder}", file=sys.stderr, flush=True)
     try:
         install(CLIENTS[client], folder)
         return version_of(CLIENTS[client], folder), ""
