@@ -121,5 +121,6 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 	$(PIP) install -e '.[convert,bench,dev,reference]'
 	@touch $@
 
+# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured.
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out models --no-kld
+	$(PY) -m convert --src models/nano --quant Q4_K_M --out models --no-kld --calibration convert/calibration/prompts.toml

@@ -4,15 +4,20 @@ A command is a function with typed parameters (cyclopts), imported when it is as
 status, or None for 0; BenchError is what its user can mend.
 """
 
+from __future__ import annotations
+
 import signal
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-
-from cyclopts import App
+from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    from cyclopts import App
 
 COMMANDS = {
     "latency": (
@@ -51,6 +56,10 @@ COMMANDS = {
         "bench.checks.conformance:conformance",
         "The server's contract as checks, pass or fail a line each.",
     ),
+    "clients": (
+        "bench.clients.run:clients",
+        "The clients people use, each with its snippet of docs/clients.md.",
+    ),
     "sweep": (
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
@@ -61,6 +70,8 @@ COMMANDS = {
 
 def make_app(asked: str | None) -> App:
     """The command ``asked`` for brings its own help; the others' would import everything there is."""
+    from cyclopts import App
+
     app = App(
         name="qwen-bench",
         help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
@@ -88,6 +99,17 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+INSTALL = "pip install -e '.[bench]'"
+
+
+def help_without_extras(asked: str | None, missing: str | None) -> str:
+    """What there is, where the packages that bring each command's own help are not installed."""
+    shown = {asked: COMMANDS[asked]} if asked in COMMANDS else COMMANDS
+    lines = [f"  {name:15} {what}" for name, (_, what) in shown.items()]
+    need = f"Commands and their options need the extra `bench` ({missing} is missing): {INSTALL}"
+    return "\n".join(["Usage: qwen-bench COMMAND", "", *lines, "", need])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with
     143 after SIGTERM, with 2 for wrong options."""
@@ -98,6 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "bench").partition(".")[0] in ("bench", "server", "convert"):
+            raise
+        asked = words[0] if words else None
+        helps = not words or bool({"-h", "--help"} & {*words})
+        print(help_without_extras(asked, error.name), file=sys.stdout if helps else sys.stderr)
+        return 0 if helps else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -14,6 +14,7 @@ model all the same, which writes the texts too.
 from __future__ import annotations
 
 import glob
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Pipeline:
         """
         self._source, self._checkpoint, self._options = source, checkpoint, options
         self._settled: set[Path] = set()  # outputs made, or found finished, in this run
+        self._models: list[Path] = []  # those asked for, as far as they are there
         if options.calibration is not None and not options.calibration.is_file():
             raise ConvertError(f"--calibration {options.calibration}: no such file")
         self._kept = {r.layers: kept_layers(checkpoint.config, r.layers) for r in options.recipes.values()}
@@ -127,6 +129,9 @@ class Pipeline:
                 self._make_report(base, float_type, None)
             for name, recipe in options.recipes.items():
                 self._make_quant(name, recipe)
+        print("to serve:" if len(self._models) == 1 else "to serve one of them:")
+        for path in self._models:
+            print(f"  python -m server --model {shlex.quote(str(path))}")
 
     # what each output is called and made from
 
@@ -260,6 +265,7 @@ class Pipeline:
             ),
         )
         print_report(output.path)
+        self._models.append(quantized.path)
 
     def _provenance(self, quantized: _Output, recipe: Recipe | None) -> dict[str, Any]:
         uses_imatrix = recipe is not None and self._uses_imatrix(recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 from tqdm import tqdm
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LINE_INTERVAL_S = 10.0
+RECENT_LINES = 3
+"""Lines over which a rate is taken: work that begins slowly would look long for as long as it lasts."""
+
+BEFORE_ESTIMATE = 0.05
+"""The part that is done before a remaining time is shown."""
+
 BYTES = "B"
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+BAR_WITH_ESTIMATE = (
+    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+)
 
 
 class Progress:
@@ -30,7 +41,8 @@ class Progress:
         self._bar: tqdm[NoReturn] | None = None
 
     def __enter__(self) -> Self:
-        self._start = self._last_line = time.monotonic()
+        self._start = time.monotonic()
+        self._recent = deque([(self._start, 0)], maxlen=RECENT_LINES)
         try:
             self._begin()
         except BaseException as error:  # an interrupt as it says that it starts: it says that it stops, too
@@ -47,6 +59,7 @@ class Progress:
                 unit_scale=True,
                 file=self._stream,
                 dynamic_ncols=True,
+                bar_format=BAR,
             )
         else:
             self._line(f"{self._what}: {quantity(self._total, self._unit)}")
@@ -67,19 +80,23 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """Adds `count` units of finished work."""
         self._done += count
+        estimated = self._done >= BEFORE_ESTIMATE * self._total
         if self._bar is not None:
+            if estimated:
+                self._bar.bar_format = BAR_WITH_ESTIMATE
             self._bar.update(count)
             return
         now = time.monotonic()
-        if now - self._last_line < LINE_INTERVAL_S:
+        if now - self._recent[-1][0] < LINE_INTERVAL_S:
             return
-        self._last_line = now
-        rate = self._done / (now - self._start)
-        remaining = (self._total - self._done) / rate if rate > 0 else float("inf")
-        self._line(
-            f"{self._what}: {of(self._done, self._total, self._unit)}, "
-            f"{quantity(rate, self._unit)}/s, {duration(remaining)} left{self._suffix()}"
-        )
+        then, before = self._recent[0]
+        self._recent.append((now, self._done))
+        line = f"{self._what}: {of(self._done, self._total, self._unit)}"
+        rate = (self._done - before) / (now - then)
+        if estimated and rate > 0:
+            remaining = (self._total - self._done) / rate
+            line += f", {quantity(rate, self._unit)}/s, {duration(remaining)} left"
+        self._line(line + self._suffix())
 
     def note(self, text: str) -> None:
         """Shows `text` beside the count, such as the tensor at work."""

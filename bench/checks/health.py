@@ -2,7 +2,7 @@
 
 import re
 
-from bench.checks.base import INVOCATIONS, Target, check, expect, expect_equal
+from bench.checks.base import INVOCATIONS, SkippedError, Target, check, expect, expect_equal
 from bench.load.client import clip
 
 SAMPLE = re.compile(
@@ -58,3 +58,25 @@ async def unknown_path(target: Target) -> None:
 async def wrong_method(target: Target) -> None:
     reply = await target.client.request("GET", INVOCATIONS)
     expect(reply.status in (404, 405), f"status: want 405, got {reply.status}")
+
+
+@check("a request's X-Request-Id comes back; without one, there is a new one each time")
+async def request_id(target: Target) -> None:
+    given = await target.client.request("GET", "/v1/models", headers={"X-Request-Id": "check-17"})
+    expect_equal(given.headers.get("X-Request-Id"), "check-17", "X-Request-Id")
+    made = [(await target.client.request("GET", "/v1/models")).headers.get("X-Request-Id") for _ in range(2)]
+    expect(all(made) and made[0] != made[1], f"X-Request-Id: want two different ones, got {made}")
+
+
+@check("GET / is a page that loads nothing from other hosts")
+async def page(target: Target) -> None:
+    reply = await target.client.request("GET", "/")
+    if reply.status == 404:
+        raise SkippedError("this server has no page")
+    expect_equal(reply.status, 200, "status")
+    kind = reply.headers.get("Content-Type", "")
+    expect(kind.startswith("text/html"), f"Content-Type: want text/html, got {kind!r}")
+    policy = reply.headers.get("Content-Security-Policy", "")
+    expect("default-src" in policy, f"Content-Security-Policy: want one with default-src, got {policy!r}")
+    elsewhere = re.findall(r'(?:src|href)="((?:https?:)?//[^"]+)"', reply.text)
+    expect(not elsewhere, f"files from elsewhere: {elsewhere}")

@@ -58,6 +58,8 @@ class Script:
     on_answer: Callable[[str, Body], Body] = lambda _, answer: answer
     on_event: Callable[[str, Body], Body | None] = lambda _, event: event
     fail: Callable[[str], int | None] = lambda _: None
+    request_ids: bool = True
+    page: str = "<p>Hello</p>"
     first_token_delay: float = 0.0
     token_delay: float = 0.0
     tokenizer: str | None = "llama-server"
@@ -109,6 +111,8 @@ class FakeServer:
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=8 * 2**20, middlewares=[self._errors])
+        app.on_response_prepare.append(self._identify)
+        app.router.add_get("/", self._page)
         app.router.add_get("/ping", self._ready)
         app.router.add_get("/health", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -127,6 +131,14 @@ class FakeServer:
         self._started.set()
         await self._stop.wait()
         await runner.cleanup()
+
+    async def _page(self, request: web.Request) -> web.Response:
+        policy = {"Content-Security-Policy": "default-src 'self'"}
+        return web.Response(text=self.script.page, content_type="text/html", headers=policy)
+
+    async def _identify(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self.script.request_ids:
+            response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid4().hex
 
     @web.middleware
     async def _errors(

@@ -42,7 +42,7 @@ async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) 
 
 
 def test_names_are_unique_and_every_rule_is_in_words() -> None:
-    assert len(BY_NAME) == len(CHECKS) == 120
+    assert len(BY_NAME) == len(CHECKS) == 122
     assert all(check.what for check in CHECKS)
 
 
@@ -256,6 +256,8 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
         Script(on_request=mended("messages", [], [{"role": "user", "content": ""}])),
         ["errors.messages_empty", "streaming.bad_request"],
     ),
+    ("no request ids", Script(request_ids=False), ["health.request_id"]),
+    ("a page with files from elsewhere", Script(page='<script src="//cdn.example/x.js">'), ["health.page"]),
     (
         "5xx",
         Script(fail=lambda path: 500 if path.startswith("/v1/c") else None),
@@ -284,14 +286,14 @@ def test_the_command(good_server: FakeServer, tmp_path: Path, capsys: pytest.Cap
     options = ["--url", good_server.url, "--name", "fake", "--out", str(tmp_path)]
     assert main(["conformance", *options, "--only", "health.*", "--skip", "health.metrics"]) == 0
     shown = capsys.readouterr().out
-    assert "1/5 pass  health.ping" in shown
+    assert "1/7 pass  health.ping" in shown
     assert "health.metrics" not in shown
     assert "Conformance of fake (fake)" in shown
     results = load([tmp_path])
     passed = results.of(metric="passed")
     assert set(passed["value"]) == {1.0}
     assert passed["cell"].tolist()[:2] == ["health.ping", "health.health"]
-    assert len(results.of(metric="seconds")) == 5
+    assert len(results.of(metric="seconds")) == 7
 
 
 def test_a_failure_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,3 +39,16 @@ def test_help_names_all_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as exit:
         main(["nothing"])
     assert exit.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_without_the_extras_it_says_what_to_install(arguments: list[str]) -> None:
+    """An interpreter without site-packages stands for an environment without extras."""
+    for file in ("latency", "__main__"):
+        command = [sys.executable, "-S", str(ROOT / "bench" / f"{file}.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        shown = done.stdout + done.stderr
+        assert "Traceback" not in shown
+        assert "pip install -e '.[bench]'" in shown
+        assert "One request at a time" in shown
+        assert done.returncode == (0 if arguments or file == "__main__" else 1)

@@ -73,7 +73,9 @@ def test_a_second_run_makes_nothing(checkpoint: Path, out: Path, capsys: pytest.
     before = times(out)
     run(checkpoint, out, "--quant", "Q8_0", *QUICK)
     assert times(out) == before
-    assert "Random-1B-Q8_0.gguf: already there" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "Random-1B-Q8_0.gguf: already there" in told.err
+    assert f"python -m server --model {out}/Random-1B-Q8_0.gguf\n" in told.out
 
 
 def test_quants_share_the_base_and_the_importance_matrix(checkpoint: Path, out: Path, tmp_path: Path) -> None:

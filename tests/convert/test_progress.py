@@ -22,6 +22,23 @@ def test_plain_lines_with_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_no_remaining_time_before_there_is_a_rate_and_then_the_recent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr("convert.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with Progress("Writing", 1000, "tokens", stream) as bar:
+        for count in (1, 99, 100, 100):
+            bar.advance(count)
+    assert stream.getvalue().splitlines()[1:-1] == [
+        "Writing: 1 of 1,000 tokens",
+        "Writing: 100 of 1,000 tokens, 5 tokens/s, 3 min 0 s left",
+        "Writing: 200 of 1,000 tokens, 6.67 tokens/s, 2 min 0 s left",
+        "Writing: 300 of 1,000 tokens, 9.97 tokens/s, 1 min 10 s left",
+    ]
+
+
 def test_an_interrupt_at_the_first_line_is_told_too() -> None:
     class Interrupting(io.StringIO):
         def flush(self) -> None:

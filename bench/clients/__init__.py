@@ -1,0 +1,1 @@
+"""Whether the clients people use work with a server: `qwen-bench clients`."""

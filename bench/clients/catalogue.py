@@ -1,0 +1,105 @@
+"""The clients, what each needs, and what must be true after each of its snippets in docs/clients.md has run.
+
+A client is an environment of its own (pip requirements, or npm packages) and checks by snippet: Python that
+runs behind a Python snippet, with its variables, or after one in another language with what that printed as
+``printed``. To add one: a section in docs/clients.md, and an entry here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ClientProgram:
+    """One client. ``lacks`` tells of snippets that fail for a reason of the client's own, in words."""
+
+    checks: Mapping[str, str]
+    pip: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def main_package(self) -> str:
+        """The one whose version is shown, without extras."""
+        return (self.pip + self.npm)[0].partition("[")[0].partition("=")[0]
+
+
+PLACES = "('Paris', 'Rome')"
+IS_CITY = 'assert city.country in ("France", "Japan", "Peru") and type(city.capital) is bool, city'
+SAYS_SOMETHING = "assert printed.strip(), 'it printed nothing'"
+
+CLIENTS: Mapping[str, ClientProgram] = {
+    "openai": ClientProgram(
+        pip=("openai",),
+        checks={
+            "chat": "m = reply.choices[0].message\nassert m.content or m.reasoning_content, m\n"
+            "assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens",
+            "stream": "assert text",
+            "structured": IS_CITY,
+            "forced_tool": "assert call.function.name == 'weather'\n"
+            f"assert arguments['place'] in {PLACES}, arguments",
+            "logprobs": "tokens = reply.choices[0].logprobs.content\n"
+            "assert len(tokens) == reply.usage.completion_tokens\n"
+            "assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in tokens)",
+            "responses": "assert reply.output_text and reply.usage.output_tokens",
+        },
+    ),
+    "anthropic": ClientProgram(
+        pip=("anthropic",),
+        checks={
+            "messages": "assert reply.content[0].text and reply.usage.output_tokens\n"
+            "assert reply.stop_reason in ('end_turn', 'max_tokens'), reply.stop_reason",
+            "stream": "assert text",
+            "forced_tool": f"assert call.name == 'weather' and call.input['place'] in {PLACES}, call\n"
+            "assert reply.stop_reason == 'tool_use', reply.stop_reason",
+            "count_tokens": "assert count.input_tokens > 1",
+        },
+    ),
+    "langchain": ClientProgram(
+        pip=("langchain-openai",),
+        checks={
+            "chat": "assert reply.content and reply.usage_metadata['output_tokens']",
+            "with_structured_output": IS_CITY,
+            "bind_tools": f"assert call['name'] == 'weather' and call['args']['place'] in {PLACES}, call",
+        },
+    ),
+    "instructor": ClientProgram(pip=("instructor",), checks={"tools": IS_CITY, "json_schema": IS_CITY}),
+    "pydantic-ai": ClientProgram(pip=("pydantic-ai-slim[openai]",), checks={"output_type": IS_CITY}),
+    "litellm": ClientProgram(
+        pip=("litellm",),
+        checks={"chat": "assert reply.choices[0].message.content and reply.usage.completion_tokens"},
+        environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    ),
+    "llm": ClientProgram(
+        pip=("llm",),
+        checks={
+            "prompt": SAYS_SOMETHING,
+            "schema": "import json\ncity = json.loads(printed)\n"
+            "assert city.keys() == {'country', 'capital'} and city['country'] in ('France', 'Japan'), city",
+        },
+        environment={"LLM_USER_PATH": "llm", "OPENAI_API_KEY": "none"},
+    ),
+    "lm-eval": ClientProgram(
+        pip=("lm-eval[api]==0.4.11",),
+        checks={
+            "generate": "assert '|exact_match' in printed, printed[-500:]",
+            "loglikelihood": "assert '|acc' in printed, printed[-500:]",
+        },
+        environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"},
+    ),
+    "ai-sdk": ClientProgram(
+        npm=("ai", "@ai-sdk/openai-compatible", "zod"),
+        checks={
+            "generateText": SAYS_SOMETHING,
+            "generateObject": "import re\n"
+            "assert re.search(r\"country: '(France|Japan|Peru)'\", printed), printed",
+        },
+    ),
+    "opencode": ClientProgram(npm=("opencode-ai",), checks={"run": SAYS_SOMETHING}),
+    "claude-code": ClientProgram(
+        npm=("@anthropic-ai/claude-code",),
+        checks={"print": SAYS_SOMETHING},
+        environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
+    ),
+}

@@ -1,0 +1,56 @@
+"""The snippets of docs/clients.md, which are what people copy and what is run."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.errors import BenchError
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+FENCE = re.compile(r"^```(\w+) ([\w-]+)\.(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SETUP = "setup"
+URL = "http://127.0.0.1:8080"
+TASKS = {"gsm8k": "clients_generate", "arc_easy": "clients_loglikelihood"}
+"""lm-eval's tasks that the page names, and those put in their place: no data set is fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A fenced block: ```python openai.chat"""
+
+    client: str
+    name: str
+    language: str
+    text: str
+
+    @property
+    def label(self) -> str:
+        """client.name"""
+        return f"{self.client}.{self.name}"
+
+    def pointed_at(self, url: str, key: str | None, tasks: Path) -> str:
+        """The text for a server elsewhere."""
+        text = self.text.replace(URL, url)
+        if key:
+            text = text.replace('"none"', f'"{key}"').replace("TOKEN=none", f"TOKEN={key}")
+        if self.client == "lm-eval":
+            for documented, local in TASKS.items():
+                text = text.replace(f"--tasks {documented}", f"--include_path {tasks} --tasks {local}")
+        return text
+
+
+def read_snippets(page: Path = PAGE) -> list[Snippet]:
+    """In the order of the page, a client's `setup` in front of each of its others.
+
+    Raises BenchError where there is no page, as in an installed package.
+    """
+    if not page.is_file():
+        raise BenchError(f"{page} is not there: run this from a checkout")
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    setups = {client: text for _, client, name, text in found if name == SETUP}
+    return [
+        Snippet(client, name, language, setups.get(client, "") + text)
+        for language, client, name, text in found
+        if name != SETUP
+    ]
