@@ -15,6 +15,9 @@ MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 4096
 """What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
 
+MOST_PROMPTS = 2048
+MOST_MESSAGES = 16_384
+
 LONGEST_NAME = 256
 """Of a model, which every event of a stream repeats."""
 
@@ -168,6 +171,8 @@ def _prompt_list(value: Any) -> list[PromptInput]:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not prompts or not all(prompts):
         raise ValueError("must not be empty")
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"at most {MOST_PROMPTS:,} prompts can be sent at once")
     return prompts
 
 
@@ -209,7 +214,7 @@ class ChatRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
