@@ -10,6 +10,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 
 from server.api import errors
+from server.api.description import describe
 from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.origin import KnownSites
@@ -37,8 +38,9 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    unlocked = OPEN_PATHS if settings.open_metrics else PROBES
+    describe(app, key=settings.api_key is not None, unlocked=unlocked)
     if settings.api_key is not None:
-        unlocked = OPEN_PATHS if settings.open_metrics else PROBES
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value(), unlocked=unlocked)
     else:
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
