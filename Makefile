@@ -14,6 +14,8 @@ HOST        ?= 127.0.0.1
 PORT        ?= 8080
 URL         ?= http://$(HOST):$(PORT)
 ARGS        ?=
+# for each of five endpoints, right ones and wrong ones
+FUZZ_CASES  ?= 1000
 NANO        := models/nano-Q4_K_M.gguf
 MODEL       ?= $(NANO)
 
@@ -57,7 +59,7 @@ SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),no
 SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve chat test test-reference lint clean
+.PHONY: help setup convert serve chat test fuzz test-reference lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -81,6 +83,10 @@ chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127
 
 test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
+
+fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=1000]
+	FUZZ_CASES='$(FUZZ_CASES)' $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
+		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools

@@ -8,6 +8,7 @@ out of date.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,15 +23,24 @@ if TYPE_CHECKING:
 
 PART = ".part"
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`; renames it to `path` on success, removes it on any exception."""
+    """Yields a temporary name beside `path`; renames it to `path` on success, removes it on any exception.
+
+    Raises OSError that names `path` where there is no room for it; Python's own says no more than that.
+    """
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
     try:
         yield part
         part.replace(path)
+    except OSError as error:
+        if error.filename is None and error.errno in NO_ROOM:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -67,8 +67,8 @@ class HttpSettings(Section, title="http"):
     """connections open at once, as far as the process may open files; a new one takes the place of the
     one that is idle for longest, or gets 503"""
     allowed_hosts: str = ""
-    """names, with commas between, under which a server that listens to this machine alone may be asked
-    without an API key, besides localhost and addresses; * for any"""
+    """names, with commas between, under which a server that listens on loopback may be asked without
+    an API key, besides localhost and addresses; * for any"""
     open_metrics: bool = True
     """answer /metrics without the API key; else only /ping and /health are"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)

@@ -207,6 +207,20 @@ async def lone_surrogate(target: Target) -> None:
         expect(reply.status < 500, f"{path}: got {reply.status}: {clip(reply.text, 120)}")
 
 
+@check("extreme values are answered or refused, never a 5xx")
+async def extreme_values(target: Target) -> None:
+    for field, value in (
+        ("repetition_penalty", 1e-38),
+        ("stop", ["ab" * 2**19]),
+        ("model", "m" * 10**6),
+        ("seed", 2**63 - 1),
+    ):
+        for path, base in BASES["any"]:
+            body = {"max_tokens": 2, **base, field: value}
+            reply = await asyncio.wait_for(target.client.request("POST", path, body=body), SECONDS)
+            expect(reply.status < 500, f"{path}, {field}: got {reply.status}: {clip(reply.text, 120)}")
+
+
 @check("after all of this the server is still well")
 async def still_well(target: Target) -> None:
     reply = await target.client.request("GET", "/ping")

@@ -65,7 +65,7 @@ def quantize_file(
     with log_to(follow):
         code = api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code != 0:
-        raise failure(f"{source}: llama.cpp cannot quantize this file")
+        raise failure(f"llama.cpp cannot quantize {source} to {target}")
 
 
 def _kv_override(key: str, value: str | int) -> Any:

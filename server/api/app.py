@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from server.about import own_version
 from server.api import errors, page
+from server.api.description import describe
 from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.origin import KnownSites
@@ -47,8 +48,9 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
         app.include_router(router)
     if settings.page:
         page.install(app)
+    unlocked = OPEN_PATHS if settings.open_metrics else PROBES
+    describe(app, key=settings.api_key is not None, unlocked=unlocked)
     if settings.api_key is not None:
-        unlocked = OPEN_PATHS if settings.open_metrics else PROBES
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value(), unlocked=unlocked)
     else:
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]

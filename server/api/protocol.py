@@ -20,6 +20,9 @@ MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 4096
 """What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
 
+MOST_PROMPTS = 2048
+MOST_MESSAGES = 16_384
+
 LONGEST_NAME = 256
 """Of a model, which every event of a stream repeats."""
 
@@ -81,6 +84,12 @@ def _stop_list(value: Any) -> list[str]:
     return stops
 
 
+StopInput = (
+    Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+)
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -105,7 +114,9 @@ class GenerationRequest(StructuredFields):
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     seed: int | None = Field(None, ge=-1, le=INT64_MAX)
-    stop: Annotated[list[str], BeforeValidator(_stop_list)] = Field([])
+    stop: Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=StopInput | None)] = Field(
+        []
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -189,6 +200,15 @@ def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
 PromptInput = str | list[int]
 
 
+NonEmptyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
+AnyPrompt = (
+    NonEmptyText
+    | NonEmptyIds
+    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+)
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
@@ -200,6 +220,8 @@ def _prompt_list(value: Any) -> list[PromptInput]:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not prompts or not all(prompts):
         raise ValueError("must not be empty")
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"at most {MOST_PROMPTS:,} prompts can be sent at once")
     return prompts
 
 
@@ -208,7 +230,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "top_logprobs": (0,)}
 
-    prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list)]
+    prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list, json_schema_input_type=AnyPrompt)]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -239,6 +261,60 @@ class CompletionRequest(GenerationRequest):
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def described_as(kind: Any) -> BeforeValidator:
+    """For a field that is checked later: what its insides must be, for the description."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=kind)
+
+
+class MessageInput(BaseModel):
+    """One turn; more fields as the chat template reads them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class TextPart(BaseModel):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionInput(BaseModel):
+    """What can be called."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolInput(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionInput
+
+
+class TemplateInput(BaseModel):
+    """Variables of the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enable_thinking: bool | None = None
+
+
+class ThinkingInput(BaseModel):
+    """As some clients send it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 def _template_kwargs(value: Any) -> Any:
     if isinstance(value, dict) and not isinstance(value.get("enable_thinking"), bool | None):
         raise ValueError("enable_thinking must be true or false")
@@ -259,12 +335,21 @@ class ChatRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[str | dict[str, Any] | None, BeforeValidator(check_tool_choice)] = None
+    messages: Annotated[
+        list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
+    ] = Field(max_length=MOST_MESSAGES)
+    tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        BeforeValidator(check_tool_choice, json_schema_input_type=str | dict[str, Any] | None),
+    ] = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
-    thinking: Annotated[bool | None, BeforeValidator(_thinking)] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, BeforeValidator(_template_kwargs, json_schema_input_type=TemplateInput | None)
+    ] = None
+    thinking: Annotated[
+        bool | None, BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingInput | None)
+    ] = None
     reasoning_effort: ReasoningEffort | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

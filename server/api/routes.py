@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.api.chat import chat
 from server.api.completions import complete
+from server.api.description import documented, errors
 from server.api.errors import ApiError, bad_request
 from server.api.intake import stopped
 from server.api.protocol import (
@@ -26,8 +27,6 @@ from server.api.service import Service, service_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from pydantic import BaseModel
 
 
 class PlainRoute(APIRoute):
@@ -52,13 +51,6 @@ class PlainRoute(APIRoute):
                 visit.leave()
 
         return answer
-
-
-def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI for a body that is read by hand."""
-    shapes = [schema.model_json_schema() for schema in schemas]
-    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 MOST_TOKENS = 2**18
@@ -157,20 +149,27 @@ async def detokenize(http: Request) -> Response:
     return await prepared(http, answer, size)
 
 
+STATUS: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "Loading, draining or failed",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+
 # --- the server --------------------------------------------------------------------------------------------
 
 
 @others.head("/ping", include_in_schema=False)
 @others.head("/health", include_in_schema=False)
-@others.get("/ping")
-@others.get("/health")
+@others.get("/ping", responses=STATUS)
+@others.get("/health", responses=STATUS)
 async def ping(http: Request) -> JSONResponse:
     """200 once the model is loaded and warmed up; 503 before that, while draining and after a failure."""
     status = service_of(http).status
     return JSONResponse({"status": status}, status_code=200 if status == "ready" else 503)
 
 
-@others.get("/metrics")
+@others.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(http: Request) -> Response:
     """Prometheus' text format: counters since the start; gauges as of now."""
     service = service_of(http)
@@ -178,13 +177,13 @@ async def metrics(http: Request) -> Response:
     return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
-@others.get("/v1/models")
+@others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
     """A list of one: the one model there is."""
     return {"object": "list", "data": [model_card(service_of(http))]}
 
 
-@others.get("/v1/models/{model:path}")
+@others.get("/v1/models/{model:path}", responses=errors(401, 403, 404, 503))
 async def model(http: Request, model: str) -> dict[str, Any]:
     """The card of the model called `model`; 404 for any other name."""
     service = service_of(http)

@@ -72,9 +72,9 @@ class AddedTokens:
         """Remove the sentinels; yield the pieces to be tokenised one by one, which joined are the text."""
         start = 0
         for end in self._cuts(rendered, sentinel) if self.texts else ():
-            yield rendered[start:end].replace(sentinel, "")
+            yield _without(sentinel, rendered[start:end])
             start = end
-        yield rendered[start:].replace(sentinel, "")
+        yield _without(sentinel, rendered[start:])
 
     def _cuts(self, rendered: str, sentinel: str) -> Iterator[int]:
         """Where an added token's text goes on behind its first character, which is the caller's."""
@@ -91,6 +91,10 @@ class AddedTokens:
                 if match.start() >= at + WINDOW:
                     break
                 yield match.end()
+
+
+def _without(sentinel: str, text: str) -> str:
+    return "".join(window.replace(sentinel, "") for window in _windows(text)) if sentinel in text else text
 
 
 def _windows(text: str) -> Iterator[str]:

@@ -70,7 +70,7 @@ def test_an_imatrix_changes_the_bytes_and_is_on_record(nano_f16: Path, tmp_path:
 def test_failure_says_why_and_leaves_no_file(nano_f16: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(nano_f16.read_bytes()[:1_000_000])
-    with pytest.raises(QuantizeError, match=r"broken\.gguf: llama\.cpp cannot quantize this file: \S"):
+    with pytest.raises(QuantizeError, match=r"llama\.cpp cannot quantize .*broken\.gguf to .*: \S"):
         quantize(broken, tmp_path / "q.gguf", recipe=load_recipe("Q4_K_M"), imatrix=None, runtime=RUNTIME)
     assert not (tmp_path / "q.gguf").exists()
 

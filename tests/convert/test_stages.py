@@ -95,3 +95,22 @@ def test_the_lock_keeps_others_waiting(tmp_path: Path) -> None:
     out, error = other.communicate(timeout=60)
     assert out == b"in\n"
     assert b"waiting" in error
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's disk without room")
+def test_a_full_disk_names_the_file_that_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        replacing(target),
+        Path("/dev/full").open("wb", buffering=0) as full,
+    ):
+        full.write(b"x")
+    assert caught.value.filename == str(target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_else_goes_wrong_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "a"):
+        (tmp_path / "missing").read_bytes()
+    assert caught.value.filename == str(tmp_path / "missing")

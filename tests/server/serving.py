@@ -19,10 +19,12 @@ START_S = 120
 class ServerProcess:
     """A server that was started; its log is read as it comes."""
 
+    module = "server"
+
     def __init__(self, *arguments: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server", "--port", "0", "--threads", "1", *map(str, arguments)],
+            [sys.executable, "-m", self.module, "--port", "0", "--threads", "1", *map(str, arguments)],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

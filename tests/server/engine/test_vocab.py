@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -169,7 +170,7 @@ def test_random_texts_have_the_ids_of_the_whole(
 ) -> None:
     monkeypatch.setattr("server.engine.vocab.BLOCK", 8)  # so that there are many cuts
     random = Random(1)
-    for _ in range(60):
+    for _ in range(int(os.environ.get("FUZZ_CASES", "60"))):
         text = "".join(random.choices([*NEAR, *ODD, *vocab.added_tokens, "word", "Ünter"], k=1000))
         for special in (False, True):
             assert vocab.tokenize(text, special=special) == model.tokenize(text.encode(), special=special)

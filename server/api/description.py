@@ -1,0 +1,98 @@
+"""The OpenAPI description: bodies as the models that validate them say, errors as `errors` writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+REFERENCE = "#/components/schemas/{model}"
+
+
+class Error(BaseModel):
+    """What is wrong; `param` is the field at fault, as in `messages[0].role`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object."""
+
+    error: Error
+
+
+ERRORS = {
+    400: "A field, or the body, is wrong",
+    401: "The API key is missing or wrong",
+    403: "Asked by another site's page, or under a name that is not this server's",
+    404: "There is no such thing",
+    413: "The body is too large",
+    415: "The body is not JSON in UTF-8",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The server failed",
+    503: "The model is loading, the server is shutting down, or the engine has stopped",
+}
+"""Every status but 200 of the endpoints, and what it means."""
+
+FOR_A_BODY = (400, 401, 403, 413, 415, 429, 500, 503)
+
+_models: list[type[BaseModel]] = [ErrorAnswer]
+
+
+def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI for an endpoint whose body, one of `schemas`, is read by hand."""
+    _models.extend(schema for schema in schemas if schema not in _models)
+    shapes = [{"$ref": REFERENCE.format(model=schema.__name__)} for schema in schemas]
+    body = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
+    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if any("stream" in schema.model_fields for schema in schemas):
+        answer["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
+    return {
+        "requestBody": {"required": True, "content": body},
+        "responses": {
+            "200": {"description": "The answer", "content": answer},
+            **{str(status): error for status, error in errors(*FOR_A_BODY).items()},
+        },
+    }
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers with an error object that an endpoint may give."""
+    schema = {"$ref": REFERENCE.format(model=ErrorAnswer.__name__)}
+    content = {"application/json": {"schema": schema}}
+    return {status: {"description": ERRORS[status], "content": content} for status in statuses}
+
+
+def describe(app: FastAPI, *, key: bool, unlocked: frozenset[str]) -> None:
+    """Gives the app its description, made when it is first asked for; with `key`, all but `unlocked` paths
+    need one."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, schemas = models_json_schema(
+                [(model, "validation") for model in _models], ref_template=REFERENCE
+            )
+            components = made.setdefault("components", {})
+            components.setdefault("schemas", {}).update(schemas["$defs"])
+            for path, operations in made["paths"].items():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own; ours are 400
+                    if key and path not in unlocked:
+                        operation["security"] = [{"key": []}]
+            for unused in ("HTTPValidationError", "ValidationError"):
+                components["schemas"].pop(unused, None)
+            if key:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
