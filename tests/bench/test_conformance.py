@@ -42,7 +42,7 @@ async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) 
 
 
 def test_names_are_unique_and_every_rule_is_in_words() -> None:
-    assert len(BY_NAME) == len(CHECKS) == 120
+    assert len(BY_NAME) == len(CHECKS) == 123
     assert all(check.what for check in CHECKS)
 
 
