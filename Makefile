@@ -59,7 +59,7 @@ SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),no
 SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve chat test fuzz test-reference lint clean
+.PHONY: help setup convert serve chat test fuzz soak test-reference lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -90,6 +90,15 @@ fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and request
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
+
+SOAK_PORT ?= 8099
+MINUTES   ?= 30
+
+soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30]: 32 clients, mixed requests, one deterministic server: failures, drift, leaks, answers that depend on load
+	$(PY) -m server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
+		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
+	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
+	$(PY) -m bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
 
 lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .

@@ -8,6 +8,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -67,6 +68,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = EngineCollector()
         self._registry.register(self._engine)
+        ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "qwen_requests",
             "HTTP requests answered; status 499: the client left first",

@@ -134,6 +134,7 @@ class Parts:
             chunk=cut,
             host_bytes=settings.prefix_host_mib * 1024**2,
             turn_ids=self.vocab.turn_ids,
+            tool_ids=self.vocab.tool_ids,
             cell_bytes=spec.cell(settings),
             state_bytes=spec.state,
         )

@@ -229,9 +229,13 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings
     if not wanted.ctx_size:
-        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4, settings))
+        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4))
     if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
         smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+    if settings.deterministic:
+        each = settings.ctx_size // len(SequenceIds.of(settings))
+        each = each if wanted.ctx_size else each * 3 // 4
+        smaller = smaller.replace(ctx_size=_padded(each) * len(SequenceIds.of(smaller)))
     smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.usages[0].device.is_gpu)
     return settings if smaller.ctx_size < SMALLEST_CONTEXT else smaller
 
@@ -425,10 +429,8 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     return sizes
 
 
-def _padded(cells: int, settings: EngineSettings | None = None) -> int:
-    """Rounded up as llama.cpp does it, which with `deterministic` is for each sequence id."""
-    unit = CELL_PADDING * (len(SequenceIds.of(settings)) if settings and settings.deterministic else 1)
-    return -(-cells // unit) * unit
+def _padded(cells: int) -> int:
+    return -(-cells // CELL_PADDING) * CELL_PADDING
 
 
 def _in_streams(settings: EngineSettings) -> int:
@@ -436,7 +438,7 @@ def _in_streams(settings: EngineSettings) -> int:
     for every sequence id."""
     if not settings.deterministic:
         return _padded(settings.ctx_size)
-    return _padded(-(-settings.ctx_size // settings.parallel) * len(SequenceIds.of(settings)), settings)
+    return _padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
 
 
 def _size(size: int) -> str:
@@ -478,6 +480,8 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
 
     found = []
     if cells := _most_cells(plan, does):
+        if settings.deterministic:  # of the running sequences
+            cells = cells // len(SequenceIds.of(settings)) * settings.parallel
         found.append(f"ctx_size={cells}")
     if settings.flash_attn != "off" and does_with(cache_type_k="q8_0", cache_type_v="q8_0"):
         found.append("cache_type_k=q8_0 with cache_type_v=q8_0")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 TURN_START = b"<|im_start|>"
 """ChatML's, which every Qwen speaks."""
 
+TOOL_RESULT = b"<tool_response>"
+"""Qwen's."""
+
 LONG = 512
 """Characters from which on a text is cached: shorter ones would push long ones out for little."""
 
@@ -59,6 +62,8 @@ class Vocab:
         """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
         self.turn_ids = frozenset(token for token, piece in added.items() if piece == TURN_START)
         """The control token with which a chat turn begins, if there is one."""
+        self.tool_ids = frozenset(token for token, piece in added.items() if piece == TOOL_RESULT)
+        """The token before what a tool gave, if there is one."""
         self.n_real = self.size
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         while self.n_real > 0 and model.is_unused(self.n_real - 1):

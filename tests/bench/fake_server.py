@@ -75,6 +75,7 @@ class Generation:
     pieces: list[tuple[str, str]] = field(default_factory=list)  # (field of the delta, text)
     finish_reason: str = "length"
     cached: int = 0
+    miss: Body | None = None
     echo: str = ""
 
 
@@ -88,7 +89,7 @@ class FakeServer:
         self.running = self.peak = 0
         self.url = ""
         self._port = port
-        self._seen: list[list[int]] = []
+        self._seen: list[tuple[str | None, list[int]]] = []
         self._on_connection: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -250,7 +251,10 @@ class FakeServer:
         made = [
             self._generation(body, prompt) for prompt in self._prompts(body) for _ in range(body.get("n", 1))
         ]
-        self._seen = [choice.prompt for choice in made] + self._seen[:64]
+        self._seen = [(body.get("cache_salt"), choice.prompt) for choice in made] + self._seen[:64]
+        if body.get("cache_report"):
+            for choice in made:
+                choice.miss = {"reason": "new", "position": choice.cached}
         return made
 
     def _prompts(self, body: Body) -> list[list[int]]:
@@ -273,7 +277,8 @@ class FakeServer:
         if len(prompt) >= CONTEXT:
             raise BadRequest(f"{len(prompt)} prompt tokens do not fit the context of {CONTEXT}", "prompt")
         limit = min(limit, CONTEXT - len(prompt), LONGEST)
-        made = Generation(prompt, cached=max((_common(prompt, seen) for seen in self._seen), default=0))
+        mine = (seen for salt, seen in self._seen if salt == body.get("cache_salt"))
+        made = Generation(prompt, cached=max((_common(prompt, seen) for seen in mine), default=0))
         tokens: list[tuple[str, str]] = []
         if "messages" in body:
             reply = self.script.reply(body)
@@ -336,7 +341,10 @@ def _usage(choices: list[Generation]) -> Body:
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.cached for choice in prompts),
+            **({"cache_miss": prompts[0].miss} if prompts[0].miss else {}),
+        },
     }
 
 

@@ -53,6 +53,9 @@ def validate(path: str, body: Any, vocabulary_size: int) -> None:
             raise BadRequest(f"{name}: want a boolean", name)
     if not isinstance(body.get("stream_options", {}), dict):
         raise BadRequest("stream_options: want an object", "stream_options")
+    salt = body.get("cache_salt", "none")
+    if not isinstance(salt, str) or not salt:
+        raise BadRequest("cache_salt: want a text", "cache_salt")
     stop = body.get("stop", [])
     if not isinstance(stop, str) and not _all(stop, str):
         raise BadRequest("stop: want a string or a list of strings", "stop")

@@ -21,6 +21,8 @@ from .tree import Node, Tree
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+    import numpy.typing as npt
+
     from server.engine.sequence import Sequence
     from server.engine.states import StateStore
 
@@ -31,6 +33,9 @@ MIN_GAIN = 16
 
 MIN_TURN = 64
 """The least history, in tokens, that is worth a pass of its own to keep at the start of a chat turn."""
+
+HEAD = 4
+"""Tokens of a chat turn that say whose it is, and whether it brings what a tool gave."""
 
 CROWD = 8
 """Running sequences beyond which the end of a prompt is kept only if another one wants it too: after a
@@ -68,11 +73,11 @@ class _PromptPath:
 class PrefixCache:
     """Checkpoints of prefixes, in spare sequence ids of the context that share cells with those who use them.
 
-    A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins, after
-    its first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
-    computed, and where an answer ends. The least recently used go when ids or cells run short; `max_cells`
-    bounds what is held beyond the running sequences, because attention reads every occupied cell in every
-    step.
+    A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins,
+    around its last question, after its first message, every `interval` tokens, where its path leaves one that
+    is known or is waiting to be computed, and where an answer ends. The least recently used go when ids or
+    cells run short; `max_cells` bounds what is held beyond the running sequences, because attention reads
+    every occupied cell in every step.
     Used by the scheduler on the engine's thread. Off when there are no `ids`.
     """
 
@@ -87,6 +92,7 @@ class PrefixCache:
         chunk: int = 1,
         host_bytes: int = 0,
         turn_ids: Collection[int] = (),
+        tool_ids: Collection[int] = (),
         cell_bytes: int = 0,
         state_bytes: int = 0,
     ) -> None:
@@ -100,6 +106,8 @@ class PrefixCache:
         self._chunk = chunk
         """Checkpoints are only where a multiple of this was read of a prompt."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
+        self._tool_ids = np.array(sorted(tool_ids), np.int32)
+        """With one of these a turn begins that brings what tools gave, and is no question."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
         self._host = HostTier(host_bytes)
@@ -140,6 +148,9 @@ class PrefixCache:
         if node is not None and node.holder is not None:
             self._states.copy(node.holder, sequence.slot)
             sequence.computed = node.depth
+            for above in self._paths[sequence].marks:  # the next request will want them, too
+                if above.holder is not None:
+                    self._touch(above)
             self._touch(node)
         needed = sequence.pending + min(ANSWER, sequence.limit - len(sequence.tokens))
         if self._cells.used - self._cells.idle == sequence.computed and needed <= self._max_cells:
@@ -325,16 +336,30 @@ class PrefixCache:
 
     # --- how -----------------------------------------------------------------------------------------------
 
-    def _wanted(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], known: int) -> list[int]:
+    def _wanted(self, tokens: npt.NDArray[np.int32], known: int) -> list[int]:
         """Depths inside a prompt at which others are likely to go another way, or to come back to."""
         turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
-        places = {int(turn) for turn in (*turns[1:2], *turns[-1:]) if turn >= MIN_TURN}
+        places = {int(turn) for turn in (*turns[1:2], *self._question(tokens, turns)) if turn >= MIN_TURN}
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
         if self._chunk > 1:
             places.update((known, len(tokens)))
             places = {place // self._chunk * self._chunk for place in places}
         return [*sorted(places - {0, len(tokens)}), len(tokens)]
+
+    def _question(self, tokens: npt.NDArray[np.int32], turns: npt.NDArray[np.intp]) -> list[int]:
+        """Where the last question begins and ends, and where the last turn begins.
+
+        A question is edited, and asked again. What follows it loses its reasoning when the next one comes, or
+        at once where a client does not send that back. A turn that is neither the last one's role nor what
+        tools gave is a question.
+        """
+        if not len(turns) or turns[-1] + 1 >= len(tokens):
+            return [int(turn) for turn in turns[-1:]]
+        heads = tokens[np.minimum(turns[:, None] + np.arange(1, HEAD + 1), len(tokens) - 1)]
+        asks = (heads[:, 0] != heads[-1, 0]) & ~np.isin(heads, self._tool_ids).any(axis=1)
+        last = np.flatnonzero(asks)[-1:]
+        return [*turns[last].tolist(), *turns[last + 1].tolist(), int(turns[-1])]
 
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""

@@ -38,6 +38,7 @@ def test_counters_come_from_the_snapshot() -> None:
     assert "qwen_steps" not in before
     assert "qwen_running_sequences 0.0" in before
     assert "qwen_kv_cells 0.0" in before
+    assert "\nprocess_resident_memory_bytes " in before, "what `qwen-bench soak` watches"
     text = metrics.render(stats).decode()
     for line in [
         "qwen_running_sequences 1.0",

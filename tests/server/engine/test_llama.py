@@ -186,3 +186,36 @@ def test_padding_starts_after_the_last_real_token(vocab: Vocab) -> None:
     assert max(vocab.eog_ids) < vocab.n_real
     assert vocab.eos_id in vocab.eog_ids
     assert vocab.bos_id is None
+
+
+def test_with_cells_of_their_own_a_copy_is_made_in_the_next_decode(model: Model) -> None:
+    options = ContextOptions(
+        n_ctx=4 * 256,
+        n_seq=4,
+        n_batch=64,
+        n_ubatch=64,
+        n_outputs=8,
+        threads=1,
+        threads_batch=1,
+        flash_attn="off",
+        type_k="f32",
+        type_v="f32",
+        unified=False,
+    )
+    context = Context(model, options)
+    try:
+        assert (context.n_ctx, context.n_ctx_seq) == (1024, 256)
+        alone = decode(context, [300, 301, 302])
+        context.copy(0, 2)
+        with pytest.raises(LlamaError, match="copied to in the next decode"):
+            context.save(2)
+        with pytest.raises(LlamaError, match="copied to in the next decode"):
+            context.restore(2, context.save(0))
+        decode(context, [303], start=3, sequence=2)
+        saved = context.save(2)
+        context.restore(3, saved)
+        again = decode(context, [304], start=4, sequence=3)
+        assert np.array_equal(again, decode(context, [304], start=4, sequence=2))
+        assert np.array_equal(alone, decode(context, [300, 301, 302], sequence=1))
+    finally:
+        context.close()

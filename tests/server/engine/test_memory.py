@@ -38,6 +38,7 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {"speculation": "both"},
         {"speculation": "both", "mtp_snapshots": 0},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
+        {"deterministic": True, "ctx_size": 4 * 1000, "flash_attn": "off", "speculation": "off"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
     ],
@@ -151,6 +152,19 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert gpu.settling == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
+
+
+def test_with_deterministic_every_sequence_and_state_has_cells_of_its_own(card: Any) -> None:
+    card(23 * GIB)
+    plan = four_b_plan(deterministic=True, speculation="off")
+    assert plan.settings.prefix_checkpoints == 8
+    assert plan.settings.ctx_size == (8 + 8) * 16_384
+    assert "16,384 each" in str(plan)
+    asked = four_b_plan(deterministic=True, speculation="off", ctx_size=8 * 1000, prefix_checkpoints=3)
+    assert asked.settings.ctx_size == (8 + 3) * 1024
+    card(8 * GIB)
+    small = four_b_plan(deterministic=True, speculation="off").settings
+    assert small.ctx_size % (256 * (8 + small.prefix_checkpoints)) == 0
 
 
 @pytest.mark.parametrize(

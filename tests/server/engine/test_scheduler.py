@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from server.engine.scheduler import Reproducible
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
 
@@ -247,3 +248,32 @@ def test_the_cells_of_drafts_are_counted() -> None:
         commit(s, batch)
         assert used(s) in (one.computed, 0)
     assert one.generated == 30
+
+
+def test_reproducible_prompts_are_read_one_at_a_time_and_cut_at_fixed_places() -> None:
+    s = scheduler(batch=64, budget=16, reproducible=Reproducible(chunk=20))
+    for length in (50, 30, 1):
+        s.add(sequence(length))
+    seen: dict[int, list[int]] = {}
+    while any(not running.decoding for running in s.running) or s.waiting:
+        batch = advance(s)
+        if any(chunk.count > 1 for chunk in batch.chunks):
+            assert len(batch.chunks) == 1
+        for chunk in batch.chunks:
+            if chunk.is_prompt:
+                seen.setdefault(chunk.sequence.prompt_length, []).append(chunk.count)
+    assert seen == {50: [20, 20, 10], 30: [20, 10], 1: [1]}
+
+
+@pytest.mark.parametrize(("alone", "order"), [(False, [0, 1, 2]), (True, [2, 1, 0])])
+def test_reproducible_rows_are_in_one_pass_or_each_in_its_own(alone: bool, order: list[int]) -> None:
+    """llama.cpp computes ids that follow each other together: in descending order none does."""
+    s = scheduler(
+        reproducible=Reproducible(chunk=20, alone=alone),
+        place=lambda sequence, free: free[-1 if sequence else 0],
+    )
+    for _ in range(3):
+        s.add(sequence(1))
+    batch = advance(s)
+    slots = [chunk.slot for chunk in batch.chunks]
+    assert [sorted(slots).index(slot) for slot in slots] == order

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from server.engine.states import CellAllocator
+from server.engine.states import CellAllocator, StreamCells
 
 SLOTS, IDS, CELLS = 3, 7, 90
 
@@ -95,3 +95,19 @@ class AgainstSets(RuleBasedStateMachine):
 
 TestAgainstSets = AgainstSets.TestCase
 TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_in_streams_nothing_is_shared() -> None:
+    cells = StreamCells(slots=2, total=40)
+    cells.append(0, 10)
+    cells.share(0, 3)
+    assert (cells.used, cells.idle, cells.exclusive(3), cells.idle_in(3)) == (20, 10, 10, 10)
+    cells.drop(0)
+    cells.share(3, 1)
+    cells.append(1, 5)
+    assert (cells.used, cells.idle, cells.length(1), cells.length(3)) == (25, 10, 15, 10)
+    with pytest.raises(ValueError, match="not empty"):
+        cells.share(3, 1)
+    cells.drop(3)
+    cells.drop(1)
+    assert (cells.used, cells.idle) == (0, 0)
