@@ -41,6 +41,9 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         return backend.engine.prompt(ids), stop_strings(request)
 
     prompt, stops = await off_loop(prepare, size)
+    limits = None
+    if thinking:
+        limits = request.thinking_limits(service.settings, backend.engine.vocab, request.token_limit)
     wanted = await off_loop(request.wanted_format, size)
     grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
@@ -51,7 +54,7 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar)
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
 from server.api.structured import StructuredFields, calls_format, check_tool_choice
+from server.api.thinking import ThinkingFields
 
 if TYPE_CHECKING:
     from server.chat.constraints import AnswerFormat, ToolFormat
@@ -169,31 +170,26 @@ def _prompt_list(value: Any) -> list[PromptInput]:
 class CompletionRequest(GenerationRequest):
     """Text in, text out: no template, no thinking."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "enable_thinking": (False,),
+        "thinking": (False, {"type": "disabled"}),
+        "reasoning": ({"effort": "none"},),
+        "reasoning_effort": ("none",),
+        "thinking_budget": (-1, 0),
+        "thinking_token_budget": (-1, 0),
+        "reasoning_budget": (-1, 0),
+        "thinking_repetition_penalty": (1,),
+    }
+
     prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list)]
     echo: bool | None = None
 
 
 # --- /v1/chat/completions, and /invocations with `messages` ------------------------------------------------
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-
-def _template_kwargs(value: Any) -> Any:
-    if isinstance(value, dict) and not isinstance(value.get("enable_thinking"), bool | None):
-        raise ValueError("enable_thinking must be true or false")
-    return value
-
-
-def _thinking(value: Any) -> bool | None:
-    """A flag, or the object that some clients send in its place: {"type": "enabled" | "disabled"}."""
-    if isinstance(value, dict) and value.get("type") in ("enabled", "disabled"):
-        return bool(value["type"] == "enabled")
-    if not isinstance(value, bool | None):
-        raise ValueError('must be true, false, or {"type": "enabled"} or {"type": "disabled"}')
-    return value
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(ThinkingFields, GenerationRequest):
     """A conversation. The insides of messages and tools are checked where they are rendered."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
@@ -202,18 +198,6 @@ class ChatRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, BeforeValidator(check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
-    thinking: Annotated[bool | None, BeforeValidator(_thinking)] = None
-    reasoning_effort: ReasoningEffort | None = None
-
-    def thinks(self, default: bool) -> bool:
-        """Whether thinking is asked for; where the spellings disagree, the most specific one decides."""
-        enabled = (self.chat_template_kwargs or {}).get("enable_thinking")
-        if enabled is None:
-            enabled = self.thinking
-        if enabled is None and self.reasoning_effort is not None:
-            enabled = self.reasoning_effort != "none"
-        return default if enabled is None else bool(enabled)
 
     @property
     def whole(self) -> bool:

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
-    from server.engine import Grammar, Prompt
+    from server.engine import Grammar, Prompt, ThinkingLimits
 
 
 class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it, and all of them share `stops` and follow the `grammar`.
+    share it, and all of them share `stops` and follow the `grammar` and
+    think within the limits of `thinking`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ServedRequest:
         stops: StopStrings | None,
         kind: str,
         grammar: Grammar | None = None,
+        thinking: ThinkingLimits | None = None,
     ) -> None:
         backend = service.backend
         self.id = f"{kind}-{uuid.uuid4().hex}"
@@ -62,6 +64,7 @@ class ServedRequest:
                             stops=stops,
                             stream=not request.whole,
                             constraint=grammar.begin() if grammar else None,
+                            thinking=thinking,
                         )
                     )
         except BaseException:

@@ -9,7 +9,15 @@ from .detokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from server.engine import Constraint, Engine, FinishReason, Generation, Prompt, SamplingParams
+    from server.engine import (
+        Constraint,
+        Engine,
+        FinishReason,
+        Generation,
+        Prompt,
+        SamplingParams,
+        ThinkingLimits,
+    )
 
     from .detokenizer import StopStrings
 
@@ -81,6 +89,7 @@ def generate(
     stops: StopStrings | None = None,
     stream: bool = True,
     constraint: Constraint | None = None,
+    thinking: ThinkingLimits | None = None,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
@@ -88,5 +97,7 @@ def generate(
     at the end: a stop string cuts it then, but does not end it early. Raises what `Engine.submit` raises
     (QueueFull, EngineDead).
     """
-    generation = engine.submit(prompt, params, max_tokens, stream=stream, constraint=constraint)
+    generation = engine.submit(
+        prompt, params, max_tokens, stream=stream, constraint=constraint, thinking=thinking
+    )
     return TextGeneration(generation, Detokenizer(engine.vocab, stops))

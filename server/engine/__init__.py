@@ -26,6 +26,7 @@ from .sequence import FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .speculation import DraftCounts
 from .stats import EngineStats
+from .thinking import ThinkingLimits
 from .vocab import Vocab
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "SamplingParams",
+    "ThinkingLimits",
     "Timings",
     "Vocab",
 ]

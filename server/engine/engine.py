@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .sampling import SamplingParams
     from .sequence import FinishReason
     from .settings import EngineSettings
+    from .thinking import ThinkingLimits, ThinkingWatch
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +144,15 @@ class Engine:
         *,
         stream: bool = True,
         constraint: Constraint | None = None,
+        thinking: ThinkingLimits | None = None,
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         Without `stream` all tokens are delivered together at the end. A `constraint` is this request's alone,
-        at the beginning of its answer. Raises ValueError for `max_tokens`
-        below 1, QueueFull and EngineDead.
+        at the beginning of its answer; with `thinking` limits the answer begins in a think block.
+
+        Raises ValueError for `max_tokens` below 1, QueueFull and EngineDead.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
@@ -169,7 +172,8 @@ class Engine:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = min(max_tokens or room, room)
-            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint))
+            watch = None if thinking is None else thinking.begin(self.vocab)
+            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint, watch))
         return generation
 
     def stats(self) -> EngineStats:
@@ -321,11 +325,12 @@ class Engine:
         params: SamplingParams,
         max_tokens: int,
         constraint: Constraint | None,
+        thinking: ThinkingWatch | None,
     ) -> None:
         """A request arrived."""
         if generation not in self._open:
             return
-        sampler = Sampler(params, self.vocab, prompt.ids, constraint)
+        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking)
         sequence = Sequence(prompt.ids.copy(), max_tokens, sampler, generation.timings, generation.drafts)
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         forced, done = sequence.extend([], self.vocab.eog_ids)

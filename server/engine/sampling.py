@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .constraint import Constraint
     from .llama import Rows
+    from .thinking import ThinkingWatch
     from .vocab import Vocab
 
 
@@ -92,6 +93,7 @@ class Sampler:
         vocab: Vocab,
         prompt: Sequence[int],
         constraint: Constraint | None = None,
+        thinking: ThinkingWatch | None = None,
     ) -> None:
         self._n_real = vocab.n_real
         self._banned = np.array(sorted(vocab.eog_ids), np.intp) if params.ignore_eos else None
@@ -110,6 +112,12 @@ class Sampler:
                 seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
             )
         self._constraint = constraint
+        self._thinking = thinking
+        self._thoughts: Penalties | None = None
+        """Penalties within the think block, over what is in it."""
+        if thinking is not None and thinking.limits.repetition_penalty != 1.0:
+            penalty = thinking.limits.repetition_penalty
+            self._thoughts = Penalties(SamplingParams(repetition_penalty=penalty), vocab.n_real, [])
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
         self.need = self._least_sampler(params, len(vocab.eog_ids))
@@ -118,7 +126,7 @@ class Sampler:
             self._force(constraint)
 
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
-        if self._penalties is not None:
+        if self._penalties is not None or self._thoughts is not None:
             return DeviceSampler.ROW  # any token may become the best
         if params.is_greedy:
             return DeviceSampler.BEST if self._constraint is None else DeviceSampler.TOP_K
@@ -148,8 +156,7 @@ class Sampler:
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token of a row [n_vocab], which is changed, and counted among those seen."""
         token = self._draw_from_row(self._penalised(logits))
-        if self._penalties is not None:
-            self._penalties.accept(token)
+        self._count(token)
         return token
 
     def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int:
@@ -160,11 +167,40 @@ class Sampler:
             return int(ids[logits.argmax()])
         return self._chain.draw(ids, logits)
 
-    def forced(self) -> list[int]:
-        """The tokens that come next without a row, if there are any: the caller appends them."""
+    def forced(self, new: Sequence[int]) -> list[int]:
+        """The answer has gained `new` tokens: those that come next without a row, if there are any. The
+        caller appends them."""
         forced = list(self._forced)
         self._forced.clear()
+        watch, constraint = self._thinking, self._constraint
+        if watch is not None and watch.open and watch.follow([*new, *forced] if forced else new):
+            bridge = list(watch.limits.bridge)
+            if constraint is not None:
+                if constraint.validate(bridge) < len(bridge):
+                    return forced  # not within a character: after the next token
+                for token in bridge:
+                    constraint.accept(token)
+            watch.follow(bridge)
+            for token in bridge:
+                self._count(token)
+            forced += bridge
+            if constraint is not None:
+                self._force(constraint)
+                forced += self._forced
+                self._forced.clear()
         return forced
+
+    @property
+    def horizon(self) -> int | None:
+        """Tokens of which none but the last can be followed by forced ones that a draft does not know of."""
+        return None if self._thinking is None else self._thinking.horizon
+
+    def _count(self, token: int) -> None:
+        """A token was chosen, or forced."""
+        if self._penalties is not None:
+            self._penalties.accept(token)
+        if self._thoughts is not None:
+            self._thoughts.accept(token)
 
     def validate(self, draft: list[int]) -> list[int]:
         """As much of a draft as may come next."""
@@ -182,6 +218,8 @@ class Sampler:
             real[self._banned] = -np.inf
         if self._penalties is not None:
             self._penalties.apply(real)
+        if self._thoughts is not None and self._thinking is not None and self._thinking.open:
+            self._thoughts.apply(real)
         token = int(real.argmax())
         if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
             raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
@@ -210,16 +248,14 @@ class Sampler:
                     raise RowNotKept
                 real = self._penalised(logits)
             token = self._from_row(real, constraint)
-        if self._penalties is not None:
-            self._penalties.accept(token)
+        self._count(token)
         self._force(constraint)
         return token
 
     def _force(self, constraint: Constraint) -> None:
         for token in constraint.forced():
             self._forced.append(token)
-            if self._penalties is not None:
-                self._penalties.accept(token)
+            self._count(token)
 
     def _from_row(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
         """The choice from a whole row."""

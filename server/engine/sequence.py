@@ -128,7 +128,7 @@ class Sequence:
 
         `ends` are the tokens that end a generation; they are not appended.
         """
-        new = new + self.sampler.forced()
+        new = new + self.sampler.forced(new)
         done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):

@@ -192,6 +192,7 @@ class FakeEngine:
         *,
         stream: bool = True,
         constraint: Any = None,
+        thinking: Any = None,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
