@@ -6,6 +6,7 @@ from bench.checks import (  # noqa: I001 - the order in which they run
     prompts,
     chat,
     thinking,
+    structured,
     streaming,
     parameters,
     concurrency,
@@ -27,5 +28,6 @@ __all__ = [
     "prompts",
     "shapes",
     "streaming",
+    "structured",
     "thinking",
 ]
