@@ -35,6 +35,11 @@ COMMANDS = {
     ),
     "soak": ("bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
     "overhead": ("bench.load.overhead:overhead", "What this client adds to every time that it measures."),
+    "grammar-cost": ("bench.engine.grammar:grammar_cost", "The engine alone: answers kept to a schema."),
+    "schema-suite": (
+        "bench.engine.grammar:schema_suite",
+        "Which JSON schemas can be enforced, and how well.",
+    ),
     "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
     "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
     "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),

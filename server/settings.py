@@ -86,6 +86,10 @@ class ChatSettings(Section, title="chat"):
     """Jinja chat template to use in place of the one inside the GGUF"""
     thinking: bool = False
     """think where a request does not say"""
+    thinking_budget: int | None = Field(None, ge=0)
+    """most tokens of reasoning where a request does not say (default: as many as the model likes)"""
+    loop_guard: bool = True
+    """end reasoning that repeats the same few tokens over and over, and have the model answer"""
     inline_reasoning: bool = False
     """leave reasoning in `content` as <think>...</think> instead of `reasoning_content`"""
     greedy: bool = False

@@ -7,6 +7,7 @@ from bench.checks import (  # noqa: I001 - the order in which they run
     cache,
     chat,
     thinking,
+    structured,
     streaming,
     parameters,
     concurrency,
@@ -29,5 +30,6 @@ __all__ = [
     "prompts",
     "shapes",
     "streaming",
+    "structured",
     "thinking",
 ]

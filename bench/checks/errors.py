@@ -39,6 +39,15 @@ class Row:
 
 MISSING = object()
 ROWS = (
+    Row("schema_not", "guided_json", {"not": {}}),
+    Row("regex_open", "guided_regex", "("),
+    Row("choice_empty", "guided_choice", []),
+    Row("grammar_open", "grammar", "root ::= ("),
+    Row("response_format_xml", "response_format", {"type": "xml"}),
+    Row("tool_choice_alone", "tool_choice", "required", "messages"),
+    Row("thinking_budget_negative", "thinking_budget", -2, "messages"),
+    Row("thinking_budget_of_a_completion", "thinking_budget", 5, "prompt"),
+    Row("reasoning_effort_unknown", "reasoning", {"effort": "a bit"}, "messages"),
     Row("prompt_missing", "prompt", MISSING, "prompt"),
     Row("prompt_null", "prompt", None, "prompt"),
     Row("prompt_number", "prompt", 5, "prompt"),

@@ -49,6 +49,9 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
 
     prompt, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
+    limits = None
+    if thinking:
+        limits = request.thinking_limits(service.settings, backend.engine.vocab, request.token_limit)
     grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
         ReplyParser(
@@ -58,7 +61,7 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar)
+    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from server.api.errors import bad_request
 from server.api.structured import StructuredFields, calls_format, check_tool_choice
+from server.api.thinking import ThinkingFields
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -228,7 +229,18 @@ def _prompt_list(value: Any) -> list[PromptInput]:
 class CompletionRequest(GenerationRequest):
     """Text in, text out: no template, no thinking."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "top_logprobs": (0,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "top_logprobs": (0,),
+        "enable_thinking": (False,),
+        "thinking": (False, {"type": "disabled"}),
+        "reasoning": ({"effort": "none"},),
+        "reasoning_effort": ("none",),
+        "thinking_budget": (-1, 0),
+        "thinking_token_budget": (-1, 0),
+        "reasoning_budget": (-1, 0),
+        "thinking_repetition_penalty": (1,),
+    }
 
     prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list, json_schema_input_type=AnyPrompt)]
     max_tokens: int | None = Field(None, ge=0)
@@ -257,8 +269,6 @@ class CompletionRequest(GenerationRequest):
 
 
 # --- /v1/chat/completions, and /invocations with `messages` ------------------------------------------------
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def described_as(kind: Any) -> BeforeValidator:
@@ -301,36 +311,7 @@ class ToolInput(BaseModel):
     function: FunctionInput
 
 
-class TemplateInput(BaseModel):
-    """Variables of the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enable_thinking: bool | None = None
-
-
-class ThinkingInput(BaseModel):
-    """As some clients send it."""
-
-    type: Literal["enabled", "disabled"]
-
-
-def _template_kwargs(value: Any) -> Any:
-    if isinstance(value, dict) and not isinstance(value.get("enable_thinking"), bool | None):
-        raise ValueError("enable_thinking must be true or false")
-    return value
-
-
-def _thinking(value: Any) -> bool | None:
-    """A flag, or the object that some clients send in its place: {"type": "enabled" | "disabled"}."""
-    if isinstance(value, dict) and value.get("type") in ("enabled", "disabled"):
-        return bool(value["type"] == "enabled")
-    if not isinstance(value, bool | None):
-        raise ValueError('must be true, false, or {"type": "enabled"} or {"type": "disabled"}')
-    return value
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(ThinkingFields, GenerationRequest):
     """A conversation. The insides of messages and tools are checked where they are rendered."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
@@ -344,13 +325,6 @@ class ChatRequest(GenerationRequest):
         BeforeValidator(check_tool_choice, json_schema_input_type=str | dict[str, Any] | None),
     ] = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, BeforeValidator(_template_kwargs, json_schema_input_type=TemplateInput | None)
-    ] = None
-    thinking: Annotated[
-        bool | None, BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingInput | None)
-    ] = None
-    reasoning_effort: ReasoningEffort | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -367,15 +341,6 @@ class ChatRequest(GenerationRequest):
     @property
     def by_n_probs(self) -> bool:
         return super().by_n_probs and not self.logprobs
-
-    def thinks(self, default: bool) -> bool:
-        """Whether thinking is asked for; where the spellings disagree, the most specific one decides."""
-        enabled = (self.chat_template_kwargs or {}).get("enable_thinking")
-        if enabled is None:
-            enabled = self.thinking
-        if enabled is None and self.reasoning_effort is not None:
-            enabled = self.reasoning_effort != "none"
-        return default if enabled is None else bool(enabled)
 
     @property
     def whole(self) -> bool:

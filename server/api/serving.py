@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
-    from server.engine import Grammar, Prompt
+    from server.engine import Grammar, Prompt, ThinkingLimits
 
 
 class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it, and all of them share `stops` and follow the `grammar`.
+    share it, and all of them share `stops` and follow the `grammar` and
+    think within the limits of `thinking`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ServedRequest:
         stops: StopStrings | None,
         kind: str,
         grammar: Grammar | None = None,
+        thinking: ThinkingLimits | None = None,
     ) -> None:
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.id = f"{kind}-{uuid.uuid4().hex}"
@@ -70,6 +72,7 @@ class ServedRequest:
                             stream=not request.whole,
                             salt=salt,
                             constraint=grammar.begin() if grammar else None,
+                            thinking=thinking,
                         )
                     )
         except BaseException:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Generation,
         Prompt,
         SamplingParams,
+        ThinkingLimits,
         TokenLogprobs,
     )
 
@@ -107,6 +108,7 @@ def generate(
     stream: bool = True,
     salt: str = "",
     constraint: Constraint | None = None,
+    thinking: ThinkingLimits | None = None,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
@@ -115,5 +117,7 @@ def generate(
     share prefixes. Raises what `Engine.submit` raises
     (QueueFull, EngineDead).
     """
-    generation = engine.submit(prompt, params, max_tokens, stream=stream, salt=salt, constraint=constraint)
+    generation = engine.submit(
+        prompt, params, max_tokens, stream=stream, salt=salt, constraint=constraint, thinking=thinking
+    )
     return TextGeneration(generation, Detokenizer(engine.vocab, stops))

@@ -28,6 +28,7 @@ from .sequence import CacheMiss, FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .speculation import DraftCounts
 from .stats import EngineStats
+from .thinking import ThinkingLimits
 from .vocab import Vocab
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "SamplingParams",
+    "ThinkingLimits",
     "Timings",
     "TokenBudget",
     "TokenLogprobs",

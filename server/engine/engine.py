@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .sampling import SamplingParams
     from .sequence import FinishReason
     from .settings import EngineSettings
+    from .thinking import ThinkingLimits, ThinkingWatch
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +146,16 @@ class Engine:
         stream: bool = True,
         constraint: Constraint | None = None,
         salt: str = "",
+        thinking: ThinkingLimits | None = None,
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
-        A `constraint` is this request's alone, at the beginning of its answer. Prefixes are shared with
-        requests of the same `salt` only. Raises ValueError for `max_tokens` below 0, QueueFull and
-        EngineDead.
+        A `constraint` is this request's alone, at the beginning of its answer; with `thinking` limits the
+        answer begins in a think block. Prefixes are shared with requests of the same `salt` only.
+
+        Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
@@ -175,7 +178,9 @@ class Engine:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            self._post(generation, partial(self._add, generation, prompt, params, limit, constraint, salt))
+            watch = None if thinking is None else thinking.begin(self.vocab)
+            add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt)
+            self._post(generation, add)
         return generation
 
     def stats(self) -> EngineStats:
@@ -332,12 +337,13 @@ class Engine:
         params: SamplingParams,
         max_tokens: int,
         constraint: Constraint | None,
+        thinking: ThinkingWatch | None,
         salt: str,
     ) -> None:
         """A request arrived."""
         if generation not in self._open:
             return
-        sampler = Sampler(params, self.vocab, prompt.ids, constraint)
+        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking)
         sequence = Sequence(
             prompt.ids.copy(),
             max_tokens,

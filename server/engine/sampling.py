@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .constraint import Constraint
     from .llama import Rows
+    from .thinking import ThinkingWatch
     from .vocab import Vocab
 
 
@@ -120,6 +121,7 @@ class Sampler:
         vocab: Vocab,
         prompt: Sequence[int],
         constraint: Constraint | None = None,
+        thinking: ThinkingWatch | None = None,
     ) -> None:
         self._n_real = vocab.n_real
         ends = sorted(vocab.eog_ids - params.stop_token_ids)
@@ -144,6 +146,12 @@ class Sampler:
                 seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
             )
         self._constraint = constraint
+        self._thinking = thinking
+        self._thoughts: Penalties | None = None
+        """Penalties within the think block, over what is in it."""
+        if thinking is not None and thinking.limits.repetition_penalty != 1.0:
+            penalty = thinking.limits.repetition_penalty
+            self._thoughts = Penalties(SamplingParams(repetition_penalty=penalty), vocab.n_real, [])
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
         self.need = self._least_sampler(params, len(vocab.eog_ids))
@@ -152,7 +160,7 @@ class Sampler:
             self._force(constraint)
 
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
-        if self._penalties is not None:
+        if self._penalties is not None or self._thoughts is not None:
             return DeviceSampler.ROW  # any token may become the best
         if params.logprobs is not None or params.prompt_logprobs is not None:
             return DeviceSampler.ROW  # all of it is added up
@@ -186,8 +194,7 @@ class Sampler:
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token of a row [n_vocab], which is changed, and counted among those seen."""
         token = self._draw_from_row(self._penalised(logits))
-        if self._penalties is not None:
-            self._penalties.accept(token)
+        self._count(token)
         return token
 
     def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int:
@@ -198,13 +205,46 @@ class Sampler:
             return int(ids[logits.argmax()])
         return self._chain.draw(ids, logits)
 
-    def forced(self) -> list[int]:
-        """The tokens that come next without a row, if there are any: the caller appends them."""
-        if self._params.logprobs is not None:
-            return []  # what the model thinks of them is asked for, too
+    def forced(self, new: Sequence[int]) -> list[int]:
+        """The answer has gained `new` tokens: those that come next without a row, if there are any. The
+        caller appends them. With log-probabilities there are none: the model is asked what it thinks of them.
+        """
+        asked = self._params.logprobs is not None
+        forced = [] if asked else self._take_forced()
+        watch, constraint = self._thinking, self._constraint
+        if watch is not None and watch.open and watch.follow([*new, *forced] if forced else new):
+            bridge = list(watch.limits.bridge)
+            if constraint is not None:
+                if constraint.validate(bridge) < len(bridge):
+                    return forced  # not within a character: after the next token
+                for token in bridge:
+                    constraint.accept(token)
+            watch.follow(bridge)
+            for token in bridge:
+                self._count(token)
+            self._forced += bridge
+            if constraint is not None:
+                self._force(constraint)
+            if not asked:
+                forced += self._take_forced()
+        return forced
+
+    def _take_forced(self) -> list[int]:
         forced = list(self._forced)
         self._forced.clear()
         return forced
+
+    @property
+    def horizon(self) -> int | None:
+        """Tokens of which none but the last can be followed by forced ones that a draft does not know of."""
+        return None if self._thinking is None else self._thinking.horizon
+
+    def _count(self, token: int) -> None:
+        """A token was chosen, or forced."""
+        if self._penalties is not None:
+            self._penalties.accept(token)
+        if self._thoughts is not None:
+            self._thoughts.accept(token)
 
     def validate(self, draft: list[int]) -> list[int]:
         """As much of a draft as may come next."""
@@ -225,6 +265,8 @@ class Sampler:
             real[self._banned] = -np.inf
         if self._penalties is not None:
             self._penalties.apply(real)
+        if self._thoughts is not None and self._thinking is not None and self._thinking.open:
+            self._thoughts.apply(real)
         token = int(real.argmax())
         if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
             raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
@@ -253,16 +295,14 @@ class Sampler:
                     raise RowNotKept
                 real = self._penalised(logits)
             token = self._from_row(real, constraint)
-        if self._penalties is not None:
-            self._penalties.accept(token)
+        self._count(token)
         self._force(constraint)
         return token
 
     def _force(self, constraint: Constraint) -> None:
         for token in constraint.forced():
             self._forced.append(token)
-            if self._penalties is not None:
-                self._penalties.accept(token)
+            self._count(token)
 
     def _from_row(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
         """The choice from a whole row."""

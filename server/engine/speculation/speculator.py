@@ -183,6 +183,8 @@ class Speculator:
         for chunk in chunks:
             sequence, slot = chunk.sequence, chunk.slot
             limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
+            if (horizon := sequence.sampler.horizon) is not None:
+                limit = min(limit, horizon - 1)
             requests.append(DraftRequest(sequence, slot, max(0, limit)))
         return requests if any(request.limit for request in requests) else []
 

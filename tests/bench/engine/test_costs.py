@@ -1,5 +1,7 @@
 """The engine's operations are timed, and each timing is a row of the store."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,20 @@ def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for name, message in (("no.gguf", "no.gguf: no such file"), ("x.gguf", "error: ")):
         assert main(["sampling-cost", str(tmp_path / name), "--out", str(tmp_path / "store")]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_grammar(nano_f32: Path, tmp_path: Path) -> None:
+    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2", "--out", str(tmp_path)]
+    assert main(["grammar-cost", str(nano_f32), *options]) == 0
+    found = cells(load([tmp_path]), "step_time")
+    assert all(found[f"{n} answers, greedy, {way}"] == 2 for n in (1, 2) for way in ("free", "to a schema"))
+
+
+def test_schema_suite(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schemas = [{"type": "integer", "maximum": 20, "minimum": 3}, {"not": {}}, {"enum": ["a", None]}]
+    cases = [{"description": str(n), "schema": schema} for n, schema in enumerate(schemas)]
+    (tmp_path / "suite.json").write_text(json.dumps(cases))
+    assert main(["schema-suite", str(nano_f32), str(tmp_path), "--documents", "8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\b3 +2 +1\b", out), out
+    assert "Unimplemented" in out

@@ -213,6 +213,7 @@ class FakeEngine:
         stream: bool = True,
         salt: str = "",
         constraint: Any = None,
+        thinking: Any = None,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class NoSampler:
     """Nobody draws, and nothing is forced or refused."""
 
-    def forced(self) -> list[int]:
+    horizon = None
+
+    def forced(self, new: list[int]) -> list[int]:
         return []
 
     def validate(self, draft: list[int]) -> list[int]:

@@ -1,0 +1,93 @@
+"""Answers that must look a certain way, calls that must be made, thoughts that must end."""
+
+import json
+import re
+from typing import Any
+
+from bench.checks.base import COMPLETIONS, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
+from bench.checks.base import expect_equal as equal
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "travel", "strict": True, "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stay", "parameters": {"type": "object", "properties": {}}}},
+]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
+JSON: tuple[dict[str, Any], ...] = (
+    {"response_format": FORMAT},
+    {"json_schema": SCHEMA},
+    {"guided_json": SCHEMA},
+    {"structured_outputs": {"json": SCHEMA}},
+)
+CODE = r"[ab]{2}-[0-9]"
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"guided_regex": CODE},
+    {"structured_outputs": {"regex": CODE}},
+    {"grammar": 'root ::= [ab] [ab] "-" [0-9]'},
+    {"guided_grammar": 'start: /[ab]{2}/ "-" /[0-9]/'},
+    {"guided_choice": ["aa-1", "bb-2"]},
+)
+
+
+def _trip(text: str) -> None:
+    value = json.loads(text)
+    equal(sorted(value), ["city", "days"], "keys")
+    expect(value["city"] in ("Rome", "Oslo") and 1 <= value["days"] <= 9, f"{value} is not of the schema")
+
+
+@check("a JSON schema is followed, in every spelling, on every endpoint, at temperature 1")
+async def schema(target: Target) -> None:
+    for fields in JSON:
+        answer = await target.chat(max_tokens=200, temperature=1.0, **fields)
+        _trip(answer["choices"][0]["message"]["content"])
+    answer = await target.ask(COMPLETIONS, prompt=PROMPT, max_tokens=200, temperature=1.0, guided_json=SCHEMA)
+    _trip(answer["choices"][0]["text"])
+    answer = await target.ask(INVOCATIONS, messages=MESSAGES, max_tokens=200, response_format=FORMAT)
+    _trip(answer["choices"][0]["message"]["content"])
+
+
+@check("regular expressions, choices and grammars are followed")
+async def others(target: Target) -> None:
+    for fields in OTHERS:
+        answer = await target.chat(max_tokens=50, temperature=1.0, **fields)
+        text = answer["choices"][0]["message"]["content"]
+        expect(re.fullmatch(CODE, text) is not None, f"{fields}: {text!r}")
+        equal(answer["choices"][0]["finish_reason"], "stop", "finish_reason")
+
+
+@check("tool_choice forces a call: required, any, and by name; its arguments follow the schema")
+async def forced(target: Target) -> None:
+    named = {"type": "function", "function": {"name": "travel"}}
+    for choice in ("required", "any", named):
+        answer = await target.chat(
+            max_tokens=300, temperature=1.0, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
+        )
+        equal(answer["choices"][0]["finish_reason"], "tool_calls", "finish_reason")
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        if choice == named or call["function"]["name"] == "travel":
+            equal(call["function"]["name"], "travel", "name")
+            _trip(call["function"]["arguments"])
+
+
+@check("a thinking budget ends the thoughts, in every spelling, and the model answers")
+async def budget(target: Target) -> None:
+    spellings: tuple[dict[str, Any], ...] = (
+        {"thinking_budget": 4},
+        {"thinking_token_budget": 4},
+        {"reasoning_budget": 4},
+        {"thinking": {"type": "enabled", "budget_tokens": 4}},
+    )
+    for fields in spellings:
+        answer = await target.chat(max_tokens=200, **fields)
+        message = answer["choices"][0]["message"]
+        expect(message.get("reasoning_content"), f"{fields}: no reasoning_content")
+        expect(len(message["reasoning_content"]) < 300, f"{fields}: {message['reasoning_content']!r}")
+        expect((message["content"] or "").strip(), f"{fields}: no answer")

@@ -1,0 +1,185 @@
+"""Fields that say whether a reply thinks, and for how long, in everybody's words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from server.api.errors import bad_request
+from server.engine import ThinkingLimits
+
+if TYPE_CHECKING:
+    from server.engine import Vocab
+    from server.settings import Settings
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+EFFORTS: dict[str, int | None] = {
+    "none": 0,
+    "minimal": 256,
+    "low": 1024,
+    "medium": 4096,
+    "high": 16384,
+    "xhigh": 32768,
+    "max": None,
+}
+"""Budgets in tokens. "max" thinks as long as the model likes to."""
+
+ANSWER_SHARE = 4
+"""A budget leaves this part of `max_tokens`, one in so many, for the answer."""
+
+BRIDGE = "\n\nMy time to think is up, so I give the answer that follows from what I have so far.\n"
+CLOSE = "\n</think>\n\n"
+"""What closes a think block whose time is up: in words, or where there is no room for words, without."""
+
+
+def _template_kwargs(value: Any) -> Any:
+    if isinstance(value, dict) and not isinstance(value.get("enable_thinking"), bool | None):
+        raise ValueError("enable_thinking must be true or false")
+    return value
+
+
+def _is_budget(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _thinking(value: Any) -> Any:
+    if isinstance(value, dict):
+        kinds = ("enabled", "disabled", "adaptive")
+        if value.get("type") not in kinds or not _is_budget(value.get("budget_tokens")):
+            raise ValueError('must be {"type": "enabled" | "disabled" | "adaptive", "budget_tokens": 1024}')
+        return value
+    if not isinstance(value, bool | None):
+        raise ValueError('must be true, false, or {"type": "enabled"} or {"type": "disabled"}')
+    return value
+
+
+def _reasoning(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError('must be an object, {"effort": "low"}')
+    if value.get("effort") is not None and value["effort"] not in EFFORTS:
+        raise ValueError(f"effort must be one of {', '.join(EFFORTS)}")
+    if not _is_budget(value.get("max_tokens")) or not isinstance(value.get("enabled"), bool | None):
+        raise ValueError("max_tokens must be a number of tokens, enabled true or false")
+    if unknown := sorted(value.keys() - {"effort", "max_tokens", "enabled", "summary", "generate_summary"}):
+        raise ValueError(f"{unknown[0]} is not supported")
+    if value.get("summary") or value.get("generate_summary"):
+        raise ValueError("summaries are not supported; the reasoning comes as it is")
+    return value
+
+
+class TemplateInput(BaseModel):
+    """Variables of the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enable_thinking: bool | None = None
+
+
+class ThinkingInput(BaseModel):
+    """As Anthropic's clients send it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+
+
+class ReasoningInput(BaseModel):
+    """As OpenRouter's and the Responses API's clients send it."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    enabled: bool | None = None
+
+
+class ThinkingFields(BaseModel):
+    """What a chat request may say about its think block."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, BeforeValidator(_template_kwargs, json_schema_input_type=TemplateInput | None)
+    ] = None
+    enable_thinking: bool | None = None
+    thinking: Annotated[
+        bool | dict[str, Any] | None,
+        BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingInput | None),
+    ] = None
+    reasoning: Annotated[
+        dict[str, Any] | None, BeforeValidator(_reasoning, json_schema_input_type=ReasoningInput | None)
+    ] = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_budget: int | None = Field(None, ge=-1)
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    reasoning_budget: int | None = Field(None, ge=-1)
+    thinking_repetition_penalty: float | None = Field(None, gt=0, le=100)
+
+    def thinks(self, default: bool) -> bool:
+        """Whether thinking is asked for; where the spellings disagree, the most specific one decides.
+
+        A budget of 0 asks for none, any other for some where nothing else does.
+        """
+        if self.budget() == 0:
+            return False
+        effort = self._effort()
+        object_ = self.thinking if isinstance(self.thinking, dict) else None
+        spellings = (
+            (self.chat_template_kwargs or {}).get("enable_thinking"),
+            self.enable_thinking,
+            self.thinking if object_ is None else object_["type"] != "disabled",
+            (self.reasoning or {}).get("enabled"),
+            None if effort is None else effort != "none",
+            True if (self.budget() or 0) > 0 else None,
+        )
+        return bool(next((spelling for spelling in spellings if spelling is not None), default))
+
+    def budget(self) -> int | None:
+        """The most tokens that a request grants its think block in so many words; None where it says nothing,
+        -1 for as many as the model likes. Raises ApiError 400 where it says two things."""
+        found: dict[str, int] = {}
+        for field in ("thinking_budget", "thinking_token_budget", "reasoning_budget"):
+            if (value := getattr(self, field)) is not None:
+                found[field] = value
+        if isinstance(self.thinking, dict) and self.thinking.get("budget_tokens") is not None:
+            found["thinking.budget_tokens"] = self.thinking["budget_tokens"]
+        if self.reasoning and self.reasoning.get("max_tokens") is not None:
+            found["reasoning.max_tokens"] = self.reasoning["max_tokens"]
+        if len(set(found.values())) > 1:
+            names = " and ".join(found)
+            raise bad_request(f"{names} contradict each other; give one", list(found)[1], "invalid_value")
+        return next(iter(found.values()), None)
+
+    def _effort(self) -> str | None:
+        inner = (self.reasoning or {}).get("effort")
+        if inner is not None and self.reasoning_effort not in (None, inner):
+            message = "reasoning.effort and reasoning_effort contradict each other; give one"
+            raise bad_request(message, "reasoning_effort", "invalid_value")
+        return inner or self.reasoning_effort
+
+    def thinking_limits(
+        self, settings: Settings, vocab: Vocab, token_limit: int | None
+    ) -> ThinkingLimits | None:
+        """How long a reply that thinks may do so; None where nothing is to be watched.
+
+        The request's budget counts, else its effort's, else the server's. It is cut where `token_limit` would
+        leave less than a quarter for the answer.
+        """
+        budget = self.budget()
+        if budget is None and (effort := self._effort()) is not None:
+            budget = EFFORTS[effort] if EFFORTS[effort] is not None else -1
+        if budget is None:
+            budget = settings.thinking_budget
+        penalty = self.thinking_repetition_penalty or 1.0
+        limited = budget is not None and budget >= 0
+        if not (limited or settings.loop_guard or penalty != 1.0):
+            return None
+        bridge = vocab.tokenize(BRIDGE.removesuffix("\n") + CLOSE, special=True)
+        if limited and token_limit is not None:
+            assert budget is not None
+            room = token_limit - -(-token_limit // ANSWER_SHARE)
+            if room < 2 * len(bridge):
+                bridge = vocab.tokenize(CLOSE, special=True)
+            budget = max(0, min(budget, room - len(bridge)))
+        return ThinkingLimits(tuple(bridge), budget if limited else None, settings.loop_guard, penalty)
