@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import off_loop
-from server.api.serving import ServedRequest, stop_strings
+from server.api.serving import ServedRequest, stop_strings, truncated
 from server.api.sse import Frame, ending, event, merge
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator
 
     from fastapi import Request, Response
 
@@ -38,7 +38,8 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
         )
-        return backend.engine.prompt(ids), stop_strings(request)
+        kept = truncated(ids, request, backend.engine.context_size)
+        return backend.engine.prompt(kept), stop_strings(request)
 
     prompt, stops = await off_loop(prepare, size)
     parsers = [
@@ -55,32 +56,23 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    vocab = backend.engine.vocab
-    logprobs = [ChatLogprobs(request, vocab, generation) for generation in served.generations]
-    scores = partial(prompt_logprobs, request, vocab, served.generations[0])
-    return await served.respond(
-        http, partial(stream, served, replies, logprobs), partial(collect, served, replies, logprobs, scores)
-    )
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
 
-async def collect(
-    served: ServedRequest,
-    replies: list[Reply],
-    logprobs: list[ChatLogprobs],
-    scores: Callable[[], dict[str, Any]],
-) -> dict[str, Any]:
-    """The whole response object; `scores` are those of the prompt, once it has been read."""
+async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
+    """The whole response object."""
     messages = await asyncio.gather(*map(message_of, replies))
     choices = [
         {
             "index": index,
             "message": message,
-            "logprobs": told.new(),
+            "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
             "finish_reason": served.check(reply.finish_reason),
         }
-        for index, (message, reply, told) in enumerate(zip(messages, replies, logprobs, strict=True))
+        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores(), **served.extras()}
+    scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
@@ -102,9 +94,7 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     return message
 
 
-async def stream(
-    served: ServedRequest, replies: list[Reply], logprobs: list[ChatLogprobs]
-) -> AsyncGenerator[bytes, None]:
+async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
@@ -112,6 +102,7 @@ async def stream(
     """
     usage = {"usage": None} if served.include_usage else {}
     started: set[int] = set()
+    logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
     def chunk(
         index: int,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import off_loop
-from server.api.serving import ServedRequest, stop_strings
+from server.api.serving import ServedRequest, stop_strings, truncated
 from server.api.sse import Frame, ending, event, merge
 
 if TYPE_CHECKING:
@@ -30,36 +30,33 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
     backend = service.backend
 
     def prepare() -> tuple[list[Prompt], list[str], StopStrings | None]:
-        ids = [backend.prompter.raw(given) if isinstance(given, str) else given for given in request.prompt]
-        prompts = list(map(backend.engine.prompt, ids))
+        whole = [backend.prompter.raw(given) if isinstance(given, str) else given for given in request.prompt]
+        kept = [truncated(ids, request, backend.engine.context_size) for ids in whole]
+        prompts = list(map(backend.engine.prompt, kept))
         echoes = [""] * len(prompts)
         if request.echo:
             echoes = [
-                given if isinstance(given, str) else text_of_ids(backend.engine.vocab, given)
-                for given in request.prompt
+                given
+                if isinstance(given, str) and len(ids) == len(all_ids)
+                else text_of_ids(backend.engine.vocab, ids)
+                for given, all_ids, ids in zip(request.prompt, whole, kept, strict=True)
             ]
         return prompts, echoes, stop_strings(request)
 
     prompts, echoes, stops = await off_loop(prepare, size)
     served = ServedRequest(service, request, prompts, stops, "cmpl")
-    vocab = backend.engine.vocab
+    starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(
             generation,
             echo,
-            ChatLogprobs(request, vocab, generation)
+            ChatLogprobs(request, served.vocab, generation)
             if request.by_n_probs
-            else CompletionLogprobs(request, vocab, generation, prompt.ids),
+            else CompletionLogprobs(request, served.vocab, generation, prompt.ids),
         )
-        for generation, (prompt, echo) in zip(
-            served.generations,
-            (pair for pair in zip(prompts, echoes, strict=True) for _ in range(request.choices)),
-            strict=True,
-        )
+        for generation, (prompt, echo) in zip(served.generations, starts, strict=True)
     ]
-    return await served.respond(
-        http, partial(stream, served, answers), partial(collect, served, answers, request, vocab)
-    )
+    return await served.respond(http, partial(stream, served, answers), partial(collect, served, answers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +74,7 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     return b"".join(map(vocab.token_text, ids)).decode("utf-8", "replace")
 
 
-async def collect(
-    served: ServedRequest, answers: Sequence[Answer], request: CompletionRequest, vocab: Vocab
-) -> dict[str, Any]:
+async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
     """The whole response object."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
     choices = [
@@ -90,7 +85,7 @@ async def collect(
                 served.check(answer.generation.finish_reason),
                 answer.logprobs.all(),
             ),
-            **prompt_logprobs(request, vocab, answer.generation),
+            **prompt_logprobs(served.request, served.vocab, answer.generation),
         }
         for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
     ]

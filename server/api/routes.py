@@ -15,6 +15,7 @@ from server.api.errors import ApiError, bad_request
 from server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.api.request import body_of, off_loop, validate
 from server.api.service import Service, service_of
+from server.api.tokenizer_info import tokenizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -44,6 +45,11 @@ ROUTERS = (plain, others)
 """Looked through in this order: what is asked for most comes first."""
 
 
+LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+DEFAULT_LIMIT = 16
+"""Tokens of a completion where a request gives none of these, as in OpenAI's API and vLLM."""
+
+
 # --- generation --------------------------------------------------------------------------------------------
 
 
@@ -52,6 +58,8 @@ async def completions(http: Request) -> Response:
     """Continue a prompt: no template, no thinking."""
     service = service_of(http)
     body, size = await body_of(http, service)
+    if all(body.get(name) is None for name in LIMITS):
+        body["max_tokens"] = DEFAULT_LIMIT
     return await complete(http, service, await validate(CompletionRequest, body, size), size)
 
 
@@ -110,6 +118,12 @@ async def detokenize(http: Request) -> Response:
         return b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
 
     return JSONResponse({"content": await off_loop(text, size)})
+
+
+@others.get("/tokenizer_info")
+async def about_tokenizer(http: Request) -> dict[str, Any]:
+    """Special tokens and chat template."""
+    return tokenizer_info(service_of(http))
 
 
 # --- the server --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from server.api.errors import ApiError
 from server.api.request import until_gone
-from server.api.sampling import sampling_params
+from server.api.sampling import of_choice, sampling_params
 from server.api.sse import EventStream
 from server.chat import StopStrings, TextGeneration, generate
 
@@ -40,6 +40,8 @@ class ServedRequest:
         kind: str,
     ) -> None:
         backend = service.backend
+        self.request = request
+        self.vocab = backend.engine.vocab
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
@@ -48,18 +50,20 @@ class ServedRequest:
         self._metrics = service.metrics
         self._per_prompt = request.choices
         self.generations: list[TextGeneration] = []
+        mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
+        params = sampling_params(request, backend.defaults, self.vocab, mode=mode)
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
-                    params = sampling_params(request, backend.defaults, choice=choice)
                     self.generations.append(
                         generate(
                             backend.engine,
                             prompt,
-                            params,
+                            of_choice(params, choice),
                             request.token_limit,
                             stops=stops,
                             stream=not request.whole,
+                            spell_control=request.skip_special_tokens is False,
                         )
                     )
         except BaseException:
@@ -156,7 +160,19 @@ class ServedRequest:
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:
     """What ends the answers early, for all of them; work for as long as the strings are."""
-    return StopStrings(request.stop) if request.stop else None
+    if not request.stop:
+        return None
+    included, least = bool(request.include_stop_str_in_output), request.min_tokens or 0
+    return StopStrings(request.stop, included=included, min_tokens=least)
+
+
+def truncated(ids: list[int], request: GenerationRequest, context_size: int) -> list[int]:
+    """The end of a prompt, as much of it as `truncate_prompt_tokens` leaves; -1 is what the context has room
+    for beside the answer."""
+    keep = request.truncate_prompt_tokens
+    if keep == -1:
+        keep = max(1, context_size - (request.token_limit or 1))
+    return ids if keep is None else ids[-keep:]
 
 
 def _rate(count: int, milliseconds: float) -> float:

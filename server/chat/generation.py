@@ -104,13 +104,15 @@ def generate(
     *,
     stops: StopStrings | None = None,
     stream: bool = True,
+    spell_control: bool = False,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
     `max_tokens` None means as many as the context has room for. Without `stream` the text comes in one piece,
-    at the end: a stop string cuts it then, but does not end it early. Raises what `Engine.submit` raises
-    (QueueFull, EngineDead).
+    at the end: a stop string cuts it then, but does not end it early. With `spell_control` control tokens are
+    a part of the text, by their names. Raises what `Engine.submit` raises (QueueFull, EngineDead).
     """
     return TextGeneration(
-        engine.submit(prompt, params, max_tokens, stream=stream), Detokenizer(engine.vocab, stops)
+        engine.submit(prompt, params, max_tokens, stream=stream),
+        Detokenizer(engine.vocab, stops, spell_control=spell_control),
     )

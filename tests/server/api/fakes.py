@@ -45,6 +45,7 @@ class FakeVocab:
     added_tokens = ADDED
     size = 256 + len(ADDED)
     eos_id = 256 + ADDED.index("<|im_end|>")
+    n_real = size
     bos_id = None
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
