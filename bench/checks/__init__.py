@@ -8,6 +8,8 @@ from bench.checks import (  # noqa: I001 - the order in which they run
     thinking,
     streaming,
     parameters,
+    tokens,
+    logprobs,
     concurrency,
     errors,
 )
@@ -23,9 +25,11 @@ __all__ = [
     "concurrency",
     "errors",
     "health",
+    "logprobs",
     "parameters",
     "prompts",
     "shapes",
     "streaming",
     "thinking",
+    "tokens",
 ]

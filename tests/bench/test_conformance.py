@@ -42,7 +42,7 @@ async def test_a_server_that_keeps_the_contract_passes(good_server: FakeServer) 
 
 
 def test_names_are_unique_and_every_rule_is_in_words() -> None:
-    assert len(BY_NAME) == len(CHECKS) == 120
+    assert len(BY_NAME) == len(CHECKS) == 144
     assert all(check.what for check in CHECKS)
 
 
@@ -212,6 +212,29 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
         Script(on_request=lambda _, body: {"max_tokens": 16, **body}),
         ["parameters.max_tokens_unbounded"],
     ),
+    (
+        "no default limit",
+        Script(on_request=lambda _, body: {"n_predict": -1, **body}),
+        ["tokens.default_limit"],
+    ),
+    ("ignores n_predict", Script(on_request=without("n_predict")), ["tokens.n_predict"]),
+    ("ignores min_tokens", Script(on_request=without("min_tokens")), ["tokens.min_tokens"]),
+    ("ignores logit_bias", Script(on_request=without("logit_bias")), ["tokens.logit_bias"]),
+    ("ignores allowed tokens", Script(on_request=without("allowed_token_ids")), ["tokens.allowed"]),
+    ("ignores bad words", Script(on_request=without("bad_words")), ["tokens.bad_words"]),
+    ("ignores stop tokens", Script(on_request=without("stop_token_ids")), ["tokens.stop_token_ids"]),
+    (
+        "never includes a stop",
+        Script(on_request=without("include_stop_str_in_output")),
+        ["tokens.stop_token_ids", "tokens.included_stop"],
+    ),
+    (
+        "no log-probabilities",
+        Script(on_answer=choice_with(logprobs=None)),
+        ["logprobs.chat", "logprobs.completion", "logprobs.echo", "logprobs.generated_and_given"],
+    ),
+    ("no alternatives", Script(on_request=without("top_logprobs")), ["logprobs.chat"]),
+    ("no streamed log-probabilities", Script(on_event=choice_with(logprobs=None)), ["logprobs.streamed"]),
     ("ignores n", Script(on_request=without("n")), ["prompts.n", "chat.n", "streaming.choices"]),
     (
         "ignores echo",
