@@ -71,7 +71,7 @@ class Answer:
 
 def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     """Control tokens by their names."""
-    return b"".join(map(vocab.token_text, ids)).decode("utf-8", "replace")
+    return b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:

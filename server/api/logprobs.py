@@ -25,7 +25,7 @@ class TokenNames:
 
     def bytes(self, token: int) -> bytes:
         """What it adds to a text, a control token its own name."""
-        return self._vocab.token_text(token)
+        return self._vocab.spelling(token)
 
     def name(self, token: int) -> str:
         """Its text, with U+FFFD for a part of a character."""

@@ -14,7 +14,7 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
     vocab, metadata = backend.engine.vocab, backend.engine.metadata
 
     def text(token: str | int | None) -> str | None:
-        return None if token is None else vocab.token_text(int(token)).decode("utf-8", "replace")
+        return None if token is None else vocab.spelling(int(token)).decode("utf-8", "replace")
 
     return {
         "tokenizer_class": metadata.get("tokenizer.ggml.model"),

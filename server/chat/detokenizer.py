@@ -25,7 +25,7 @@ class Detokenizer:
         self, vocab: Vocab, stops: StopStrings | None = None, *, spell_control: bool = False
     ) -> None:
         """With `spell_control` control tokens are a part of the text, by their names."""
-        self._bytes_of = vocab.token_text if spell_control else vocab.token_bytes
+        self._bytes_of = vocab.spelling if spell_control else vocab.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
         self._node = 0  # where the text so far has led in the stops' automaton
