@@ -316,11 +316,13 @@ class FakeServer:
     @staticmethod
     def _cut(made: Generation, stops: list[str], included: bool) -> None:
         text = "".join(piece for name, piece in made.pieces if name != "reasoning_content")
-        ends = [text.index(stop) + included * len(stop) for stop in stops if stop in text]
+        ends = [text.index(stop) for stop in stops if stop in text]
         if not ends:
             return
         kept: list[tuple[str, str]] = []
         left = min(ends)
+        if included:
+            left += len(next(stop for stop in stops if text.find(stop) == left))
         for name, piece in made.pieces:
             if name != "reasoning_content":
                 piece, left = piece[:left], left - len(piece)
