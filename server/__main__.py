@@ -96,7 +96,9 @@ def load(settings: Settings) -> Backend:
         if settings.chat_template is not None or template is None:
             template = (settings.chat_template or CHAT_TEMPLATE).read_text(encoding="utf-8")
         prompter = Prompter(engine.vocab, template)
-        defaults = sampling_defaults(engine.metadata, greedy=settings.greedy)
+        defaults = sampling_defaults(
+            engine.metadata, greedy=settings.greedy, source=settings.sampling_defaults
+        )
         engine.start()
         engine.wait_ready()
     except BaseException:

@@ -92,6 +92,9 @@ class ChatSettings(Section, title="chat"):
     """end reasoning that repeats the same few tokens over and over, and have the model answer"""
     inline_reasoning: bool = False
     """leave reasoning in `content` as <think>...</think> instead of `reasoning_content`"""
+    sampling_defaults: Literal["file", "card", "card-coding"] = "file"
+    """temperature, top-p, top-k and penalties where a request gives none: those of the GGUF, or in chats
+    those of Qwen3.5's model card, which has others with thinking, without it and for coding"""
     greedy: bool = False
     """temperature 0 where a request gives none; the GGUF's advice is passed over"""
 

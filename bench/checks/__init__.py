@@ -10,6 +10,8 @@ from bench.checks import (  # noqa: I001 - the order in which they run
     structured,
     streaming,
     parameters,
+    tokens,
+    logprobs,
     concurrency,
     errors,
 )
@@ -26,10 +28,12 @@ __all__ = [
     "concurrency",
     "errors",
     "health",
+    "logprobs",
     "parameters",
     "prompts",
     "shapes",
     "streaming",
     "structured",
     "thinking",
+    "tokens",
 ]

@@ -92,6 +92,16 @@ ROWS = (
     Row("n_zero", "n", 0),
     Row("n_string", "n", "two"),
     Row("stream_options_string", "stream_options", "usage"),
+    Row("top_logprobs_alone", "top_logprobs", 2),
+    Row("logprobs_many", "logprobs", 21),
+    Row("prompt_logprobs_many", "prompt_logprobs", 21),
+    Row("logit_bias_string", "logit_bias", "strong"),
+    Row("allowed_token_ids_strings", "allowed_token_ids", ["a"]),
+    Row("stop_token_ids_number", "stop_token_ids", 5),
+    Row("bad_words_numbers", "bad_words", [5]),
+    Row("min_tokens_negative", "min_tokens", -1),
+    Row("n_predict_string", "n_predict", "ten"),
+    Row("best_of_more", "best_of", 2),
 )
 
 JSON = "application/json"

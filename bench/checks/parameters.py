@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bench.checks.base import CHAT, COMPLETIONS, MESSAGES, PROMPT, Target, check, expect
+from bench.checks.base import CHAT, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
 from bench.checks.base import expect_equal as equal
 
 # Each leaves one candidate at any temperature, so the text is the greedy one.
@@ -99,14 +99,14 @@ async def max_completion_tokens(target: Target) -> None:
     equal(answer["usage"]["completion_tokens"], 5, "completion_tokens")
 
 
-@check("a max_tokens beyond the context is clamped, not refused; an absent one is all of the context")
+@check("a max_tokens beyond the context is clamped; absent on /invocations, it is all of the context")
 async def max_tokens_unbounded(target: Target) -> None:
     text = await target.text(max_tokens=40)
     late = text[20:]  # complete soon, but not before a default of 16 tokens would end the text
     wanted = text[: text.index(late)]
     for fields in ({"max_tokens": 10**9}, {}):
         body = {"prompt": PROMPT, "temperature": 0.0, "ignore_eos": True, "stop": [late], **fields}
-        choice = (await target.ask(COMPLETIONS, **body))["choices"][0]
+        choice = (await target.ask(INVOCATIONS, **body))["choices"][0]
         equal(choice["finish_reason"], "stop", f"finish_reason with {fields or 'no max_tokens'}")
         equal(choice["text"], wanted, f"text with {fields or 'no max_tokens'}")
 

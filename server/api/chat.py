@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
-from server.api.serving import ServedRequest, check_count, stop_strings
+from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from server.api.sse import Frame, ending, event, merge
 from server.api.structured import compiled
 from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
-from server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -40,12 +39,13 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
     ) -> tuple[Prompt, StopStrings | None, AnswerFormat | ToolFormat | None]:
         ids = backend.prompter.chat(
             request.messages,
-            TokenBudget(backend.engine.context_size, interrupt),
+            prompt_budget(request, backend.engine.context_size, interrupt),
             tools=request.offered_tools,
             enable_thinking=thinking,
             template_kwargs=request.chat_template_kwargs,
         )
-        return backend.engine.prompt(ids), stop_strings(request), request.wanted_format()
+        kept = truncated(ids, request, backend.engine.context_size)
+        return backend.engine.prompt(kept), stop_strings(request), request.wanted_format()
 
     prompt, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
@@ -67,32 +67,23 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    vocab = backend.engine.vocab
-    logprobs = [ChatLogprobs(request, vocab, generation) for generation in served.generations]
-    scores = partial(prompt_logprobs, request, vocab, served.generations[0])
-    return await served.respond(
-        http, partial(stream, served, replies, logprobs), partial(collect, served, replies, logprobs, scores)
-    )
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
 
-async def collect(
-    served: ServedRequest,
-    replies: list[Reply],
-    logprobs: list[ChatLogprobs],
-    scores: Callable[[], dict[str, Any]],
-) -> dict[str, Any]:
-    """The whole response object; `scores` are those of the prompt, once it has been read."""
+async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
+    """The whole response object."""
     messages = await asyncio.gather(*map(message_of, replies))
     choices = [
         {
             "index": index,
             "message": message,
-            "logprobs": told.new(),
+            "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
             "finish_reason": served.check(reply.finish_reason),
         }
-        for index, (message, reply, told) in enumerate(zip(messages, replies, logprobs, strict=True))
+        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores(), **served.extras()}
+    scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
+    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
@@ -114,9 +105,7 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     return message
 
 
-async def stream(
-    served: ServedRequest, replies: list[Reply], logprobs: list[ChatLogprobs]
-) -> AsyncGenerator[bytes, None]:
+async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
@@ -124,6 +113,7 @@ async def stream(
     """
     usage = {"usage": None} if served.include_usage else {}
     started: set[int] = set()
+    logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
     def chunk(
         index: int,

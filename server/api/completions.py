@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import prepared
-from server.api.serving import ServedRequest, check_count, stop_strings
+from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from server.api.sse import Frame, ending, event, merge
 from server.api.structured import compiled
-from server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,15 +37,19 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
         interrupt: Callable[[], None],
     ) -> tuple[list[Prompt], list[str], StopStrings | None, AnswerFormat | ToolFormat | None]:
         def ids_of(given: str | list[int]) -> list[int]:
-            budget = TokenBudget(backend.engine.context_size, interrupt)
+            budget = prompt_budget(request, backend.engine.context_size, interrupt)
             return backend.prompter.raw(given, budget) if isinstance(given, str) else given
 
-        prompts = [backend.engine.prompt(ids_of(given)) for given in request.prompt]
+        whole = list(map(ids_of, request.prompt))
+        kept = [truncated(ids, request, backend.engine.context_size) for ids in whole]
+        prompts = list(map(backend.engine.prompt, kept))
         echoes = [""] * len(prompts)
         if request.echo:
             echoes = [
-                given if isinstance(given, str) else text_of_ids(backend.engine.vocab, given)
-                for given in request.prompt
+                given
+                if isinstance(given, str) and len(ids) == len(all_ids)
+                else text_of_ids(backend.engine.vocab, ids)
+                for given, all_ids, ids in zip(request.prompt, whole, kept, strict=True)
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
@@ -56,24 +59,18 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
     request.prompt = []  # they would stay for as long as the answer takes
     grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
     served = ServedRequest(service, request, prompts, stops, "cmpl", grammar)
-    vocab = backend.engine.vocab
+    starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(
             generation,
             echo,
-            ChatLogprobs(request, vocab, generation)
+            ChatLogprobs(request, served.vocab, generation)
             if request.by_n_probs
-            else CompletionLogprobs(request, vocab, generation, prompt.ids),
+            else CompletionLogprobs(request, served.vocab, generation, prompt.ids),
         )
-        for generation, (prompt, echo) in zip(
-            served.generations,
-            (pair for pair in zip(prompts, echoes, strict=True) for _ in range(request.choices)),
-            strict=True,
-        )
+        for generation, (prompt, echo) in zip(served.generations, starts, strict=True)
     ]
-    return await served.respond(
-        http, partial(stream, served, answers), partial(collect, served, answers, request, vocab)
-    )
+    return await served.respond(http, partial(stream, served, answers), partial(collect, served, answers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +85,10 @@ class Answer:
 
 def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     """Control tokens by their names."""
-    return b"".join(map(vocab.token_text, ids)).decode("utf-8", "replace")
+    return b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")
 
 
-async def collect(
-    served: ServedRequest, answers: Sequence[Answer], request: CompletionRequest, vocab: Vocab
-) -> dict[str, Any]:
+async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
     """The whole response object."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
     choices = [
@@ -104,7 +99,7 @@ async def collect(
                 served.check(answer.generation.finish_reason),
                 answer.logprobs.all(),
             ),
-            **prompt_logprobs(request, vocab, answer.generation),
+            **prompt_logprobs(served.request, served.vocab, answer.generation),
         }
         for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
     ]

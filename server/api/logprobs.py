@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from server.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+    from server.api.protocol import CompletionRequest, GenerationRequest
     from server.chat import TextGeneration
     from server.engine import TokenLogprobs, Vocab
 
@@ -25,7 +25,7 @@ class TokenNames:
 
     def bytes(self, token: int) -> bytes:
         """What it adds to a text, a control token its own name."""
-        return self._vocab.token_text(token)
+        return self._vocab.spelling(token)
 
     def name(self, token: int) -> str:
         """Its text, with U+FFFD for a part of a character."""
@@ -152,9 +152,7 @@ class CompletionLogprobs:
         return top
 
 
-def prompt_logprobs(
-    request: ChatRequest | CompletionRequest, vocab: Vocab, generation: TextGeneration
-) -> dict[str, Any]:
+def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> dict[str, Any]:
     """vLLM's field of that name: null for the first token, then an object by token id. Empty if not asked."""
     told = generation.generation.logprobs
     if request.prompt_logprobs is None or told is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,6 +13,7 @@ from server.api.thinking import ThinkingFields
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
+    from server.api.sampling import Mode
     from server.chat.constraints import AnswerFormat, ToolFormat
 
 INT32_MAX = 2**31 - 1
@@ -29,8 +31,6 @@ LONGEST_NAME = 256
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "logit_bias": ({},),
-    "best_of": (1,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -48,21 +48,54 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "samplers": (),
     "n_keep": (0,),
+    "n_indent": (0,),
+    "n_cmpl": (1,),
+    "min_keep": (0, 1),
+    "adaptive_target": (-1,),
+    "t_max_predict_ms": (0, -1),
+    "cache_prompt": (True,),
+    "return_tokens": (False,),
+    "return_progress": (False,),
+    "timings_per_token": (False,),
+    "response_fields": ([],),
+    "lora": ([],),
+    "reasoning_format": ("auto", "deepseek"),
+    "parse_tool_calls": (True,),
     # vLLM
     "prompt_embeds": (),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template": (),
     "documents": ([],),
+    "include_reasoning": (True,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": (),
+    "return_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "watermarking": (False,),
+    "priority": (0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "guided_whitespace_pattern": (),
+    # SGLang
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "min_new_tokens": (0,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "lora_path": (),
+    "return_hidden_states": (False,),
 }
 """Known fields that this server does not act on and that would change the answer: refused, never ignored.
 Field -> the values that ask for nothing special, besides null."""
@@ -91,10 +124,38 @@ StopInput = (
 )
 
 
+def _logit_bias(value: Any) -> dict[int, float]:
+    """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
+    pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) for pair in pairs):
+        raise ValueError("must be an object of token ids and numbers")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        token, bias = pair if len(pair) == 2 else (None, None)
+        if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 10:
+            token = int(token)
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{str(token)[:40]!r} is not a token's id; texts are not taken apart here")
+        if bias is False and not isinstance(value, dict):
+            bias = -math.inf
+        elif not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of {token} must be a number from -100 to 100")
+        found[token] = float(bias)
+    return found
+
+
+def _words(value: Any) -> list[str]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise ValueError("must be a list of strings, none of them empty")
+    return words
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class GenerationRequest(StructuredFields):
@@ -122,6 +183,18 @@ class GenerationRequest(StructuredFields):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = None
+    n_predict: int | None = Field(None, ge=-1)
+    # single tokens
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: Annotated[list[str], BeforeValidator(_words)] = Field([])
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    repeat_last_n: int | None = Field(None, ge=-1)
     # log-probabilities, beside the `logprobs` of each endpoint
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -146,6 +219,31 @@ class GenerationRequest(StructuredFields):
             raise bad_request("prompt_logprobs: not in a stream; leave stream out", "prompt_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Raises ApiError 400 for fields that contradict each other."""
+        if self.best_of not in (None, self.choices):
+            message = f"best_of: must be n, which is {self.choices}: all answers are returned"
+            raise bad_request(message, "best_of", "unsupported_parameter")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens: must be at least 1, or -1 for what fits"
+            raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+        limit = self.token_limit
+        if limit is not None and (self.min_tokens or 0) > limit:
+            message = f"min_tokens: must be at most max_tokens, which is {limit}"
+            raise bad_request(message, "min_tokens", "invalid_value")
+        factors = self.repeat_penalty, self.repetition_penalty
+        amounts = self.presence_penalty, self.frequency_penalty
+        penalised = any(factor not in (None, 1) for factor in factors) or any(amounts)
+        if penalised and self.repeat_last_n not in (None, -1):
+            message = "repeat_last_n: must be -1 beside a penalty, all of which look back on the whole text"
+            raise bad_request(message, "repeat_last_n", "unsupported_parameter")
+        return self
+
+    def mode(self, *, thinking: bool, can_think: bool) -> Mode:
+        """What is answered; `thinking` is what the server does where a request does not say."""
+        return "text"
+
     @property
     def answer_logprobs(self) -> int | None:
         """How many alternatives to each token of the answer are told with their log-probabilities; None if
@@ -165,7 +263,11 @@ class GenerationRequest(StructuredFields):
     @property
     def token_limit(self) -> int | None:
         """Most tokens to generate for a choice; None is all that the context holds."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return None if self.n_predict == -1 else self.n_predict
 
     @property
     def choices(self) -> int:
@@ -341,6 +443,9 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     @property
     def by_n_probs(self) -> bool:
         return super().by_n_probs and not self.logprobs
+
+    def mode(self, *, thinking: bool, can_think: bool) -> Mode:
+        return "thinking" if can_think and self.thinks(thinking) else "instruct"
 
     @property
     def whole(self) -> bool:

@@ -24,6 +24,7 @@ from server.api.protocol import (
 )
 from server.api.request import prepared, request_of
 from server.api.service import Service, service_of
+from server.api.tokenizer_info import tokenizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -63,6 +64,11 @@ ROUTERS = (plain, others)
 """Looked through in this order: what is asked for most comes first."""
 
 
+LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+DEFAULT_LIMIT = 16
+"""Tokens of a completion where a request gives none of these, as in OpenAI's API and vLLM."""
+
+
 # --- generation --------------------------------------------------------------------------------------------
 
 
@@ -70,7 +76,7 @@ ROUTERS = (plain, others)
 async def completions(http: Request) -> Response:
     """Continue a prompt: no template, no thinking."""
     service = service_of(http)
-    request, size = await request_of(http, lambda _: CompletionRequest)
+    request, size = await request_of(http, completed)
     return await complete(http, service, request, size)
 
 
@@ -91,6 +97,13 @@ async def invocations(http: Request) -> Response:
         return await complete(http, service, request, size)
     assert isinstance(request, ChatRequest)
     return await chat(http, service, request, size)
+
+
+def completed(body: dict[str, Any]) -> type[CompletionRequest]:
+    """A completion, of `DEFAULT_LIMIT` tokens where nothing is said."""
+    if all(body.get(name) is None for name in LIMITS):
+        body["max_tokens"] = DEFAULT_LIMIT
+    return CompletionRequest
 
 
 def invoked(body: dict[str, Any]) -> type[GenerationRequest]:
@@ -147,6 +160,12 @@ async def detokenize(http: Request) -> Response:
         return JSONResponse({"content": text})
 
     return await prepared(http, answer, size)
+
+
+@others.get("/tokenizer_info")
+async def about_tokenizer(http: Request) -> dict[str, Any]:
+    """Special tokens and chat template."""
+    return tokenizer_info(service_of(http))
 
 
 STATUS: dict[int | str, dict[str, Any]] = {

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from server.api.metrics import Metrics
+    from server.api.sampling import SamplingDefaults
     from server.api.serving import ServedRequest
     from server.chat import Prompter
-    from server.engine import Engine, SamplingParams
+    from server.engine import Engine
     from server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Backend:
 
     engine: Engine
     prompter: Prompter
-    defaults: SamplingParams
+    defaults: SamplingDefaults
     """The model's own sampling values, for the fields that a request leaves out."""
 
 

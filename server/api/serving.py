@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ from server.api.errors import bad_request
 from server.api.intake import stopped
 from server.api.record import record_of
 from server.api.request import until_gone
-from server.api.sampling import sampling_params
+from server.api.sampling import of_choice, sampling_params
 from server.api.sse import EventStream
 from server.api.tenant import salt_of
 from server.chat import StopStrings, TextGeneration, generate
+from server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -46,6 +48,8 @@ class ServedRequest:
         thinking: ThinkingLimits | None = None,
     ) -> None:
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
+        self.request = request
+        self.vocab = backend.engine.vocab
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
@@ -57,22 +61,24 @@ class ServedRequest:
         self._cache_report = bool(request.cache_report)
         salt = salt_of(request.cache_salt, by_key=service.settings.prefix_by_key)
         self.generations: list[TextGeneration] = []
+        mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
+        params = sampling_params(request, backend.defaults, self.vocab, mode=mode)
         service.open.add(self)
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
-                    params = sampling_params(request, backend.defaults, choice=choice)
                     self.generations.append(
                         generate(
                             backend.engine,
                             prompt,
-                            params,
+                            of_choice(params, choice),
                             request.token_limit,
                             stops=stops,
                             stream=not request.whole,
                             salt=salt,
                             constraint=grammar.begin() if grammar else None,
                             thinking=thinking,
+                            spell_control=request.skip_special_tokens is False,
                         )
                     )
         except BaseException:
@@ -192,7 +198,26 @@ def check_count(service: Service, request: GenerationRequest, prompts: int = 1) 
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:
     """What ends the answers early, for all of them; work for as long as the strings are."""
-    return StopStrings(request.stop) if request.stop else None
+    if not request.stop:
+        return None
+    included, least = bool(request.include_stop_str_in_output), request.min_tokens or 0
+    return StopStrings(request.stop, included=included, min_tokens=least)
+
+
+def prompt_budget(
+    request: GenerationRequest, context_size: int, interrupt: Callable[[], None]
+) -> TokenBudget:
+    """What making tokens of a prompt may take: no more of them than fit, unless the request has it cut."""
+    return TokenBudget(context_size if request.truncate_prompt_tokens is None else sys.maxsize, interrupt)
+
+
+def truncated(ids: list[int], request: GenerationRequest, context_size: int) -> list[int]:
+    """The end of a prompt, as much of it as `truncate_prompt_tokens` leaves; -1 is what the context has room
+    for beside the answer."""
+    keep = request.truncate_prompt_tokens
+    if keep == -1:
+        keep = max(1, context_size - (request.token_limit or 1))
+    return ids if keep is None else ids[-keep:]
 
 
 def _misses(prompts: Sequence[TextGeneration]) -> Any:

@@ -21,8 +21,11 @@ class Detokenizer:
     stop string is held back until that is decided.
     """
 
-    def __init__(self, vocab: Vocab, stops: StopStrings | None = None) -> None:
-        self._vocab = vocab
+    def __init__(
+        self, vocab: Vocab, stops: StopStrings | None = None, *, spell_control: bool = False
+    ) -> None:
+        """With `spell_control` control tokens are a part of the text, by their names."""
+        self._bytes_of = vocab.spelling if spell_control else vocab.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
         self._node = 0  # where the text so far has led in the stops' automaton
@@ -61,12 +64,12 @@ class Detokenizer:
             return ""
         if self._stops is None:
             self._tokens += len(tokens)
-            return self._decoder.decode(b"".join(map(self._vocab.token_bytes, tokens)))
+            return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
         ready = []
         for token in tokens:
             self._starts.append(self._length)
             self._tokens += 1
-            text = self._decoder.decode(self._vocab.token_bytes(token))
+            text = self._decoder.decode(self._bytes_of(token))
             self._length += len(text)
             ready.append(self._release(text, self._stops))
             if self.stopped:
@@ -80,11 +83,16 @@ class Detokenizer:
 
     def _release(self, text: str, stops: StopStrings) -> str:
         pending = self._held + text
+        early = self._tokens <= stops.min_tokens
         for index, character in enumerate(text):
             self._node = stops.step(self._node, character)
+            if early:
+                continue
             self.stop_string = stops.match(self._node)
             if self.stop_string is not None:
-                cut = len(self._held) + index + 1 - len(self.stop_string)
+                cut = len(self._held) + index + 1
+                if not stops.included:
+                    cut -= len(self.stop_string)
                 self._tokens = bisect_left(self._starts, self._length - len(pending) + cut)
                 self._held = ""
                 return pending[:cut]
@@ -102,7 +110,10 @@ class StopStrings:
     stop string.
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, included: bool = False, min_tokens: int = 0) -> None:
+        """`included`: a text ends behind the stop string, not before it. One that is complete with the first
+        `min_tokens` tokens ends nothing."""
+        self.included, self.min_tokens = included, min_tokens
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._match: list[str | None] = [None]

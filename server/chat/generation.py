@@ -109,15 +109,16 @@ def generate(
     salt: str = "",
     constraint: Constraint | None = None,
     thinking: ThinkingLimits | None = None,
+    spell_control: bool = False,
 ) -> TextGeneration:
     """Submit a prompt at once and return its text to be. Must be called on the event loop.
 
     `max_tokens` None means as many as the context has room for. Without `stream` the text comes in one piece,
     at the end: a stop string cuts it then, but does not end it early. Only requests with the same `salt`
-    share prefixes. Raises what `Engine.submit` raises
-    (QueueFull, EngineDead).
+    share prefixes. With `spell_control` control tokens are a part of the text, by their names. Raises what
+    `Engine.submit` raises (QueueFull, EngineDead).
     """
     generation = engine.submit(
         prompt, params, max_tokens, stream=stream, salt=salt, constraint=constraint, thinking=thinking
     )
-    return TextGeneration(generation, Detokenizer(engine.vocab, stops))
+    return TextGeneration(generation, Detokenizer(engine.vocab, stops, spell_control=spell_control))

@@ -36,6 +36,8 @@ class Prompter:
 
     def __init__(self, vocab: Vocab, template_source: str) -> None:
         self._vocab = vocab
+        self.template = template_source
+        """Jinja."""
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
         self.can_think = self._leaves_thinking_open()

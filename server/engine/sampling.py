@@ -99,7 +99,7 @@ class SamplingParams:
         require("min_tokens", self.min_tokens >= 0, "0 or more")
         require("allowed_token_ids", self.allowed_token_ids != (), "at least one")
         require("bad_words", all(self.bad_words), "of at least one token each")
-        require("logit_bias", all(math.isfinite(bias) for _, bias in self.logit_bias), "finite")
+        require("logit_bias", all(bias < math.inf for _, bias in self.logit_bias), "numbers below infinity")
 
     @property
     def is_greedy(self) -> bool:

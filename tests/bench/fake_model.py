@@ -50,13 +50,16 @@ def continuation(
     seed = params.get("seed")
     rng = random.Random(seed if seed is not None else random.random())
     while True:
-        token = _sample(_logits(vocabulary, tokens), generated, set(tokens[-64:]), params, rng)
+        logits = logits_after(vocabulary, tokens)
+        _apply_rules(logits, vocabulary, tokens[len(prompt) :], params)
+        token = _sample(logits, generated, set(tokens[-64:]), params, rng)
         generated[token] += 1
         tokens.append(token)
         yield token
 
 
-def _logits(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> dict[int, float]:
+def logits_after(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> dict[int, float]:
+    """What may follow these tokens."""
     last = tokens[-1]
     noise = random.Random(last)
     logits = {noise.randrange(len(SPECIALS), vocabulary.size): 4 * noise.random() for _ in range(CANDIDATES)}
@@ -65,6 +68,22 @@ def _logits(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> dict[int, floa
             logits[tokens[i + 1]] = 6.0
             break
     return logits
+
+
+def _apply_rules(
+    logits: dict[int, float], vocabulary: FakeVocabulary, generated: list[int], params: Mapping[str, Any]
+) -> None:
+    """logit_bias, allowed_token_ids and bad_words."""
+    for token, bias in params.get("logit_bias", {}).items():
+        logits[int(token)] = logits.get(int(token), 0.0) + bias
+    if allowed := params.get("allowed_token_ids"):
+        chosen = {token: logits.get(token, 0.0) for token in allowed}
+        logits.clear()
+        logits.update(chosen)
+    for text in params.get("bad_words", []):
+        for word in (vocabulary.encode(text), vocabulary.encode(" " + text.lstrip())):
+            if generated[len(generated) - len(word) + 1 :] == word[:-1]:
+                logits.pop(word[-1], None)
 
 
 def _sample(

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
+from tests.bench.fake_logprobs import of_chat, of_prompt, of_text, scores
 from tests.bench.fake_model import FakeVocabulary, answer, continuation
 from tests.bench.fake_validation import BadRequest, validate
 
@@ -26,6 +27,7 @@ TEXT_FIELDS = {  # of /tokenize's request and of /detokenize's answer
     "llama_cpp.server": ("input", "text"),
 }
 PREFILL = 5e-6  # seconds a prompt token
+LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 LONGEST = 256  # tokens of an answer without max_tokens: they are made before they are sent
 MODEL = "fake"
 
@@ -77,6 +79,8 @@ class Generation:
     cached: int = 0
     miss: Body | None = None
     echo: str = ""
+    logprobs: Body | None = None
+    prompt_logprobs: Body = field(default_factory=dict)
 
 
 class FakeServer:
@@ -199,6 +203,8 @@ class FakeServer:
             self.requests.append((request.path, body))
             body = self.script.on_request(request.path, body)
         validate(request.path, body, len(self.vocabulary))
+        if request.path == "/v1/completions" and not {*LIMITS} & body.keys():
+            body = {"max_tokens": 16, **body}
         choices = self._choices(body)
         head = {
             "id": f"cmpl-{uuid4().hex}",
@@ -236,11 +242,14 @@ class FakeServer:
         for index, choice in enumerate(choices):
             if chat:
                 yield head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
+            told = choice.logprobs
             if choice.echo:
-                yield head | {"choices": [_text(index, choice.echo)]}
+                yield head | {"choices": [_text(index, choice.echo) | {"logprobs": told}]}
+                told = None
             for name, piece in choice.pieces:
                 part = _delta(index, {name: piece}) if chat else _text(index, piece)
-                yield head | {"choices": [part]}
+                yield head | {"choices": [part | {"logprobs": told}]}
+                told = None
                 await asyncio.sleep(self.script.token_delay)
             last = _delta(index, {}) if chat else _text(index, "")
             yield head | {"choices": [last | {"finish_reason": choice.finish_reason}]}
@@ -273,7 +282,7 @@ class FakeServer:
         return [self.vocabulary.encode(one) if isinstance(one, str) else one for one in prompt]
 
     def _generation(self, body: Body, prompt: list[int]) -> Generation:
-        limit = body.get("max_tokens") or body.get("max_completion_tokens") or CONTEXT
+        limit = next((body[name] for name in LIMITS if body.get(name, -1) >= 0), CONTEXT)
         if len(prompt) >= CONTEXT:
             raise BadRequest(f"{len(prompt)} prompt tokens do not fit the context of {CONTEXT}", "prompt")
         limit = min(limit, CONTEXT - len(prompt), LONGEST)
@@ -284,7 +293,7 @@ class FakeServer:
             reply = self.script.reply(body)
             for name, text in (("reasoning_content", reply.reasoning), ("content", reply.content)):
                 tokens += [(name, self.vocabulary.decode([i])) for i in self.vocabulary.encode(text)]
-            ends = not body.get("ignore_eos")
+            ends = not body.get("ignore_eos") and len(tokens) >= body.get("min_tokens", 0)
         else:
             ends = False
         if not ends:
@@ -294,19 +303,43 @@ class FakeServer:
         made.finish_reason = "stop" if ends and len(tokens) <= limit else "length"
         made.pieces = tokens[:limit]
         stop = body.get("stop") or []
-        self._cut(made, [stop] if isinstance(stop, str) else stop)
+        included = body.get("include_stop_str_in_output", False)
+        self._cut(made, [stop] if isinstance(stop, str) else stop, included)
+        ids = [self.vocabulary.encode(piece)[0] for _, piece in made.pieces]
+        ends_at = [ids.index(token) for token in body.get("stop_token_ids", []) if token in ids]
+        if ends_at:
+            made.pieces, made.finish_reason = made.pieces[: min(ends_at) + included], "stop"
         if body.get("echo"):
             made.echo = self.vocabulary.decode(prompt)
+        self._tell(made, body, prompt, ids[: len(made.pieces)])
         return made
 
+    def _tell(self, made: Generation, body: Body, prompt: list[int], ids: list[int]) -> None:
+        """What is asked for of the tokens beside them."""
+        vocabulary, asked = self.vocabulary, body.get("logprobs", False)
+        if "messages" in body:
+            entries = scores(vocabulary, prompt, ids, body.get("top_logprobs", 0))
+            made.logprobs = of_chat(vocabulary, entries) if asked else None
+        elif asked is not False:
+            of = scores(vocabulary, prompt, ids, asked)
+            echoed = scores(vocabulary, prompt[:1], prompt, asked) if body.get("echo") else []
+            echoed = [echoed[0], *scores(vocabulary, prompt[:1], prompt[1:], asked)] if echoed else []
+            as_ids = bool(body.get("return_tokens_as_token_ids"))
+            made.logprobs = of_text(vocabulary, of, 0, echoed, as_ids=as_ids)
+        if (top := body.get("prompt_logprobs")) is not None:
+            told = [(prompt[0], 0.0, []), *scores(vocabulary, prompt[:1], prompt[1:], top)]
+            made.prompt_logprobs = {"prompt_logprobs": of_prompt(vocabulary, told)}
+
     @staticmethod
-    def _cut(made: Generation, stops: list[str]) -> None:
+    def _cut(made: Generation, stops: list[str], included: bool) -> None:
         text = "".join(piece for name, piece in made.pieces if name != "reasoning_content")
         ends = [text.index(stop) for stop in stops if stop in text]
         if not ends:
             return
         kept: list[tuple[str, str]] = []
         left = min(ends)
+        if included:
+            left += len(next(stop for stop in stops if text.find(stop) == left))
         for name, piece in made.pieces:
             if name != "reasoning_content":
                 piece, left = piece[:left], left - len(piece)
@@ -358,9 +391,10 @@ def _answer(body: Body, choices: list[Generation], head: Body) -> Body:
             message = {"role": "assistant", "content": texts.get("content", "")}
             if "reasoning_content" in texts:
                 message["reasoning_content"] = texts["reasoning_content"]
-            part: Body = {"index": index, "message": message, "logprobs": None}
+            part: Body = {"index": index, "message": message, "logprobs": choice.logprobs}
         else:
             part = _text(index, choice.echo + texts.get("text", ""))
+            part |= {"logprobs": choice.logprobs} | choice.prompt_logprobs
         made.append(part | {"finish_reason": choice.finish_reason})
     return head | {"choices": made, "usage": _usage(choices)}
 

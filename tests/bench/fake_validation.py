@@ -6,7 +6,11 @@ from typing import Any
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 # field: (kind, lowest, highest)
 NUMBERS: Mapping[str, tuple[type, float, float]] = {
-    "max_tokens": (int, 1, 10**12),
+    "max_tokens": (int, 0, 10**12),
+    "n_predict": (int, -1, 10**12),
+    "min_tokens": (int, 0, 10**12),
+    "top_logprobs": (int, 0, 20),
+    "prompt_logprobs": (int, 0, 20),
     "max_completion_tokens": (int, 1, 10**12),
     "n": (int, 1, 128),
     "seed": (int, -(2**63), 2**63),
@@ -19,7 +23,7 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
     "repetition_penalty": (float, 1e-9, 100),
     "repeat_penalty": (float, 1e-9, 100),
 }
-BOOLEANS = ("stream", "ignore_eos", "echo")
+BOOLEANS = ("stream", "ignore_eos", "echo", "include_stop_str_in_output")
 
 
 class BadRequest(Exception):
@@ -56,9 +60,28 @@ def validate(path: str, body: Any, vocabulary_size: int) -> None:
     salt = body.get("cache_salt", "none")
     if not isinstance(salt, str) or not salt:
         raise BadRequest("cache_salt: want a text", "cache_salt")
+    _tokens(body, chat=chat)
     stop = body.get("stop", [])
     if not isinstance(stop, str) and not _all(stop, str):
         raise BadRequest("stop: want a string or a list of strings", "stop")
+
+
+def _tokens(body: Mapping[str, Any], *, chat: bool) -> None:
+    """Log-probabilities, and rules about single tokens."""
+    if body.get("max_tokens") == 0 and not body.get("echo"):
+        raise BadRequest("max_tokens: want at least 1", "max_tokens")
+    logprobs = body.get("logprobs", False if chat else 0)
+    if isinstance(logprobs, bool) is not chat or not 0 <= logprobs <= 20:
+        raise BadRequest("logprobs: want a boolean in a chat, else 0 to 20", "logprobs")
+    if body.get("top_logprobs") and not (chat and logprobs):
+        raise BadRequest("top_logprobs: needs logprobs", "top_logprobs")
+    if not isinstance(body.get("logit_bias", {}), dict):
+        raise BadRequest("logit_bias: want an object", "logit_bias")
+    for name, kind in (("allowed_token_ids", int), ("stop_token_ids", int), ("bad_words", str)):
+        if not _all(body.get(name, []), kind):
+            raise BadRequest(f"{name}: want a list of {kind.__name__}", name)
+    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
+        raise BadRequest("best_of: want n", "best_of")
 
 
 def _messages(messages: Any) -> None:

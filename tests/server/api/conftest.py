@@ -101,7 +101,10 @@ def starter(folder: Path) -> Iterator[Start]:
                 real = cast(Engine, engine)
                 template = settings.chat_template or TEMPLATE
                 prompter = Prompter(real.vocab, template.read_text(encoding="utf-8"))
-                backend = Backend(real, prompter, sampling_defaults(engine.metadata, greedy=settings.greedy))
+                defaults = sampling_defaults(
+                    engine.metadata, greedy=settings.greedy, source=settings.sampling_defaults
+                )
+                backend = Backend(real, prompter, defaults)
                 return load(backend) if load else backend
 
             app = create_app(settings, make)

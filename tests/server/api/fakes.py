@@ -46,6 +46,7 @@ class FakeVocab:
     added_tokens = ADDED
     size = 256 + len(ADDED)
     eos_id = 256 + ADDED.index("<|im_end|>")
+    n_real = size
     bos_id = None
 
     def tokenize(
@@ -70,7 +71,7 @@ class FakeVocab:
         text = ADDED[token - 256]
         return b"" if text in CONTROL else text.encode()
 
-    def token_text(self, token: int) -> bytes:
+    def spelling(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else ADDED[token - 256].encode()
 
     def is_eog(self, token: int) -> bool:

@@ -27,7 +27,7 @@ def events(server: Server, path: str, **body: Any) -> list[Any]:
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
 def test_a_prompt_is_continued(start: Start, path: str) -> None:
     server = start(" jumps over the lazy dog.")
-    answer = server.post(path, prompt="The quick brown fox", model="Qwen/Qwen3.5-4B").json()
+    answer = server.post(path, prompt="The quick brown fox", model="Qwen/Qwen3.5-4B", max_tokens=64).json()
     assert answer["object"] == "text_completion"
     assert answer["model"] == "Qwen/Qwen3.5-4B"
     assert answer["id"].startswith("cmpl-")
@@ -60,9 +60,28 @@ def test_max_tokens_cuts(start: Start) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 3
     server.post("/v1/completions", prompt="x", max_completion_tokens=2)
-    server.post("/v1/completions", prompt="x")
     server.post("/v1/completions", prompt="x", max_tokens=10**12)
-    assert [entry.limit for entry in server.engine.submissions] == [3, 2, 4095, 4095]
+    assert [entry.limit for entry in server.engine.submissions] == [3, 2, 4095]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        ("/v1/completions", {}, 16),
+        ("/v1/completions", {"max_tokens": None}, 16),
+        ("/v1/completions", {"n_predict": 7}, 7),
+        ("/v1/completions", {"n_predict": 0}, 0),
+        ("/v1/completions", {"n_predict": -1}, 4095),
+        ("/v1/completions", {"n_predict": 7, "max_tokens": 5}, 5),
+        ("/v1/completions", {"max_completion_tokens": 20}, 20),
+        ("/invocations", {}, 4095),
+        ("/invocations", {"n_predict": 7}, 7),
+    ],
+)
+def test_the_default_limit(start: Start, path: str, fields: Any, limit: int) -> None:
+    server = start("abcdef")
+    assert server.post(path, prompt="x", **fields).status_code == 200
+    assert server.engine.submissions[0].limit == limit
 
 
 @pytest.mark.parametrize(

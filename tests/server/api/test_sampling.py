@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.sampling import sampling_defaults
+from server.api.sampling import SamplingDefaults, sampling_defaults
 from server.engine import SamplingParams
 from tests.server.api.conftest import Start
 
@@ -21,9 +21,47 @@ ADVICE = {
 
 def test_defaults_come_from_the_gguf() -> None:
     advised = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1)
-    assert sampling_defaults(ADVICE, greedy=False) == advised
-    assert sampling_defaults(ADVICE, greedy=True).temperature == 0
-    assert sampling_defaults({}, greedy=False) == SamplingParams()
+    assert sampling_defaults(ADVICE, greedy=False) == SamplingDefaults(advised, advised, advised)
+    assert sampling_defaults(ADVICE, greedy=True).text.temperature == 0
+    assert sampling_defaults({}, greedy=False).thinking == SamplingParams()
+
+
+CARD = {
+    "card": {"thinking": (1.0, 0.95, 20, 1.5), "instruct": (0.7, 0.8, 20, 1.5)},
+    "card-coding": {"thinking": (0.6, 0.95, 20, 0.0), "instruct": (0.7, 0.8, 20, 1.5)},
+    "file": {"thinking": (0.6, 0.95, 20, 0.0), "instruct": (0.6, 0.95, 20, 0.0)},
+}
+
+
+@pytest.mark.parametrize("source", CARD)
+def test_defaults_by_mode(start: Start, source: str) -> None:
+    server = start("x", metadata=ADVICE, sampling_defaults=source)
+    for thinking, mode in ((True, "thinking"), (False, "instruct")):
+        server.chat(thinking=thinking)
+        params = server.engine.submissions[-1].params
+        found = params.temperature, params.top_p, params.top_k, params.presence_penalty
+        assert found == CARD[source][mode]
+    server.post("/v1/completions", prompt="x")
+    params = server.engine.submissions[-1].params
+    assert (params.temperature, params.presence_penalty) == (0.6, 0)
+
+
+def test_a_request_has_the_last_word_on_the_card(start: Start) -> None:
+    server = start("x", sampling_defaults="card")
+    server.chat(temperature=0.3, presence_penalty=0)
+    params = server.engine.submissions[-1].params
+    assert (params.temperature, params.top_p, params.presence_penalty) == (0.3, 0.8, 0)
+    for fields in ({"temperature": 0}, {"temperature": 0, "thinking": True}):
+        server.chat(**fields)
+        assert server.engine.submissions[-1].params.presence_penalty == 0
+    server.chat(temperature=0, presence_penalty=1)
+    assert server.engine.submissions[-1].params.presence_penalty == 1
+    server.post("/invocations", messages=[{"role": "user", "content": "x"}])
+    assert server.engine.submissions[-1].params.temperature == 0
+    greedy = start("x", sampling_defaults="card", greedy=True)
+    greedy.chat()
+    params = greedy.engine.submissions[-1].params
+    assert (params.temperature, params.presence_penalty) == (0, 0)
 
 
 @pytest.mark.parametrize("value", ["warm", "nan", "-1", ""])

@@ -12,8 +12,9 @@ import pytest
 
 from server.api import Backend, Service
 from server.api.metrics import Metrics
+from server.api.sampling import sampling_defaults
 from server.chat import Prompter
-from server.engine import Engine, SamplingParams
+from server.engine import Engine
 from server.settings import Settings
 from tests.server.api.conftest import Start, starter, wait_until
 from tests.server.api.test_bad_input import error_of
@@ -65,7 +66,7 @@ def test_an_engine_that_dies(start: Start) -> None:
 def test_draining_lets_running_requests_finish(start: Start) -> None:
     server = start("x" * 500, delay=0.01)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.post, "/v1/completions", prompt="x")
+        running = pool.submit(server.post, "/invocations", prompt="x")
         wait_until(lambda: bool(server.engine.running))
         server.service.drain()
         assert not server.service.drained
@@ -78,7 +79,7 @@ def test_draining_lets_running_requests_finish(start: Start) -> None:
 def test_draining_has_an_end(start: Start) -> None:
     server = start("x" * 500, delay=0.01, drain_timeout=0.2)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.post, "/v1/completions", prompt="x")
+        running = pool.submit(server.post, "/invocations", prompt="x")
         wait_until(lambda: bool(server.engine.running))
         server.service.drain()
         assert not server.service.overdue
@@ -162,7 +163,7 @@ def test_a_model_is_freed_by_one_thread_when_told_to_stop_as_loading_ends(tmp_pa
     engine = CountingEngine()
     model = tmp_path / "fake.gguf"
     model.touch()
-    backend = Backend(cast(Engine, engine), cast(Prompter, None), SamplingParams())
+    backend = Backend(cast(Engine, engine), cast(Prompter, None), sampling_defaults({}, greedy=True))
     service = ClosesOnLoad(Settings(model=model), Metrics(), lambda: backend)
     service.start()
     wait_until(lambda: hasattr(service, "closer"))
@@ -176,7 +177,7 @@ def test_a_model_that_loads_after_the_end_is_freed_at_once(tmp_path: Path) -> No
     engine = CountingEngine()
     model = tmp_path / "fake.gguf"
     model.touch()
-    backend = Backend(cast(Engine, engine), cast(Prompter, None), SamplingParams())
+    backend = Backend(cast(Engine, engine), cast(Prompter, None), sampling_defaults({}, greedy=True))
     go = threading.Event()
 
     def load() -> Backend:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.conftest import Server, Start
+from tests.server.api.conftest import TEMPLATE, Server, Start
+from tests.server.api.fakes import FakeEngine
 from tests.server.api.test_bad_input import error_of
 
 
@@ -42,3 +43,17 @@ def test_special_tokens(server: Server) -> None:
 )
 def test_bad_input(server: Server, path: str, body: dict[str, Any], param: str) -> None:
     assert error_of(server.post(path, **body), 400)["param"] == param
+
+
+def test_the_tokenizer_itself(start_shared: Start) -> None:
+    server = start_shared(
+        "x", metadata={**FakeEngine("x").metadata, "tokenizer.ggml.padding_token_id": "256"}
+    )
+    assert server.http.get("/tokenizer_info").json() == {
+        "tokenizer_class": None,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 4096,
+        "chat_template": TEMPLATE.read_text(encoding="utf-8"),
+    }
