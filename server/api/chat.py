@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.api.request import off_loop
 from server.api.serving import ServedRequest, stop_strings
 from server.api.sse import Frame, ending, event, merge
-from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
+from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from server.api.protocol import ChatRequest
     from server.api.service import Service
-    from server.chat import Part, StopStrings
+    from server.chat import Part, ReplyOptions, StopStrings
     from server.engine import Prompt
 
 KIND = "chat.completion"
@@ -27,19 +27,23 @@ CHUNK = "chat.completion.chunk"
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    backend = service.backend
-    thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
+    served, replies = await begin(service, request, size, "chatcmpl-")
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
-    def prepare() -> tuple[Prompt, StopStrings | None]:
-        ids = backend.prompter.chat(
-            request.messages,
-            tools=request.offered_tools,
-            enable_thinking=thinking,
-            template_kwargs=request.chat_template_kwargs,
-        )
-        return backend.engine.prompt(ids), stop_strings(request)
 
-    prompt, stops = await off_loop(prepare, size)
+async def begin(
+    service: Service, request: ChatRequest, size: int, prefix: str
+) -> tuple[ServedRequest, list[Reply]]:
+    """Submits a conversation, whatever the format that it came in: a reply for each choice.
+
+    `prefix` is that of the response's id.
+    """
+
+    def prepare() -> tuple[Prompt, bool, StopStrings | None]:
+        ids, thinking = prompt_of(service, request)
+        return service.backend.engine.prompt(ids), thinking, stop_strings(request)
+
+    prompt, thinking, stops = await off_loop(prepare, size)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -48,13 +52,27 @@ async def chat(http: Request, service: Service, request: ChatRequest, size: int)
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl")
+    served = ServedRequest(service, request, [prompt], stops, prefix)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
+    return served, replies
+
+
+def prompt_of(service: Service, request: ChatRequest) -> tuple[list[int], bool]:
+    """The conversation's token ids, and whether the reply begins with reasoning. Raises PromptError."""
+    prompter = service.backend.prompter
+    how: ReplyOptions = {
+        "enable_thinking": request.thinks(service.settings.thinking) and prompter.can_think,
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": request.continues,
+    }
+    ids = prompter.chat(
+        request.messages, tools=request.offered_tools, template_kwargs=request.chat_template_kwargs, **how
+    )
+    return ids, prompter.reply_reasons(request.messages, **how)
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
@@ -74,7 +92,9 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
 
 async def message_of(reply: Reply) -> dict[str, Any]:
     """The whole reply as a message."""
-    reasoning, content, calls = "", "", []
+    reasoning, content = "", ""
+    calls: list[ToolCall] = []
+    arguments: dict[int, str] = {}
     async for part in reply:
         match part:
             case Reasoning(text):
@@ -82,12 +102,14 @@ async def message_of(reply: Reply) -> dict[str, Any]:
             case Content(text):
                 content += text
             case ToolCall():
-                calls.append(tool_call(part))
+                calls.append(part)
+            case Arguments(index, text):
+                arguments[index] = arguments.get(index, "") + text
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [tool_call(call, arguments[call.index]) for call in calls]
     return message
 
 
@@ -118,7 +140,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             last = chunk(index, {}, served.check(replies[index].finish_reason))
             if left:
                 yield event(last)
-        elif index in started and not isinstance(part, ToolCall):
+        elif index in started and isinstance(part, Reasoning | Content):
             [(field, text)] = delta_of(part).items()
             yield frame(index, field).filled(text)
         else:
@@ -134,12 +156,10 @@ def delta_of(part: Part) -> dict[str, Any]:
         case Content(text):
             return {"content": text}
         case ToolCall():
-            return {"tool_calls": [{"index": part.index, **tool_call(part)}]}
+            return {"tool_calls": [{"index": part.index, **tool_call(part, "")}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+def tool_call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -39,7 +39,7 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
         return prompts, echoes, stop_strings(request)
 
     prompts, echoes, stops = await off_loop(prepare, size)
-    served = ServedRequest(service, request, prompts, stops, "cmpl")
+    served = ServedRequest(service, request, prompts, stops, "cmpl-")
     per_choice = [text for text in echoes for _ in range(request.choices)]
     return await served.respond(
         http, partial(stream, served, per_choice), partial(collect, served, per_choice)

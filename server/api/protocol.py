@@ -196,7 +196,11 @@ def _tool_choice(value: Any) -> Any:
 class ChatRequest(GenerationRequest):
     """A conversation. The insides of messages and tools are checked where they are rendered."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: values
+        for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    }
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -205,6 +209,24 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
     thinking: Annotated[bool | None, BeforeValidator(_thinking)] = None
     reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> ChatRequest:
+        """Raises ApiError 400 as vLLM does."""
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: add_generation_prompt must be false, or left out, beside it"
+            raise bad_request(message, "continue_final_message", "invalid_value")
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the reply goes on from the last message: asked for, or an assistant's text stands there."""
+        if self.continue_final_message is not None or self.add_generation_prompt is not None:
+            return bool(self.continue_final_message)
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and not last.get("tool_calls")
 
     def thinks(self, default: bool) -> bool:
         """Whether thinking is asked for; where the spellings disagree, the most specific one decides."""

@@ -37,10 +37,10 @@ class ServedRequest:
         request: GenerationRequest,
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
-        kind: str,
+        prefix: str,
     ) -> None:
         backend = service.backend
-        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
         self.include_usage = request.include_usage

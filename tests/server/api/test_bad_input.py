@@ -185,7 +185,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"echo": True}, "echo"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True}, "continue_final_message"),  # the last message is the user's
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ({"functions": [{"name": "f"}]}, "functions"),
 ]
 
