@@ -50,6 +50,9 @@ def main() -> None:
             app,
             host=settings.host,
             port=settings.port,
+            uds=None if settings.uds is None else str(settings.uds),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -59,6 +62,8 @@ def main() -> None:
         app.state.service,
     )
     server.run()
+    if settings.uds is not None:
+        settings.uds.unlink(missing_ok=True)
     logging.shutdown()
     # not sys.exit: a model that is still loading sits inside llama.cpp, and would be waited for
     os._exit(app.state.service.status == "failed")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from server.api import errors
 from server.api.metrics import Metrics
 from server.api.middleware import RequireKey, Watch
-from server.api.routes import ROUTERS
+from server.api.routes import ROUTERS, paths
 from server.api.service import Backend, Service
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
 
     app = FastAPI(title="qwen-serve", version=_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.service = service
+    app.state.paths = paths()
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    if settings.api_key is not None:
-        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
+    if keys := settings.api_keys():
+        app.add_middleware(RequireKey, keys=keys)
+    if origins := settings.origins():  # outside of the keys: a browser asks without one whether it may ask
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Watch, service=service)  # added last: outermost, so that it sees refusals too
     return app
 

@@ -27,12 +27,13 @@ CHUNK = "chat.completion.chunk"
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    served, replies = await begin(service, request, size, "chatcmpl-")
+    inline = service.settings.inline_reasoning
+    served, replies = await begin(service, request, size, "chatcmpl-", inline_reasoning=inline)
     return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
 
 async def begin(
-    service: Service, request: ChatRequest, size: int, prefix: str
+    service: Service, request: ChatRequest, size: int, prefix: str, *, inline_reasoning: bool = False
 ) -> tuple[ServedRequest, list[Reply]]:
     """Submits a conversation, whatever the format that it came in: a reply for each choice.
 
@@ -47,7 +48,7 @@ async def begin(
     parsers = [
         ReplyParser(
             thinking=thinking,
-            inline_reasoning=service.settings.inline_reasoning,
+            inline_reasoning=inline_reasoning,
             tools=request.offered_tools,
         )
         for _ in range(request.choices)

@@ -110,11 +110,7 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _refuse_unsupported(cls, body: Any) -> Any:
         """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
-        for field, value in body.items() if isinstance(body, dict) else ():
-            if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
-                raise bad_request(
-                    f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
-                )
+        refuse(body, cls.unsupported)
         return body
 
     @property
@@ -134,6 +130,15 @@ class GenerationRequest(BaseModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError 400 naming the first of the `unsupported` fields that asks for something."""
+    for field, value in body.items() if isinstance(body, dict) else ():
+        if field in unsupported and value is not None and not _in(value, unsupported[field]):
+            raise bad_request(
+                f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
+            )
 
 
 def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -259,10 +264,11 @@ class TokenizeRequest(BaseModel):
     content: str
     add_special: bool = False
     parse_special: bool = True
+    with_pieces: bool = False
 
 
 class DetokenizeRequest(BaseModel):
-    """Ids to text; control tokens have none."""
+    """Ids to text."""
 
     model_config = ConfigDict(strict=True)
 

@@ -9,12 +9,18 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from server.api import absent, tokens
 from server.api.chat import chat
 from server.api.completions import complete
 from server.api.errors import ApiError, bad_request
+from server.api.messages import count_tokens, messages
+from server.api.messages_protocol import CountTokensRequest, MessagesRequest
 from server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.api.request import body_of, off_loop, validate
+from server.api.request import body_of, validate
+from server.api.responses import respond
+from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
+from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -40,8 +46,14 @@ def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
 plain = APIRouter(route_class=PlainRoute)
 others = APIRouter()
 
-ROUTERS = (plain, others)
+ROUTERS = (plain, others, absent.router)
 """Looked through in this order: what is asked for most comes first."""
+
+
+def paths() -> list[str]:
+    """The paths of all endpoints, without those that are there to be refused."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    return sorted({route.path_format for route in routes if route.include_in_schema})
 
 
 # --- generation --------------------------------------------------------------------------------------------
@@ -63,6 +75,31 @@ async def chat_completions(http: Request) -> Response:
     return await chat(http, service, await validate(ChatRequest, body, size), size)
 
 
+@plain.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
+async def responses(http: Request) -> Response:
+    """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await respond(http, service, await validate(ResponsesRequest, body, size), size)
+
+
+@plain.post("/v1/messages", openapi_extra=documented(MessagesRequest))
+async def anthropic_messages(http: Request) -> Response:
+    """Answer a conversation, as Anthropic's Messages API does."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    return await messages(http, service, await validate(MessagesRequest, body, size), size)
+
+
+@plain.post("/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest))
+async def anthropic_count_tokens(http: Request) -> Response:
+    """How many tokens a conversation's prompt has."""
+    service = service_of(http)
+    body, size = await body_of(http, service)
+    request = await validate(CountTokensRequest, body, size)
+    return JSONResponse(await count_tokens(service, request, size))
+
+
 @plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
 async def invocations(http: Request) -> Response:
     """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
@@ -82,34 +119,27 @@ async def invocations(http: Request) -> Response:
 # --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
 
 
-@plain.post("/tokenize", openapi_extra=documented(TokenizeRequest))
+@plain.post(
+    "/tokenize", openapi_extra=documented(TokenizeRequest, TokenizePromptRequest, TokenizeChatRequest)
+)
 async def tokenize(http: Request) -> Response:
-    """The ids of `content`."""
+    """The ids of `content` (llama-server), `prompt` or `messages` (vLLM)."""
     service = service_of(http)
-    body, size = await body_of(http, service)
-    request = await validate(TokenizeRequest, body, size)
-    vocab = service.backend.engine.vocab
-    ids = await off_loop(lambda: vocab.tokenize(request.content, special=request.parse_special), size)
-    if request.add_special and vocab.bos_id is not None:
-        ids = [vocab.bos_id, *ids]
-    return JSONResponse({"tokens": ids})
+    return JSONResponse(await tokens.tokenize(service, *await body_of(http, service)))
 
 
 @plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
-    """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+    """The text of `tokens`: without control tokens as `content`, with them as `prompt`."""
     service = service_of(http)
-    body, size = await body_of(http, service)
-    request = await validate(DetokenizeRequest, body, size)
-    vocab = service.backend.engine.vocab
+    return JSONResponse(await tokens.detokenize(service, *await body_of(http, service)))
 
-    def text() -> str:
-        if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
-            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
-            raise bad_request(message, "tokens")
-        return b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
 
-    return JSONResponse({"content": await off_loop(text, size)})
+@plain.post("/apply-template", openapi_extra=documented(ChatRequest))
+async def apply_template(http: Request) -> Response:
+    """The prompt that a conversation would be answered with, as text."""
+    service = service_of(http)
+    return JSONResponse(await tokens.apply_template(service, *await body_of(http, service)))
 
 
 # --- the server --------------------------------------------------------------------------------------------
@@ -131,6 +161,45 @@ async def metrics(http: Request) -> Response:
     service = service_of(http)
     stats = service.loaded.engine.stats() if service.loaded else None
     return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+@others.get("/version")
+async def version(http: Request) -> dict[str, str]:
+    """The server's version, as vLLM tells it."""
+    return {"version": http.app.version}
+
+
+@others.get("/props")
+async def props(http: Request) -> dict[str, Any]:
+    """What llama-server tells of itself: the context of a slot, slots, chat template, defaults."""
+    service = service_of(http)
+    backend = service.backend
+    engine = backend.engine
+    bos = engine.vocab.bos_id
+    defaults = backend.defaults
+    params = {
+        "temperature": defaults.temperature,
+        "top_k": defaults.top_k,
+        "top_p": defaults.top_p,
+        "min_p": defaults.min_p,
+        "repeat_penalty": defaults.repetition_penalty,
+        "presence_penalty": defaults.presence_penalty,
+        "frequency_penalty": defaults.frequency_penalty,
+    }
+    return {
+        "default_generation_settings": {"n_ctx": engine.context_size, "params": params},
+        "total_slots": engine.settings.parallel,
+        "model_alias": service.settings.model_id,
+        "model_path": str(service.settings.model),
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": backend.prompter.template_source,
+        "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
+        "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),
+        "build_info": f"qwen-serve {http.app.version}",
+        "endpoint_metrics": True,
+        "endpoint_props": False,
+        "endpoint_slots": False,
+    }
 
 
 @others.get("/v1/models")

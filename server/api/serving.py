@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from server.api.errors import ApiError
 from server.api.request import until_gone
 from server.api.sampling import sampling_params
-from server.api.sse import EventStream
+from server.api.sse import OPENAI, Dialect, EventStream
 from server.chat import StopStrings, TextGeneration, generate
 
 if TYPE_CHECKING:
@@ -71,13 +71,14 @@ class ServedRequest:
         http: Request,
         stream: Callable[[], AsyncGenerator[bytes, None]],
         collect: Callable[[], Awaitable[Mapping[str, Any]]],
+        dialect: Dialect = OPENAI,
     ) -> Response:
         """The response: events where the request asks for a stream, else one object.
 
         Nothing is generated any longer than the client waits for it, however the response ends.
         """
         if self._stream:
-            return EventStream(stream(), self.close)
+            return EventStream(stream(), self.close, dialect)
         try:
             return JSONResponse(await until_gone(http, collect()))
         finally:

@@ -48,6 +48,11 @@ class Prompter:
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
 
+    @property
+    def template_source(self) -> str:
+        """The chat template."""
+        return self._template.source
+
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> list[int]:
         """The token ids of a conversation (OpenAI's messages), ready for the assistant's reply.
 

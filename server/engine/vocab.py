@@ -82,6 +82,12 @@ class Vocab:
             piece = self._pieces[token] = self._model.piece(token, special=False)
         return piece
 
+    def spelling(self, token: int) -> bytes:
+        """The token's own text, that of a control token too."""
+        if not 0 <= token < self.size:
+            raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
+        return self._model.piece(token, special=True)
+
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return token in self.eog_ids

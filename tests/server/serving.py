@@ -39,7 +39,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens, from its log."""
-        found = self.wait_for(lambda: re.search(r"running on (http://\S+)", self.log))
+        found = self.wait_for(lambda: re.search(r"running on (https?://\S+)", self.log))
         return str(found[1])
 
     def wait_for(self, condition: Any, timeout: float = START_S) -> Any:

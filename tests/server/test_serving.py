@@ -252,5 +252,6 @@ def test_openai_client_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="any", prompt="x", max_tokens=0)
     assert caught.value.param == "max_tokens"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.InternalServerError, match="embeddings: not supported") as refused:
         client.embeddings.create(model="any", input="x")
+    assert refused.value.status_code == 501

@@ -64,6 +64,9 @@ class FakeVocab:
         text = ADDED[token - 256]
         return b"" if text in CONTROL else text.encode()
 
+    def spelling(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else ADDED[token - 256].encode()
+
     def is_eog(self, token: int) -> bool:
         return token == self.eos_id
 
