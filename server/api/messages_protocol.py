@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from server.api.errors import bad_request
 from server.api.protocol import refuse
 from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+from server.chat import plain_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from server.api.protocol import ChatRequest
 
@@ -123,7 +124,7 @@ class CountTokensRequest(BaseModel):
         single = choice is not None and choice.disable_parallel_tool_use
         return {
             "model": self.model,
-            "messages": [*self._system(), *self._messages()],
+            "messages": reminded([*self._system(), *self._messages()]),
             "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
             "tool_choice": choice.chat() if choice else None,
             "parallel_tool_calls": False if single else None,
@@ -183,6 +184,26 @@ def steady(text: str) -> str:
         return text
     header, line, rest = text.partition("\n")
     return _PER_CONVERSATION.sub(r"\1", _PER_REQUEST.sub("0", header)) + line + rest
+
+
+def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with late system messages as reminders in the turn before them, the user's or a tool's.
+
+    Claude Code adds one now and then. At the beginning, where Qwen's template wants them, each would change
+    the prompt from its first token on; as a turn of its own it would pass for a new question.
+    """
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "system" or all(before["role"] == "system" for before in made):
+            made.append(message)
+            continue
+        text = f"<system-reminder>\n{plain_text(message['content'])}\n</system-reminder>"
+        if made[-1]["role"] == "assistant":
+            made.append({"role": "user", "content": text})
+        else:
+            before = plain_text(made[-1]["content"])
+            made[-1] = {**made[-1], "content": f"{before}\n\n{text}" if before else text}
+    return made
 
 
 def _given(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:

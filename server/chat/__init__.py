@@ -8,6 +8,7 @@ which a `Reply` splits into reasoning, answer and tool calls (`tool_calls`).
 from .detokenizer import Detokenizer, StopStrings
 from .errors import PromptError
 from .generation import TextGeneration, generate
+from .messages import plain_text
 from .prompt import Prompter, ReplyOptions
 from .reply import Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
 
@@ -26,4 +27,5 @@ __all__ = [
     "TextGeneration",
     "ToolCall",
     "generate",
+    "plain_text",
 ]

@@ -254,6 +254,30 @@ def test_a_reply_that_the_client_began_is_continued(start: Start) -> None:
     assert server.engine.submissions[0].text == f"{USER}{EMPTY_THINK}It is"
 
 
+def test_late_system_messages_are_reminders_where_they_stand(start: Start) -> None:
+    """And not a part of the system prompt, which would no longer be found in the prefix cache."""
+    server = start("x")
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Sun"}
+    messages = [
+        *HI,
+        {"role": "system", "content": "A tool is new."},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
+    ]
+    assert ask(server, system="Be brief.", messages=messages).status_code == 200
+    text = server.engine.submissions[0].text
+    assert text.startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi\n\n<system-reminder>\nA tool is new."
+        "\n</system-reminder><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>"
+    )
+    assert "<tool_response>\nSun\n\n<system-reminder>\nHurry.\n</system-reminder>\n</tool_response>" in text
+    first = ask(server, messages=[{"role": "system", "content": "Rhyme."}, *HI])
+    assert first.status_code == 200
+    assert server.engine.submissions[1].text.startswith("<|im_start|>system\nRhyme.<|im_end|>\n")
+
+
 NONCES = [("2.1.37.0d9", "fa690"), ("2.1.37.1ab", "00c4e")]
 
 
