@@ -197,7 +197,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         usage="%(prog)s --model PATH [--config PATH] [--print-settings] [--SETTING VALUE ...]",
-        description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/completions, /invocations.",
+        description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, "
+        "/v1/completions, /invocations.",
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
         "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),

@@ -93,7 +93,8 @@ class ResponsesRequest(BaseModel):
         if isinstance(body, dict) and body.get("previous_response_id") is not None:
             where = "previous_response_id"
             raise refused(where, "this server keeps no responses; send the conversation so far as input")
-        if isinstance(body, dict) and "message.output_text.logprobs" in (body.get("include") or []):
+        include = body.get("include") if isinstance(body, dict) else None
+        if isinstance(include, list) and "message.output_text.logprobs" in include:
             raise refused("include", "message.output_text.logprobs is not supported by this server")
         refuse(body, cls.unsupported)
         return body

@@ -292,7 +292,7 @@ def test_a_prompt_longer_than_the_context(server: Server) -> None:
 
 def test_unknown_paths_and_methods(server: Server) -> None:
     assert error_of(server.http.get("/nowhere"), 404)["type"] == "invalid_request_error"
-    assert error_of(server.post("/v1/embeddings", input="x"), 404)
+    assert error_of(server.post("/v1/embeddings", input="x"), 501)
     refused = server.http.get(COMPLETIONS)
     assert error_of(refused, 405)
     assert refused.headers["allow"] == "POST"
