@@ -71,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             settings,
             host=settings.host,
             port=settings.port,
+            uds=None if settings.uds is None else str(settings.uds),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app.state.service,
     )
     server.run()
+    if settings.uds is not None:
+        settings.uds.unlink(missing_ok=True)
     logging.shutdown()
     # not sys.exit: a model that is still loading sits inside llama.cpp, and would be waited for
     os._exit(FAILED if app.state.service.status == "failed" else server.status)

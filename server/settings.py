@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -48,8 +48,18 @@ class HttpSettings(Section, title="http"):
     """port to listen on; 0 takes a free one"""
     alias: str | None = None
     """model id in /v1/models (default: the file's name)"""
-    api_key: SecretStr | None = None
-    """clients must send it as a bearer token (QWEN_API_KEY keeps it out of `ps`)"""
+    api_key: SecretStr | None = Field(None, min_length=1)
+    """clients must send it as a bearer token or as X-Api-Key (QWEN_API_KEY keeps it out of `ps`)"""
+    api_key_file: Path | None = None
+    """file of further keys, one a line; # begins a comment"""
+    allowed_origins: str | None = None
+    """origins whose pages may call from a browser (CORS), with commas between them; * allows any"""
+    ssl_certfile: Path | None = None
+    """TLS certificate, PEM: serve https"""
+    ssl_keyfile: Path | None = None
+    """its private key, PEM"""
+    uds: Path | None = None
+    """Unix socket to listen on, instead of host and port"""
     prefix_by_key: bool = True
     """requests with different API keys share no prefixes, so that none can tell what another has asked; off:
     they share all but what `cache_salt` parts"""
@@ -121,17 +131,44 @@ class Settings(HttpSettings, ChatSettings, EngineSettings, BaseSettings):
     def _find_model(cls, path: Path) -> Path:
         return find_model(path)
 
-    @field_validator("chat_template")
+    @field_validator("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
     @classmethod
-    def _find_template(cls, path: Path | None) -> Path | None:
+    def _find_file(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         if path is not None and not path.is_file():
             raise ValueError(f"{path} is not a file")
+        if path is not None and info.field_name == "api_key_file" and not read_keys(path):
+            raise ValueError(f"{path} has no key in it")
         return path
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: str | None) -> str | None:
+        for origin in _split(value):
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(
+                    f"{origin} is not an origin such as https://example.com or http://localhost:3000"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
+        return self
 
     @property
     def model_id(self) -> str:
         """The name under which the model is listed and, where a request names none, answered."""
         return self.alias or self.model.stem
+
+    def api_keys(self) -> list[str]:
+        """The keys that clients may send; with none, none is asked for."""
+        own = [] if self.api_key is None else [self.api_key.get_secret_value()]
+        return own + ([] if self.api_key_file is None else read_keys(self.api_key_file))
+
+    def origins(self) -> list[str]:
+        """The origins that browsers may call from."""
+        return _split(self.allowed_origins)
 
     def engine(self) -> EngineSettings:
         """The part that the engine reads."""
@@ -149,6 +186,16 @@ def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
         (section, {name: Settings.model_fields[name] for name in inspect.get_annotations(section)})
         for section in SECTIONS
     ]
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys in a file: one a line, without blank lines and comments."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def _split(value: str | None) -> list[str]:
+    return [item.strip() for item in (value or "").split(",") if item.strip()]
 
 
 def find_model(path: Path) -> Path:
@@ -198,7 +245,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         usage="%(prog)s --model PATH [--config PATH] [--print-settings] [--SETTING VALUE ...]",
-        description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/completions, /invocations.",
+        description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, "
+        "/v1/completions, /invocations.",
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
         "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),

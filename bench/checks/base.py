@@ -68,6 +68,12 @@ class Target:
         expect("[DONE]" not in events[:-1], "[DONE] comes before the end of the stream")
         return [json.loads(data) for data in events[:-1]]
 
+    async def needs(self, method: str, path: str) -> None:
+        """SkippedError where the server has no such endpoint."""
+        reply = await self.client.request(method, path, body={} if method == "POST" else None)
+        if reply.status in (404, 405, 501):
+            raise SkippedError(f"the server has no {method} {path}")
+
     def tokenizer(self) -> Vocabulary:
         """The independent tokenizer; SkippedError where there is none."""
         if self.vocabulary is None:

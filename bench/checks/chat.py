@@ -1,5 +1,6 @@
 """Conversations: roles, content parts, tools, and content that tries to be more than content."""
 
+import json
 from typing import Any
 
 from bench.checks.base import MESSAGES, Target, check, expect
@@ -85,6 +86,50 @@ async def tool_calls(target: Target) -> None:
         expect(isinstance(call["function"].get("arguments"), str), "arguments: want a JSON string")
     if calls and choice["finish_reason"] != "length":
         equal(choice["finish_reason"], "tool_calls", "finish_reason")
+
+
+@check("several and late system messages are accepted, and all of them reach the prompt")
+async def system_messages(target: Target) -> None:
+    one = (await target.chat(CONVERSATIONS["system"]))["usage"]["prompt_tokens"]
+    late = [*CONVERSATIONS["system"], {"role": "system", "content": "Be very kind."}]
+    two = (await target.chat(late))["usage"]["prompt_tokens"]
+    expect(two > one, f"prompt_tokens: {one} with one system message, {two} with two")
+
+
+@check("continue_final_message goes on from the assistant's last message")
+async def prefill(target: Target) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "The answer is"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    goes_on = await target.chat(begun, **fields)
+    closed = await target.chat(begun, continue_final_message=False, add_generation_prompt=True)
+    chat_shape(goes_on)
+    content = goes_on["choices"][0]["message"]["content"]
+    expect(not content.startswith("The answer is"), "the answer repeats what the client began")
+    open_, whole = (answer["usage"]["prompt_tokens"] for answer in (goes_on, closed))
+    expect(open_ < whole, f"prompt_tokens: {open_} with an open end, {whole} with another turn behind it")
+
+
+@check("refused: continue_final_message where the last message is the user's")
+async def prefill_user(target: Target) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, "continue_final_message": True}
+    reply = await target.client.request("POST", "/v1/chat/completions", body=body)
+    equal(reply.status, 400, "status")
+
+
+@check("a tool call's streamed arguments join to JSON, behind one head with id and name")
+async def streamed_calls(target: Target) -> None:
+    question = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
+    body = {"messages": question, "tools": [TOOL], "max_tokens": 256, "temperature": 0.0}
+    chunks = await target.chunks("/v1/chat/completions", **body)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls") or []]
+    cut = choices[-1]["finish_reason"] == "length"
+    for index in sorted({call["index"] for call in calls}):
+        mine = [call for call in calls if call["index"] == index]
+        equal([number for number, call in enumerate(mine) if call.get("id")], [0], "pieces with an id")
+        expect(mine[0]["function"].get("name"), "the first piece has no name")
+        arguments = "".join(call["function"].get("arguments") or "" for call in mine)
+        expect(cut or isinstance(json.loads(arguments), dict), "arguments: want a JSON object")
 
 
 @check("n choices of a chat")

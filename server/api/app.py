@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from server.about import own_version
 from server.api import errors, page
@@ -15,7 +16,7 @@ from server.api.description import describe
 from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.origin import KnownSites
-from server.api.routes import ROUTERS
+from server.api.routes import ROUTERS, paths
 from server.api.service import Backend, Service
 from server.api.throughput import report_throughput
 from server.api.tracing import configured_tracer
@@ -43,19 +44,24 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
 
     app = FastAPI(title="qwen-serve", version=own_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.service = service
+    app.state.paths = paths()
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
     if settings.page:
         page.install(app)
+    keys, origins = settings.api_keys(), settings.origins() or []
     unlocked = OPEN_PATHS if settings.open_metrics else PROBES
-    describe(app, key=settings.api_key is not None, unlocked=unlocked)
-    if settings.api_key is not None:
-        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value(), unlocked=unlocked)
+    describe(app, key=bool(keys), unlocked=unlocked)
+    if keys:
+        app.add_middleware(RequireKey, keys=keys, unlocked=unlocked)
     else:
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
-        app.add_middleware(KnownSites, host=settings.host, hosts=hosts, origins=(), open_paths=OPEN_PATHS)
-    app.add_middleware(
-        Watch, service=service, tracer=tracer
-    )  # added last: outermost, so that it sees refusals too
+        app.add_middleware(
+            KnownSites, host=settings.host, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
+        )
+    if origins:  # outside of the keys: a browser asks without one whether it may ask
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    # added last: outermost, so that it sees refusals too
+    app.add_middleware(Watch, service=service, tracer=tracer)
     return app

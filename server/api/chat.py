@@ -6,12 +6,13 @@ import asyncio
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from server.api.sse import Frame, ending, event, merge
 from server.api.structured import compiled
-from server.chat import Content, Reasoning, Reply, ReplyParser, ToolCall
+from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from server.api.protocol import ChatRequest
     from server.api.service import Service
-    from server.chat import Part, StopStrings
+    from server.chat import Part, ReplyOptions, StopStrings
     from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt
 
@@ -30,44 +31,79 @@ CHUNK = "chat.completion.chunk"
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    backend = service.backend
+    inline = service.settings.inline_reasoning
+    served, replies = await begin(http, service, request, size, "chatcmpl-", inline_reasoning=inline)
+    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
+
+
+async def begin(
+    http: Request,
+    service: Service,
+    request: ChatRequest,
+    size: int,
+    prefix: str,
+    *,
+    inline_reasoning: bool = False,
+) -> tuple[ServedRequest, list[Reply]]:
+    """Submits a conversation, whatever the format that it came in: a reply for each choice.
+
+    `prefix` is that of the response's id.
+    """
+    engine = service.backend.engine
     check_count(service, request)
-    thinking = request.thinks(service.settings.thinking) and backend.prompter.can_think
+    continued = request.continues
 
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[Prompt, StopStrings | None, AnswerFormat | ToolFormat | None]:
-        ids = backend.prompter.chat(
-            request.messages,
-            prompt_budget(request, backend.engine.context_size, interrupt),
-            tools=request.offered_tools,
-            enable_thinking=thinking,
-            template_kwargs=request.chat_template_kwargs,
-        )
-        kept = truncated(ids, request, backend.engine.context_size)
-        return backend.engine.prompt(kept), stop_strings(request), request.wanted_format()
+    ) -> tuple[Prompt, bool, StopStrings | None, AnswerFormat | ToolFormat | None]:
+        budget = prompt_budget(request, engine.context_size, interrupt)
+        ids, thinking = prompt_of(service, request, budget)
+        prompt = engine.prompt(truncated(ids, request, engine.context_size))
+        return prompt, thinking, stop_strings(request), request.wanted_format()
 
-    prompt, stops, wanted = await prepared(http, prepare, size)
+    prompt, thinking, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
     limits = None
     if thinking:
-        limits = request.thinking_limits(service.settings, backend.engine.vocab, request.token_limit)
+        limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
+    if wanted is not None and continued:
+        message = f"{wanted.param} and a message that the reply continues contradict each other"
+        raise bad_request(message, wanted.param, "invalid_value")
     grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
         ReplyParser(
             thinking=thinking,
-            inline_reasoning=service.settings.inline_reasoning,
+            inline_reasoning=inline_reasoning,
             tools=request.offered_tools,
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, "chatcmpl", grammar, limits)
+    served = ServedRequest(service, request, [prompt], stops, prefix, grammar, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
-    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
+    return served, replies
+
+
+def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], None]) -> tuple[list[int], bool]:
+    """The conversation's token ids, and whether the reply begins with reasoning. `check` is told of ids as
+    they come. Raises PromptError, and what `check` raises."""
+    prompter = service.backend.prompter
+    how: ReplyOptions = {
+        "enable_thinking": request.thinks(service.settings.thinking) and prompter.can_think,
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": request.continues,
+    }
+    ids = prompter.chat(
+        request.messages,
+        check,
+        tools=request.offered_tools,
+        template_kwargs=request.chat_template_kwargs,
+        **how,
+    )
+    return ids, prompter.reply_reasons(request.messages, **how)
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
@@ -88,7 +124,9 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
 
 async def message_of(reply: Reply) -> dict[str, Any]:
     """The whole reply as a message."""
-    reasoning, content, calls = "", "", []
+    reasoning, content = "", ""
+    calls: list[ToolCall] = []
+    arguments: dict[int, str] = {}
     async for part in reply:
         match part:
             case Reasoning(text):
@@ -96,12 +134,14 @@ async def message_of(reply: Reply) -> dict[str, Any]:
             case Content(text):
                 content += text
             case ToolCall():
-                calls.append(tool_call(part))
+                calls.append(part)
+            case Arguments(index, text):
+                arguments[index] = arguments.get(index, "") + text
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [tool_call(call, arguments[call.index]) for call in calls]
     return message
 
 
@@ -139,7 +179,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             last = chunk(index, {}, served.check(replies[index].finish_reason), told)
             if left:
                 yield event(last)
-        elif index in started and told is None and not isinstance(part, ToolCall):
+        elif index in started and told is None and isinstance(part, Reasoning | Content):
             [(field, text)] = delta_of(part).items()
             yield frame(index, field).filled(text)
         else:
@@ -155,12 +195,10 @@ def delta_of(part: Part) -> dict[str, Any]:
         case Content(text):
             return {"content": text}
         case ToolCall():
-            return {"tool_calls": [{"index": part.index, **tool_call(part)}]}
+            return {"tool_calls": [{"index": part.index, **tool_call(part, "")}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+def tool_call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -58,7 +58,7 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
     request.prompt = []  # they would stay for as long as the answer takes
     grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
-    served = ServedRequest(service, request, prompts, stops, "cmpl", grammar)
+    served = ServedRequest(service, request, prompts, stops, "cmpl-", grammar)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(

@@ -1,4 +1,7 @@
-"""Every failure as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+"""Every failure as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
+
+Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,34 @@ class ApiError(Exception):
     @property
     def type(self) -> str:
         """OpenAI's error type for the status."""
-        named = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+        named = {
+            401: "authentication_error",
+            429: "rate_limit_error",
+            501: "not_supported_error",
+            503: "service_unavailable_error",
+        }
         return named.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """The error object, as a response's body or as the last event of a stream."""
+        """OpenAI's error object, as a response's body or as the last event of a stream."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's error object, likewise."""
+        named = {
+            401: "authentication_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+            503: "overloaded_error",
+        }
+        kind = named.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The error object that clients of an endpoint know."""
+        return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
 
 
 class ClientLeft(Exception):
@@ -106,9 +130,20 @@ def from_exception(error: Exception) -> ApiError:
 async def error_response(http: Request, error: Exception) -> JSONResponse:
     """Starlette's exception handler for everything."""
     answer = from_exception(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        answer.message = unknown_route(http, error)
     if (record := record_of(http.scope)) is not None:
         record.error = answer
-    return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
+    return JSONResponse(answer.body_for(http.url.path), status_code=answer.status, headers=answer.headers)
+
+
+def unknown_route(http: Request, error: HTTPException) -> str:
+    """What there is, for a path or a method that there is not."""
+    asked = f"{http.method} {http.url.path}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return f"{asked}: this method is not allowed here; use {allowed}"
+    return f"{asked}: there is no such path; there are {', '.join(http.app.state.paths)}"
 
 
 def install(app: FastAPI) -> None:

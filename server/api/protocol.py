@@ -206,11 +206,7 @@ class GenerationRequest(StructuredFields):
     @classmethod
     def _refuse_unsupported(cls, body: Any) -> Any:
         """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
-        for field, value in body.items() if isinstance(body, dict) else ():
-            if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
-                raise bad_request(
-                    f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
-                )
+        refuse(body, cls.unsupported)
         return body
 
     @model_validator(mode="after")
@@ -291,6 +287,15 @@ class GenerationRequest(StructuredFields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError 400 naming the first of the `unsupported` fields that asks for something."""
+    for field, value in body.items() if isinstance(body, dict) else ():
+        if field in unsupported and value is not None and not _in(value, unsupported[field]):
+            raise bad_request(
+                f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
+            )
 
 
 def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -416,7 +421,11 @@ class ToolInput(BaseModel):
 class ChatRequest(ThinkingFields, GenerationRequest):
     """A conversation. The insides of messages and tools are checked where they are rendered."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: values
+        for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    }
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
@@ -429,6 +438,24 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> Self:
+        """Raises ApiError 400 as vLLM does."""
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: add_generation_prompt must be false, or left out, beside it"
+            raise bad_request(message, "continue_final_message", "invalid_value")
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the reply goes on from the last message: asked for, or an assistant's text stands there."""
+        if self.continue_final_message is not None or self.add_generation_prompt is not None:
+            return bool(self.continue_final_message)
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and not last.get("tool_calls")
 
     @model_validator(mode="after")
     def _top_only_with_logprobs(self) -> Self:
@@ -477,10 +504,11 @@ class TokenizeRequest(BaseModel):
     content: str
     add_special: bool = False
     parse_special: bool = True
+    with_pieces: bool = False
 
 
 class DetokenizeRequest(BaseModel):
-    """Ids to text; control tokens have none."""
+    """Ids to text."""
 
     model_config = ConfigDict(strict=True)
 

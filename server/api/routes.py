@@ -10,11 +10,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from server.api import absent, tokens
 from server.api.chat import chat
 from server.api.completions import complete
 from server.api.description import documented, errors
 from server.api.errors import ApiError, bad_request
 from server.api.intake import stopped
+from server.api.messages import count_tokens, messages
+from server.api.messages_protocol import CountTokensRequest, MessagesRequest
 from server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,9 +25,12 @@ from server.api.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from server.api.request import prepared, request_of
+from server.api.request import request_of
+from server.api.responses import respond
+from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
 from server.api.tokenizer_info import tokenizer_info
+from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -54,19 +60,22 @@ class PlainRoute(APIRoute):
         return answer
 
 
-MOST_TOKENS = 2**18
-"""What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
-
 plain = APIRouter(route_class=PlainRoute)
 others = APIRouter()
 
-ROUTERS = (plain, others)
+ROUTERS = (plain, others, absent.router)
 """Looked through in this order: what is asked for most comes first."""
 
 
 LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 DEFAULT_LIMIT = 16
 """Tokens of a completion where a request gives none of these, as in OpenAI's API and vLLM."""
+
+
+def paths() -> list[str]:
+    """The paths of all endpoints, without those that are there to be refused."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    return sorted({route.path_format for route in routes if route.include_in_schema})
 
 
 # --- generation --------------------------------------------------------------------------------------------
@@ -86,6 +95,27 @@ async def chat_completions(http: Request) -> Response:
     service = service_of(http)
     request, size = await request_of(http, lambda _: ChatRequest)
     return await chat(http, service, request, size)
+
+
+@plain.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
+async def responses(http: Request) -> Response:
+    """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
+    request, size = await request_of(http, lambda _: ResponsesRequest)
+    return await respond(http, service_of(http), request, size)
+
+
+@plain.post("/v1/messages", openapi_extra=documented(MessagesRequest))
+async def anthropic_messages(http: Request) -> Response:
+    """Answer a conversation, as Anthropic's Messages API does."""
+    request, size = await request_of(http, lambda _: MessagesRequest)
+    return await messages(http, service_of(http), request, size)
+
+
+@plain.post("/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest))
+async def anthropic_count_tokens(http: Request) -> Response:
+    """How many tokens a conversation's prompt has."""
+    request, size = await request_of(http, lambda _: CountTokensRequest)
+    return await count_tokens(http, service_of(http), request, size)
 
 
 @plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
@@ -120,46 +150,24 @@ def invoked(body: dict[str, Any]) -> type[GenerationRequest]:
 # --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
 
 
-@plain.post("/tokenize", openapi_extra=documented(TokenizeRequest))
+@plain.post(
+    "/tokenize", openapi_extra=documented(TokenizeRequest, TokenizePromptRequest, TokenizeChatRequest)
+)
 async def tokenize(http: Request) -> Response:
-    """The ids of `content`."""
-    vocab = service_of(http).backend.engine.vocab
-    request, size = await request_of(http, lambda _: TokenizeRequest)
-
-    def answer(interrupt: Callable[[], None]) -> Response:
-        count = 0
-
-        def check(more: int) -> None:
-            nonlocal count
-            interrupt()
-            count += more
-            if count > MOST_TOKENS:
-                raise bad_request(f"content: more than {MOST_TOKENS:,} tokens; send it in parts", "content")
-
-        ids = vocab.tokenize(request.content, special=request.parse_special, check=check)
-        if request.add_special and vocab.bos_id is not None:
-            ids = [vocab.bos_id, *ids]
-        return JSONResponse({"tokens": ids})
-
-    return await prepared(http, answer, size)
+    """The ids of `content` (llama-server), `prompt` or `messages` (vLLM)."""
+    return await tokens.tokenize(http, *await request_of(http, tokens.asked))
 
 
 @plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
-    """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
-    vocab = service_of(http).backend.engine.vocab
-    request, size = await request_of(http, lambda _: DetokenizeRequest)
+    """The text of `tokens`: without control tokens as `content`, with them as `prompt`."""
+    return await tokens.detokenize(http, *await request_of(http, lambda _: DetokenizeRequest))
 
-    def answer(_: Callable[[], None]) -> Response:
-        if len(request.tokens) > MOST_TOKENS:
-            raise bad_request(f"tokens: more than {MOST_TOKENS:,}; send them in parts", "tokens")
-        if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
-            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
-            raise bad_request(message, "tokens")
-        text = b"".join(map(vocab.token_bytes, request.tokens)).decode("utf-8", "replace")
-        return JSONResponse({"content": text})
 
-    return await prepared(http, answer, size)
+@plain.post("/apply-template", openapi_extra=documented(ChatRequest))
+async def apply_template(http: Request) -> Response:
+    """The prompt that a conversation would be answered with, as text."""
+    return await tokens.apply_template(http, *await request_of(http, lambda _: ChatRequest))
 
 
 @others.get("/tokenizer_info")
@@ -194,6 +202,45 @@ async def metrics(http: Request) -> Response:
     service = service_of(http)
     stats = service.loaded.engine.stats() if service.loaded else None
     return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+@others.get("/version")
+async def version(http: Request) -> dict[str, str]:
+    """The server's version, as vLLM tells it."""
+    return {"version": http.app.version}
+
+
+@others.get("/props")
+async def props(http: Request) -> dict[str, Any]:
+    """What llama-server tells of itself: the context of a slot, slots, chat template, defaults."""
+    service = service_of(http)
+    backend = service.backend
+    engine = backend.engine
+    bos = engine.vocab.bos_id
+    defaults = backend.defaults.of("instruct")
+    params = {
+        "temperature": defaults.temperature,
+        "top_k": defaults.top_k,
+        "top_p": defaults.top_p,
+        "min_p": defaults.min_p,
+        "repeat_penalty": defaults.repetition_penalty,
+        "presence_penalty": defaults.presence_penalty,
+        "frequency_penalty": defaults.frequency_penalty,
+    }
+    return {
+        "default_generation_settings": {"n_ctx": engine.context_size, "params": params},
+        "total_slots": engine.settings.parallel,
+        "model_alias": service.settings.model_id,
+        "model_path": str(service.settings.model),
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": backend.prompter.template_source,
+        "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
+        "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),
+        "build_info": f"qwen-serve {http.app.version}",
+        "endpoint_metrics": True,
+        "endpoint_props": False,
+        "endpoint_slots": False,
+    }
 
 
 @others.get("/v1/models", responses=errors(401, 403, 503))

@@ -14,7 +14,7 @@ from server.api.intake import stopped
 from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import of_choice, sampling_params
-from server.api.sse import EventStream
+from server.api.sse import OPENAI, Dialect, EventStream
 from server.api.tenant import salt_of
 from server.chat import StopStrings, TextGeneration, generate
 from server.engine import TokenBudget
@@ -43,14 +43,14 @@ class ServedRequest:
         request: GenerationRequest,
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
-        kind: str,
+        prefix: str,
         grammar: Grammar | None = None,
         thinking: ThinkingLimits | None = None,
     ) -> None:
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.request = request
         self.vocab = backend.engine.vocab
-        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
         self.include_usage = request.include_usage
@@ -90,6 +90,7 @@ class ServedRequest:
         http: Request,
         stream: Callable[[], AsyncGenerator[bytes, None]],
         collect: Callable[[], Awaitable[Mapping[str, Any]]],
+        dialect: Dialect = OPENAI,
     ) -> Response:
         """The response: events where the request asks for a stream, else one object.
 
@@ -98,7 +99,7 @@ class ServedRequest:
         if (record := record_of(http.scope)) is not None:
             record.served = self
         if self._stream:
-            return EventStream(stream(), self.close)
+            return EventStream(stream(), self.close, dialect)
         try:
             return JSONResponse(await until_gone(http, collect()))
         finally:

@@ -1,4 +1,8 @@
-"""Server-sent events as OpenAI streams them: `data: {json}`, then `data: [DONE]`; several choices as one."""
+"""Server-sent events: `data: {json}`, and what ends them; several choices as one stream.
+
+Chat and text completions end with `data: [DONE]`. Protocols whose objects have a `type` name the event after
+it, and end with an object that says so.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import asyncio
 import json
 import logging
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from server.api.errors import from_exception
+from server.api.errors import ApiError, from_exception
 from server.api.record import record_of
 
 if TYPE_CHECKING:
@@ -42,6 +47,11 @@ def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {encode(data)}\n\n".encode()
 
 
+def typed_event(data: Mapping[str, Any]) -> bytes:
+    """One event, named after its object's type."""
+    return f"event: {data['type']}\ndata: {encode(data)}\n\n".encode()
+
+
 def ending(*events: Mapping[str, Any]) -> bytes:
     """The last events and the mark of a complete stream, in one piece: a client wakes up once for them."""
     return b"".join(map(event, events)) + b"data: [DONE]\n\n"
@@ -50,25 +60,48 @@ def ending(*events: Mapping[str, Any]) -> bytes:
 class Frame:
     """Events that differ in one string: `make` tells an event by that string, and is called once."""
 
-    def __init__(self, make: Callable[[str], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, make: Callable[[str], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], bytes] = event
+    ) -> None:
         hole = uuid4().hex  # what it is made of beside may come from the client
-        before, after = encode(make(hole)).split(f'"{hole}"')
-        self._before, self._after = f"data: {before}", f"{after}\n\n"
+        self._before, self._after = write(make(hole)).decode().split(f'"{hole}"')
 
     def filled(self, text: str) -> bytes:
         """The event with `text` in it."""
         return f"{self._before}{encode(text)}{self._after}".encode()
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """What protocols differ in beside their events."""
+
+    failure: Callable[[ApiError], bytes] = lambda error: event(error.body())
+    """The last event of a stream that fails."""
+    ping: Callable[[], ServerSentEvent] | None = None
+    """What keeps an idle connection open; None is an SSE comment."""
+
+
+OPENAI = Dialect()
+
+
 class EventStream(EventSourceResponse):
     """Streams whole `events`; calls `close` when the stream ends, however it ends.
 
-    That includes a client that left before the first event, when the generator's own `finally` never runs.
-    """
+    That includes a client that left before the first event, when the generator's own `finally` never runs."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        dialect: Dialect = OPENAI,
+    ) -> None:
         self._error: ApiError | None = None
-        super().__init__(self._to_the_end(events), sep="\n", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            self._to_the_end(events, dialect.failure),
+            sep="\n",
+            headers={"Cache-Control": "no-cache"},
+            ping_message_factory=dialect.ping,
+        )
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +112,9 @@ class EventStream(EventSourceResponse):
             if self._error is not None and (record := record_of(scope)) is not None:
                 record.error = self._error
 
-    async def _to_the_end(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async def _to_the_end(
+        self, events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes]
+    ) -> AsyncGenerator[bytes, None]:
         """The events as they are; a failure becomes the last of them."""
         async with aclosing(events):
             try:
@@ -90,7 +125,7 @@ class EventStream(EventSourceResponse):
                 self._error = answer = from_exception(error)
                 if answer.status == 500:
                     logger.exception("a stream failed")
-                yield event(answer.body())
+                yield failure(answer)
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:

@@ -8,10 +8,12 @@ which a `Reply` splits into reasoning, answer and tool calls (`tool_calls`).
 from .detokenizer import Detokenizer, StopStrings
 from .errors import PromptError
 from .generation import TextGeneration, generate
-from .prompt import Prompter
-from .reply import Content, Part, Reasoning, Reply, ReplyParser, ToolCall
+from .messages import plain_text
+from .prompt import Prompter, ReplyOptions
+from .reply import Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
 
 __all__ = [
+    "Arguments",
     "Content",
     "Detokenizer",
     "Part",
@@ -19,9 +21,11 @@ __all__ = [
     "Prompter",
     "Reasoning",
     "Reply",
+    "ReplyOptions",
     "ReplyParser",
     "StopStrings",
     "TextGeneration",
     "ToolCall",
     "generate",
+    "plain_text",
 ]

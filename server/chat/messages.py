@@ -16,14 +16,15 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
 
     `developer` becomes `system`, `reasoning` becomes `reasoning_content`, `arguments` in a JSON string are
-    parsed. Keys that are not known here stay, for templates that read them. Raises PromptError naming the
-    field that is wrong.
+    parsed. Several system messages, wherever they stand, become one at the beginning, a blank line between
+    them: Qwen's template has no other place for them. Keys that are not known here stay, for templates that
+    read them. Raises PromptError naming the field that is wrong.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
     if not messages:
         raise PromptError("messages is empty; at least one user message is needed", "messages")
-    return [_message(message, f"messages[{index}]", index) for index, message in enumerate(messages)]
+    return _one_system([_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -52,6 +53,20 @@ def separate_reasoning(text: str) -> tuple[str, str] | None:
     return pieces[0].rstrip("\n").split("<think>")[-1].lstrip("\n"), pieces[-1].lstrip("\n")
 
 
+def begun_reply(message: Mapping[str, Any]) -> tuple[str, str]:
+    """The reasoning and the answer of a checked assistant message that is to be continued.
+
+    Without an answer it breaks off in its reasoning, which may also stand in the content, behind `<think>`.
+    """
+    text = plain_text(message["content"])
+    if "reasoning_content" in message:
+        return message["reasoning_content"], text
+    parts = separate_reasoning(text)
+    if parts is None and text.lstrip().startswith("<think>"):
+        return text.lstrip().removeprefix("<think>"), ""
+    return parts or ("", text)
+
+
 def plain_text(content: str | list[dict[str, Any]] | None) -> str:
     """A checked message's content as one string."""
     if content is None or isinstance(content, str):
@@ -59,15 +74,23 @@ def plain_text(content: str | list[dict[str, Any]] | None) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _message(message: object, where: str, index: int) -> dict[str, Any]:
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with at most one system message, which is the first."""
+    systems = [message for message in messages if message["role"] == "system"]
+    if not systems or (len(systems) == 1 and messages[0] is systems[0]):
+        return messages
+    text = "\n\n".join(plain_text(message["content"]) for message in systems)
+    others = [message for message in messages if message["role"] != "system"]
+    return [{**systems[0], "content": text}, *others]
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
     checked = dict(_mapping(message, where))
     role = checked.get("role")
     if role not in ROLES:
         raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer":
         role = checked["role"] = "system"
-    if role == "system" and index > 0:
-        raise PromptError(f"{where}.role is system; only the first message can be", f"{where}.role")
     checked["content"] = _content(checked.get("content"), f"{where}.content", required=role in _NEEDS_CONTENT)
     if role == "assistant":
         checked.update(_reasoning(checked, where), **_tool_calls(checked, where))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .errors import PromptError
-from .messages import check_messages, check_tools, plain_text, separate_reasoning
+from .messages import begun_reply, check_messages, check_tools, plain_text, separate_reasoning
 from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
 
@@ -15,15 +15,22 @@ if TYPE_CHECKING:
     from server.engine import Vocab
 
 
-class Options(TypedDict, total=False):
+class ReplyOptions(TypedDict, total=False):
+    """How a prompt leads over to the reply."""
+
+    enable_thinking: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    """The last message, an assistant's, is the beginning of the reply: the prompt ends with it, open."""
+
+
+class Options(ReplyOptions, total=False):
     """What goes into a prompt beside the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """OpenAI's objects."""
-    enable_thinking: bool
     template_kwargs: Mapping[str, Any] | None
     """The request's chat_template_kwargs; their `enable_thinking` gives way to the one here."""
-    add_generation_prompt: bool
 
 
 class Prompter:
@@ -42,6 +49,11 @@ class Prompter:
         self._added = AddedTokens(vocab.added_tokens)
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
+
+    @property
+    def template_source(self) -> str:
+        """The chat template."""
+        return self._template.source
 
     def chat(
         self,
@@ -64,6 +76,26 @@ class Prompter:
         """The text that `chat` tokenises. Raises PromptError."""
         return "".join(self._pieces(messages, lambda _: None, **options))
 
+    def reply_reasons(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> bool:
+        """Whether the reply begins inside the think block. Raises PromptError.
+
+        A reply that is continued does where its last message has reasoning and no answer yet, and does not
+        where it has an answer, whether thinking is enabled or not.
+        """
+        if not self.can_think:
+            return False
+        if continue_final_message:
+            reasoning, answer = begun_reply(_final(check_messages(messages)))
+            return not answer and (bool(reasoning) or enable_thinking)
+        return enable_thinking and add_generation_prompt
+
     def raw(self, text: str, check: Callable[[int], None] = lambda _: None) -> list[int]:
         """The token ids of a text as it is; added tokens in it are parsed, as llama-server does here."""
         ids = self._vocab.tokenize(text, special=True, check=check)
@@ -79,22 +111,33 @@ class Prompter:
         enable_thinking: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> Iterator[str]:
-        extra = {**(template_kwargs or {}), "enable_thinking": enable_thinking}
         try:
-            given = check_messages(messages), check_tools(tools), extra
+            checked = check_messages(messages)
+            reasoning, answer = begun_reply(_final(checked)) if continue_final_message else ("", "")
+            if reasoning and not self.can_think:
+                reasoning = ""
+            if reasoning or answer:
+                enable_thinking = bool(reasoning)
+            extra = {**(template_kwargs or {}), "enable_thinking": enable_thinking}
+            given = checked, check_tools(tools), extra, reasoning, answer
             sentinel = choose_sentinel(given, self._template.source)
-            for message in given[0]:
+            for message in checked:
                 self._separate_reasoning(message, sentinel)
-            marked_messages, marked_tools, marked_extra = self._added.mark(given, sentinel)
+            marked_messages, marked_tools, marked_extra, reasoning, answer = self._added.mark(given, sentinel)
         except RecursionError:
             raise PromptError("the request is nested too deeply", "messages") from None
         variables = {
-            "messages": marked_messages,
+            "messages": marked_messages[:-1] if continue_final_message else marked_messages,
             "tools": marked_tools,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt or continue_final_message,
         }
-        return self._added.cut(self._template.render(variables, marked_extra, check), sentinel)
+        rendered = self._template.render(variables, marked_extra, check)
+        if reasoning:
+            rendered += "" if rendered.rstrip().endswith("<think>") else "<think>\n"
+            rendered += reasoning.strip() + "\n</think>\n\n" if answer else reasoning.lstrip()
+        return self._added.cut(rendered + answer, sentinel)
 
     def _leaves_thinking_open(self) -> bool:
         if "<think>" not in self._template.source:
@@ -117,3 +160,13 @@ class Prompter:
             # The template trims before it takes the block out, not after: a sentinel stops the trim.
             indented = answer[:1].isspace()
             message.update(reasoning_content=reasoning, content=sentinel + answer if indented else answer)
+
+
+def _final(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The last of checked messages, as one that can be continued. Raises PromptError."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        wrong = "calls tools" if last["role"] == "assistant" else f"is of the role {last['role']}"
+        message = f"continue_final_message: the last message {wrong}; it must be an assistant's text"
+        raise PromptError(message, "continue_final_message")
+    return last

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from . import tool_calls
-from .tool_calls import Broken, Call, ToolSchemas, parse_call
+from .scanner import Reading, Scanner, Trimmed
+from .tool_calls import CallReader, ToolSchemas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from server.engine import FinishReason
 
@@ -32,15 +34,27 @@ class Content:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A complete call; `arguments` is a JSON object in a string, as OpenAI has it."""
+    """A call begins."""
 
     index: int
     id: str
     name: str
-    arguments: str
 
 
-Part = Reasoning | Content | ToolCall
+@dataclass(frozen=True)
+class Arguments:
+    """More of a call's arguments: joined they are a JSON object, complete with the `last` of them.
+
+    Where the reply ends in the middle of a call there is no last one: the object stays cut off, so that
+    nobody takes a part of it for the whole.
+    """
+
+    index: int
+    text: str
+    last: bool = False
+
+
+Part = Reasoning | Content | ToolCall | Arguments
 
 
 class Reply:
@@ -58,7 +72,7 @@ class Reply:
         async for text in self.generation:
             for part in self._parser.feed(text):
                 yield part
-                if self._one_call and isinstance(part, ToolCall):
+                if self._one_call and isinstance(part, Arguments) and part.last:
                     self.generation.cancel()
                     return
         for part in self._parser.flush():
@@ -81,8 +95,10 @@ class ReplyParser:
     tags. A reply that ends before that is all reasoning. `inline_reasoning` leaves the think block in the
     content as the model wrote it, its opening tag restored.
 
-    `tools` are OpenAI's tool objects; without any, tool calls are not looked for. White space around a call
-    is dropped; what turns out to be no call is content to the letter.
+    `tools` are OpenAI's tool objects; without any, tool calls are not looked for. A call of an offered tool
+    begins with its first parameter, and its arguments come as they are written. A call of any other name
+    comes as a whole. White space around a call is dropped; what turns out to be no call is content to the
+    letter.
     """
 
     def __init__(
@@ -92,145 +108,103 @@ class ReplyParser:
         inline_reasoning: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self._state = self._open if thinking else self._answer
         self._inline = inline_reasoning
         self._schemas = ToolSchemas(tools) if tools else None
-        self._pending = ""
-        self._skip_space = False
-        self._searched = 0  # up to here no `</tool_call>` was found in the pending call
+        self._scanner = Scanner()
+        self._parts: list[Part] = []
+        self._reading = self._reply(thinking)
+        self._plain = False  # nothing is looked for any more, and nothing held back
         self.tool_calls = 0
-        """How many calls were found so far."""
+        """How many complete calls were found so far."""
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the reply; return the parts that are certain now."""
-        if self._schemas is None and self._state == self._answer and not self._skip_space:
-            return [Content(text)] if text else []  # nothing to find any more, and nothing is held back
-        self._pending += text
-        return _merge(self._steps(final=False))
+        if self._plain:
+            return [Content(text)] if text else []
+        self._scanner.add(text)
+        return self._read_on()
 
     def flush(self) -> list[Part]:
         """The reply has ended: return what was held back."""
-        return _merge(self._steps(final=True))
+        self._scanner.ended = True
+        return self._read_on()
 
-    def _steps(self, *, final: bool) -> Iterator[Part]:
-        """Run the state machine until it needs more text."""
-        while True:
-            before = self._state, len(self._pending)
-            yield from self._state(final)
-            if not self._pending or before == (self._state, len(self._pending)):
-                return
+    def _read_on(self) -> list[Part]:
+        next(self._reading, None)
+        parts, self._parts = self._parts, []
+        return parts
 
-    def _open(self, final: bool) -> Iterator[Part]:
-        """Templates other than Qwen3.5's leave it to the model to write `<think>`: drop it."""
-        text = self._pending.lstrip()
-        if not final and _THINK.startswith(text):
-            return
-        self._state = self._reason
-        if self._inline:
-            if text and not text.startswith(_THINK):
-                yield Content(_THINK + "\n")
-        else:
-            self._pending = text.removeprefix(_THINK).lstrip()
-            self._skip_space = True
-
-    def _reason(self, final: bool) -> Iterator[Part]:
-        ends = (_END_THINK, tool_calls.OPEN) if self._schemas else (_END_THINK,)
-        found = [(position, end) for end in ends if (position := self._pending.find(end)) >= 0]
-        if found:
-            position, end = min(found)
-            yield self._reasoning(self._pending[:position], end)
-            self._pending = self._pending[position:].removeprefix(_END_THINK)
-            self._skip_space = not self._inline
-            self._state = self._answer
-        elif final:
-            yield self._reasoning(self._pending, "")
-            self._pending = ""
-        else:
-            certain = len(self._pending) - _partial(self._pending, ends)
-            if not self._inline:
-                certain = len(self._pending[:certain].rstrip())
-            yield self._reasoning(self._pending[:certain], "")
-            self._pending = self._pending[certain:]
-
-    def _reasoning(self, text: str, end: str) -> Part:
-        """The think block's next text, and the tag that ends it, if it does."""
-        if not self._inline:
-            return Reasoning(self._lstrip(text.rstrip()))
-        return Content(text + _END_THINK if end else text)
-
-    def _answer(self, final: bool) -> Iterator[Part]:
-        text = self._lstrip(self._pending)
+    def _reply(self, thinking: bool) -> Reading[None]:
+        tag = (yield from self._think_block()) if thinking else ""
         if self._schemas is None:
-            certain = len(text)
-        elif (position := text.find(tool_calls.OPEN)) >= 0:
-            self._state = self._call
-            self._searched = 0
-            certain = len(text[:position].rstrip())
-        elif final:
-            certain = len(text)
-        else:
-            certain = len(text[: len(text) - _partial(text, (tool_calls.OPEN,))].rstrip())
-        yield Content(text[:certain])
-        self._pending = text[certain:]
-
-    def _call(self, final: bool) -> Iterator[Part]:
-        """`_pending` is white space, `<tool_call>` and what follows."""
-        assert self._schemas is not None
-        start = self._pending.index(tool_calls.OPEN) + len(tool_calls.OPEN)
-        body = self._pending[start:]
-        if not tool_calls.could_open(body):
-            yield self._not_a_call(start)
+            self._plain = True
+            yield from self._scanner.until((), self._content)
             return
-        call: Call | Broken = Broken.OPEN_VALUE
-        while call is Broken.OPEN_VALUE:  # while the closing tags that are found are part of a value
-            end = body.find(tool_calls.CLOSE, self._searched)
-            if end < 0:
-                self._searched = max(self._searched, len(body) - len(tool_calls.CLOSE) + 1)
-                if final:
-                    yield self._not_a_call(start)
-                return
-            call = parse_call(body[:end])
-            self._searched = end + 1
-        if isinstance(call, Broken):
-            yield self._not_a_call(start)
-        else:
-            yield ToolCall(
-                self.tool_calls, f"call_{uuid4().hex[:24]}", call.name, self._schemas.arguments(call)
-            )
-            self.tool_calls += 1
-            self._pending = body[end + len(tool_calls.CLOSE) :]
-            self._skip_space = True
-            self._state = self._answer
+        content = Trimmed(self._content)
+        while tag == tool_calls.OPEN or (yield from self._scanner.until((tool_calls.OPEN,), content.add)):
+            yield from self._call(self._schemas, content)
+            tag = ""
+        content.release()
 
-    def _not_a_call(self, start: int) -> Part:
-        """The tag was text; a call may still follow."""
-        text, self._pending = self._pending[:start], self._pending[start:]
-        self._state = self._answer
-        return Content(text)
+    def _think_block(self) -> Reading[str]:
+        """Reads the reasoning and the tag behind it, which it returns."""
+        ends = (_END_THINK, tool_calls.OPEN) if self._schemas else (_END_THINK,)
+        space = yield from self._scanner.spaces()
+        # templates other than Qwen3.5's leave it to the model to write the opening tag
+        opening = yield from self._scanner.tag(_THINK)
+        if self._inline:
+            missing = "" if opening or self._scanner.empty else f"{_THINK}\n"
+            self._content(missing + space + opening)
+            end = yield from self._scanner.until(ends, self._content)
+            self._content(_END_THINK if end else "")
+            return end
+        yield from self._scanner.spaces()
+        end = yield from self._scanner.until(ends, Trimmed(self._reasoning).add)
+        if end == _END_THINK:
+            yield from self._scanner.spaces()
+        return end
 
-    def _lstrip(self, text: str) -> str:
-        """Drop white space behind a tag, however many pieces it comes in."""
-        if self._skip_space:
-            text = text.lstrip()
-            self._skip_space = not text
-        return text
+    def _call(self, schemas: ToolSchemas, content: Trimmed) -> Reading[None]:
+        """Reads what follows a `<tool_call>`; the white space in front of it is still held by `content`."""
+        call = CallReader(self._scanner, schemas)
+        pieces: list[str] = []
+        with self._scanner.recording() as tape:
+            is_call = yield from call.begin()
+            offered = call.name in schemas
+            if is_call and not offered:
+                is_call = yield from call.arguments(pieces.append)
+        if not is_call:
+            content.add(tool_calls.OPEN + "".join(tape))
+            return
+        content.drop()
+        index = self.tool_calls
+        self._parts.append(ToolCall(index, f"call_{uuid4().hex[:24]}", call.name))
+        self._arguments(index, "".join(pieces))
+        if offered and not (yield from call.arguments(partial(self._arguments, index))):
+            return
+        self._arguments(index, "", last=True)
+        self.tool_calls += 1
+        yield from self._scanner.spaces()
+        yield from self._scanner.tag(tool_calls.CLOSE)
+        yield from self._scanner.spaces()
 
+    def _content(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Content):
+            self._parts[-1] = Content(last.text + text)
+        elif text:
+            self._parts.append(Content(text))
 
-def _partial(text: str, tags: Sequence[str]) -> int:
-    """Length of the end of `text` that is the beginning of a tag, whose only `<` is its first character."""
-    start = text.rfind("<", -max(map(len, tags)))
-    return len(text) - start if start >= 0 and any(tag.startswith(text[start:]) for tag in tags) else 0
+    def _reasoning(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Reasoning):
+            self._parts[-1] = Reasoning(last.text + text)
+        elif text:
+            self._parts.append(Reasoning(text))
 
-
-def _merge(parts: Iterator[Part]) -> list[Part]:
-    """Join neighbours of one kind; leave out the empty ones."""
-    merged: list[Part] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            merged[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            merged[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, ToolCall) or part.text:
-            merged.append(part)
-    return merged
+    def _arguments(self, index: int, text: str, *, last: bool = False) -> None:
+        before = self._parts[-1] if self._parts else None
+        if isinstance(before, Arguments) and before.index == index:
+            self._parts[-1] = Arguments(index, before.text + text, last)
+        elif text or last:
+            self._parts.append(Arguments(index, text, last))

@@ -16,58 +16,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .scanner import Reading, Scanner
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
-_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
-# A value may itself contain `</parameter>`: it ends where the next parameter or the function's end follows.
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
-)
-_OPEN_PARAMETER = re.compile(r"\s*<parameter=[^<>\n]+>")
+_FUNCTION = "<function="
+_END_FUNCTION = "</function>"
+_PARAMETER = "<parameter="
+_END_PARAMETER = "</parameter>"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_END = re.compile(r"\s*</function>\s*\Z")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as written: parameter values are still text."""
-
-    name: str
-    parameters: dict[str, str]
-
-
-class Broken(Enum):
-    """Why a block is no call."""
-
-    MALFORMED = "malformed"
-    OPEN_VALUE = "a parameter's value is not closed yet"
-
-
-def could_open(body: str) -> bool:
-    """Whether text behind `<tool_call>` can still become a call."""
-    start = body[: len(body) - len(body.lstrip()) + len("<function=")].lstrip()
-    return "<function=".startswith(start)
-
-
-def parse_call(body: str) -> Call | Broken:
-    """Read what stands between `<tool_call>` and a `</tool_call>`."""
-    function = _FUNCTION.match(body)
-    if function is None:
-        return Broken.MALFORMED
-    parameters = {}
-    position = function.end()
-    while parameter := _PARAMETER.match(body, position):
-        parameters[parameter[1].strip()] = parameter[2].removeprefix("\n").removesuffix("\n")
-        position = parameter.end()
-    if _END.match(body, position):
-        return Call(function[1].strip(), parameters)
-    return Broken.OPEN_VALUE if _OPEN_PARAMETER.match(body, position) else Broken.MALFORMED
 
 
 class ToolSchemas:
@@ -77,15 +39,132 @@ class ToolSchemas:
         functions = [_dict(tool.get("function")) for tool in tools]
         self._schemas = {function.get("name"): _dict(function.get("parameters")) for function in functions}
 
-    def arguments(self, call: Call) -> str:
-        """The call's arguments as a JSON object; text that has no schema or does not fit it is a string."""
-        schema = self._schemas.get(call.name, {})
-        properties = _dict(schema.get("properties"))
-        typed = {
-            key: _typed(text, _types(properties.get(key), schema)) for key, text in call.parameters.items()
-        }
+    def __contains__(self, name: str) -> bool:
+        """Whether a tool of this name is offered."""
+        return name in self._schemas
+
+    def types(self, name: str, parameter: str) -> set[str]:
+        """The JSON types that a tool's parameter may have; empty when its schema does not say."""
+        schema = self._schemas.get(name, {})
+        return _types(_dict(schema.get("properties")).get(parameter), schema)
+
+
+class CallReader:
+    """Reads a call, behind its `<tool_call>`, and writes its arguments as JSON while it does.
+
+    A parameter's value may itself contain `</parameter>`: it ends where the next parameter, or the function's
+    end, follows. Of a parameter that is given twice the first value counts.
+    """
+
+    def __init__(self, scanner: Scanner, schemas: ToolSchemas) -> None:
+        self._scanner = scanner
+        self._schemas = schemas
+        self.name = ""
+        self._key: str | None = None  # of the parameter whose value comes next, if one does
+
+    def begin(self) -> Reading[bool]:
+        """Reads up to the first parameter's value. Whether it is a call; its `name` is known then."""
+        yield from self._scanner.spaces()
+        if not (yield from self._scanner.tag(_FUNCTION)):
+            return False
+        self.name = yield from self._scanner.name()
+        if not self.name:
+            return False
+        yield from self._scanner.spaces()
+        return (yield from self._heading())
+
+    def arguments(self, emit: Callable[[str], None]) -> Reading[bool]:
+        """Reads up to the function's end and emits a JSON object in pieces. Whether the text went so far."""
+        emit("{")
+        written: set[str] = set()
+        while (key := self._key) is not None:
+            types = self._schemas.types(self.name, key)
+            start = f"{', ' if written else ''}{json.dumps(key, ensure_ascii=False)}: "
+            value: _Text | _Typed
+            if key in written:
+                value = _Typed(start, types, lambda _: None)
+            elif types <= {"string"}:
+                value = _Text(start, emit)
+            else:
+                value = _Typed(start, types, emit)
+            written.add(key)
+            if not (yield from self._value(value)):
+                return False
+        emit("}")
+        return True
+
+    def _heading(self) -> Reading[bool]:
+        """Reads `<parameter=key>` or `</function>`. Whether either is there."""
+        tag = yield from self._scanner.tag(_PARAMETER, _END_FUNCTION)
+        self._key = (yield from self._scanner.name()) if tag == _PARAMETER else None
+        return bool(self._key or tag == _END_FUNCTION)
+
+    def _value(self, value: _Text | _Typed) -> Reading[bool]:
+        """Reads a value and the heading behind it. Whether it ended before the text did."""
+        body = _Lines(value.add)
+        while (yield from self._scanner.until((_END_PARAMETER,), body.add)):
+            with self._scanner.recording() as tape:
+                yield from self._scanner.spaces()
+                ended = yield from self._heading()
+            if ended:
+                value.close()
+                return True
+            body.add(_END_PARAMETER + "".join(tape))
+        return False
+
+
+class _Lines:
+    """Passes a value on, less the line breaks that set it off from its tags."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._begun = False
+        self._held = ""
+
+    def add(self, text: str) -> None:
+        """More of the value."""
+        if text and not self._begun:
+            self._begun = True
+            text = text.removeprefix("\n")
+        if text:
+            kept = text.removesuffix("\n")
+            self._emit(self._held + kept)
+            self._held = text[len(kept) :]
+
+
+class _Text:
+    """A string, which is written as it comes."""
+
+    def __init__(self, start: str, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        emit(f'{start}"')
+
+    def add(self, text: str) -> None:
+        self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def close(self) -> None:
+        self._emit('"')
+
+
+class _Typed:
+    """A value that has to be seen as a whole."""
+
+    def __init__(self, start: str, types: set[str], emit: Callable[[str], None]) -> None:
+        self._start = start
+        self._types = types
+        self._emit = emit
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+
+    def close(self) -> None:
+        value = _typed("".join(self._pieces), self._types)
         # half a surrogate pair, which has no UTF-8, stays the escape that it was written as
-        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(typed, ensure_ascii=False))
+        written = _SURROGATE.sub(
+            lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+        )
+        self._emit(self._start + written)
 
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:

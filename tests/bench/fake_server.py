@@ -5,7 +5,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from time import time
@@ -15,6 +15,14 @@ from uuid import uuid4
 
 from aiohttp import web
 
+from tests.bench.fake_formats import (
+    chat_of_message,
+    chat_of_response,
+    message_events,
+    message_of,
+    response_events,
+    response_of,
+)
 from tests.bench.fake_logprobs import of_chat, of_prompt, of_text, scores
 from tests.bench.fake_model import FakeVocabulary, answer, continuation
 from tests.bench.fake_validation import BadRequest, validate
@@ -81,6 +89,7 @@ class Generation:
     echo: str = ""
     logprobs: Body | None = None
     prompt_logprobs: Body = field(default_factory=dict)
+    stopped_by: str | None = None
 
 
 class FakeServer:
@@ -124,6 +133,13 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         for path in ("/invocations", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
+        app.router.add_get("/v1/models/{model}", self._model)
+        app.router.add_get("/props", self._props)
+        app.router.add_get("/version", self._version)
+        app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/v1/messages", self._message)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
+        app.router.add_post("/v1/responses", self._respond)
         if self.script.tokenizer is not None:
             prefix = "/extras" if self.script.tokenizer == "llama_cpp.server" else ""
             app.router.add_post(f"{prefix}/tokenize", self._tokenize)
@@ -160,7 +176,7 @@ class FakeServer:
             response: web.StreamResponse = await handler(request)
             return response
         except BadRequest as error:
-            return _error(error.status, error.message, error.param)
+            return _error(error.status, error.message, error.param, request.path)
         except web.HTTPException as error:
             return _error(error.status, error.reason, None)
 
@@ -180,8 +196,72 @@ class FakeServer:
             {"object": "list", "data": [card | {"meta": {"n_vocab": self.vocabulary.size, "n_ctx": CONTEXT}}]}
         )
 
+    async def _model(self, request: web.Request) -> web.Response:
+        if request.match_info["model"] != MODEL:
+            raise BadRequest("no such model", "model", 404)
+        return web.json_response(self.script.on_answer(request.path, {"id": MODEL, "object": "model"}))
+
+    async def _props(self, request: web.Request) -> web.Response:
+        texts = {"chat_template": "", "model_path": "fake.gguf", "build_info": "fake"}
+        props = {"default_generation_settings": {"n_ctx": CONTEXT}, "total_slots": 4, **texts}
+        return web.json_response(self.script.on_answer(request.path, props))
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response(self.script.on_answer(request.path, {"version": "1"}))
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        refusal = {"error": {"message": "embeddings: not supported"}}
+        return web.json_response(self.script.on_answer(request.path, refusal), status=501)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        chat = chat_of_message({"max_tokens": 1, **await request.json()})
+        counted = {"input_tokens": len(self._prompts(chat)[0])}
+        return web.json_response(self.script.on_answer(request.path, counted))
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        chat, answer, choice = await self._formatted(request, chat_of_message)
+        message = self.script.on_answer(request.path, message_of(answer, choice.stopped_by))
+        if chat.get("stream"):
+            return await self._send(request, message_events(message))
+        return web.json_response(message)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        chat, answer, _ = await self._formatted(request, chat_of_response)
+        response = self.script.on_answer(request.path, response_of(answer))
+        if chat.get("stream"):
+            numbered = enumerate(response_events(response))
+            return await self._send(
+                request, ({**event, "sequence_number": number} for number, event in numbered)
+            )
+        return web.json_response(response)
+
+    async def _formatted(
+        self, request: web.Request, chat_of: Callable[[Body], Body]
+    ) -> tuple[Body, Body, Generation]:
+        body = {name: value for name, value in (await request.json()).items() if value is not None}
+        chat = chat_of(self.script.on_request(request.path, body))
+        validate("/v1/chat/completions", chat, len(self.vocabulary))
+        choices = self._choices(chat)
+        return chat, _answer(chat, choices, {"model": chat.get("model", MODEL)}), choices[0]
+
+    async def _send(self, request: web.Request, events: Iterable[Body]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            scripted = self.script.on_event(request.path, event)
+            if scripted is not None:
+                await response.write(f"event: {event['type']}\ndata: {json.dumps(scripted)}\n\n".encode())
+        return response
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.script.tokenizer == "llama-server" and "content" not in body:
+            ids = self._prompts(body)[0]
+            strings = (
+                [self.vocabulary.decode([token]) for token in ids] if "return_token_strs" in body else None
+            )
+            counted = {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT, "token_strs": strings}
+            return web.json_response(self.script.on_answer(request.path, counted))
         name = TEXT_FIELDS[self.script.tokenizer or ""][0]
         if name not in body:
             raise BadRequest(f"{name} is missing", name)
@@ -189,7 +269,8 @@ class FakeServer:
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         name = TEXT_FIELDS[self.script.tokenizer or ""][1]
-        return web.json_response({name: self.vocabulary.decode((await request.json())["tokens"])})
+        text = self.vocabulary.decode((await request.json())["tokens"])
+        return web.json_response({name: text} | ({"prompt": text} if name == "content" else {}))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
@@ -273,6 +354,8 @@ class FakeServer:
                 ids += self.vocabulary.encode(f"<|im_start|>{message['role']}\n")
                 ids += self.vocabulary.encode(text_of(message.get("content")), special=False)
                 ids += self.vocabulary.encode("<|im_end|>\n")
+            if body.get("continue_final_message"):
+                return [ids[: -len(self.vocabulary.encode("<|im_end|>\n"))]]
             return [ids + self.vocabulary.encode("<|im_start|>assistant\n<think>")]
         prompt = body["prompt"]
         if isinstance(prompt, str):
@@ -336,6 +419,7 @@ class FakeServer:
         ends = [text.index(stop) for stop in stops if stop in text]
         if not ends:
             return
+        made.stopped_by = next(stop for stop in stops if text.find(stop) == min(ends))
         kept: list[tuple[str, str]] = []
         left = min(ends)
         if included:
@@ -407,7 +491,10 @@ def _text(index: int, text: str) -> Body:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _error(status: int, message: str, param: str | None) -> web.Response:
+def _error(status: int, message: str, param: str | None, path: str = "") -> web.Response:
+    if path == "/v1/messages":
+        anthropic = {"type": "invalid_request_error", "message": message}
+        return web.json_response({"type": "error", "error": anthropic}, status=status)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response(
         {"error": {"message": message, "type": kind, "param": param, "code": None}}, status=status

@@ -43,6 +43,8 @@ def validate(path: str, body: Any, vocabulary_size: int) -> None:
     chat = path == "/v1/chat/completions" or (path == "/invocations" and "messages" in body)
     if chat:
         _messages(body.get("messages"))
+        if body.get("continue_final_message") and body["messages"][-1]["role"] != "assistant":
+            raise BadRequest("continue_final_message: no assistant's message", "continue_final_message")
     else:
         _prompt(body.get("prompt"), vocabulary_size)
     for name, (kind, lowest, highest) in NUMBERS.items():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -120,6 +121,31 @@ def answer_first(_: str, event: Body) -> Body:
         elif delta.get("content"):
             delta["reasoning_content"] = delta.pop("content")
     return event
+
+
+def torn_call(_: str, event: Body) -> Body:
+    """A tool call whose arguments have no end, in a reply that says it has one."""
+    for choice in event["choices"]:
+        function = {"name": "get_weather", "arguments": "{"}
+        choice["delta"] = {"tool_calls": [{"index": 0, "id": "call_1", "function": function}]}
+        choice["finish_reason"] = "tool_calls"
+    return {**event, "choices": event["choices"][:1]}
+
+
+def first_system(_: str, body: Body) -> Body:
+    """Late system messages are dropped."""
+    messages = body.get("messages", [])
+    kept = [message for i, message in enumerate(messages) if not i or message["role"] != "system"]
+    return {**body, "messages": kept}
+
+
+def nonce_in_front(_: str, body: Body) -> Body:
+    """The prompt begins anew with each request."""
+    return {**body, "system": [{"type": "text", "text": f"{uuid4().hex} "}, *body.get("system", [])]}
+
+
+def without_event(kind: str) -> Callable[[str, Body], Body | None]:
+    return lambda _, event: None if event.get("type") == kind else event
 
 
 DEFECTS: list[tuple[str, Script, list[str]]] = [
@@ -296,6 +322,49 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
     ),
     ("no request ids", Script(request_ids=False), ["health.request_id"]),
     ("a page with files from elsewhere", Script(page='<script src="//cdn.example/x.js">'), ["health.page"]),
+    (
+        "closes what the client began",
+        Script(on_request=without("continue_final_message", "add_generation_prompt")),
+        ["chat.prefill", "chat.prefill_user"],
+    ),
+    ("tears a call's arguments", Script(on_event=torn_call), ["chat.streamed_calls"]),
+    ("forgets late system messages", Script(on_request=first_system), ["chat.system_messages"]),
+    ("a type of its own", Script(on_answer=answer_with(type="completion")), ["messages.shape"]),
+    ("blocks stay open", Script(on_event=without_event("content_block_stop")), ["messages.events"]),
+    ("ignores stop_sequences", Script(on_request=without("stop_sequences")), ["messages.stop_reasons"]),
+    ("miscounts", Script(on_answer=answer_with(input_tokens=1, count=1)), ["messages.count_tokens"]),
+    ("never thinks in messages", Script(on_request=without("thinking")), ["messages.thinking"]),
+    ("a nonce in front", Script(on_request=nonce_in_front), ["messages.nonce"]),
+    (
+        "a limit of its own",
+        Script(on_request=lambda _, body: {"max_tokens": 16, **body}),
+        ["messages.refusals"],
+    ),
+    ("not a response", Script(on_answer=answer_with(object="answer")), ["responses.shape"]),
+    ("no deltas", Script(on_event=without_event("response.output_text.delta")), ["responses.events"]),
+    (
+        "ignores max_output_tokens",
+        Script(on_request=without("max_output_tokens")),
+        ["responses.incomplete"],
+    ),
+    ("never reasons", Script(on_request=without("reasoning")), ["responses.reasoning"]),
+    ("ignores instructions", Script(on_request=without("instructions")), ["responses.items"]),
+    ("pretends to remember", Script(on_request=without("previous_response_id")), ["responses.refusals"]),
+    (
+        "counts wrongly",
+        Script(on_answer=answer_with(count=1)),
+        ["endpoints.tokenize_prompt", "endpoints.tokenize_messages"],
+    ),
+    (
+        "says nothing of itself",
+        Script(on_answer=answer_with(total_slots=0, version="", id="other")),
+        ["endpoints.props", "endpoints.version", "endpoints.model"],
+    ),
+    (
+        "refuses without a word",
+        Script(on_answer=answer_with(error={"message": "Not Found"})),
+        ["endpoints.embeddings"],
+    ),
     (
         "5xx",
         Script(fail=lambda path: 500 if path.startswith("/v1/c") else None),

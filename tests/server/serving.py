@@ -41,7 +41,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens, from its log."""
-        found = self.wait_for(lambda: re.search(r"listening on (http://[^\s;]+)", self.log))
+        found = self.wait_for(lambda: re.search(r"listening on (https?://[^\s;]+)", self.log))
         return str(found[1])
 
     def wait_for(self, condition: Any, timeout: float = START_S) -> Any:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -248,9 +249,63 @@ def test_openai_client_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
 
 
+def test_anthropic_client(server: ServerProcess) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+
+        def shown(message: anthropic.types.Message) -> list[str]:
+            return [
+                getattr(block, "thinking", None) or getattr(block, "text", "") for block in message.content
+            ]
+
+        fields: Any = {"model": "any", "max_tokens": 256, "extra_body": {"temperature": 0}}
+        question = [{"role": "user", "content": "What is 17+25?"}]
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        whole = client.messages.create(messages=question, thinking=thinking, **fields)
+        with client.messages.stream(messages=question, thinking=thinking, **fields) as events:
+            streamed = events.get_final_message()
+        assert [block.type for block in whole.content] == ["thinking", "text"]
+        assert whole.content[1].text.startswith("17 + 25 = ")  # type: ignore[union-attr]
+        assert shown(streamed) == shown(whole)
+        assert streamed.usage.cache_read_input_tokens == whole.usage.input_tokens - 1
+        counted = client.messages.count_tokens(model="any", messages=question, thinking=thinking)  # type: ignore[arg-type]
+        assert counted.input_tokens == whole.usage.input_tokens
+        begun = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "2 + 2 ="}]
+        assert client.messages.create(messages=begun, **fields).content[0].text == " 4."  # type: ignore[union-attr]
+
+
+def test_openai_client_responses(client: openai.OpenAI) -> None:
+    fields: Any = {
+        "model": "any",
+        "input": "What is 17+25?",
+        "temperature": 0,
+        "reasoning": {"effort": "low"},
+    }
+    whole = client.responses.create(**fields)
+    with client.responses.stream(**fields) as events:
+        streamed = events.get_final_response()
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    assert whole.output_text.startswith("17 + 25 = ")
+    assert streamed.output_text == whole.output_text
+    assert whole.usage is not None
+    assert streamed.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert streamed.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1
+
+
+def test_a_chat_is_counted_as_vllm_does(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 1}
+    counted = http.post("/tokenize", json=body).json()
+    assert counted["count"] == http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
+    spelled = http.post("/apply-template", json=body).json()["prompt"]
+    assert spelled == http.post("/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"]
+    assert spelled.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>")
+    assert http.get("/props").json()["eos_token"] == "<|im_end|>"
+
+
 def test_openai_client_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="any", prompt="x", max_tokens=0)
     assert caught.value.param == "max_tokens"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.InternalServerError, match="embeddings: not supported") as refused:
         client.embeddings.create(model="any", input="x")
+    assert refused.value.status_code == 501

@@ -67,6 +67,11 @@ def test_precedence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["--drain-timeout", "nan"], r"--drain-timeout.*'nan'"),
         (["--model", "/no/such/file.gguf"], r"--model \(from flag\).*/no/such/file.gguf does not exist"),
         (["--chat-template", "/no/such.jinja"], r"--chat-template.*not a file"),
+        (["--api-key", ""], r"--api-key \(from flag\).*at least 1"),
+        (["--api-key-file", "/no/such"], r"--api-key-file.*/no/such is not a file"),
+        (["--ssl-certfile", "/no/such.pem"], r"--ssl-certfile.*/no/such.pem is not a file"),
+        (["--ssl-certfile", __file__], r"--ssl-certfile and --ssl-keyfile: give both, or neither"),
+        (["--allowed-origins", "page.example"], r"--allowed-origins.*page.example is not an origin such as"),
         (["--config", "/no/such.toml"], r"--config: /no/such.toml is not a file"),
         (["--flash-attn", "off", "--cache-type-v", "q8_0"], "cache_type_v.*flash"),
     ],
@@ -74,6 +79,18 @@ def test_precedence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_values_that_cannot_be_used(model: str, arguments: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(["--model", model, *arguments])
+
+
+def test_a_file_of_keys(model: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# none yet\n\n")
+    with pytest.raises(SettingsError, match="has no key in it"):
+        load_settings(["--model", model, "--api-key-file", str(keys)])
+    keys.write_text("one\n# two\n three # 3\n")
+    settings, sources, _ = load_settings(["--model", model, "--api-key", "own", "--api-key-file", str(keys)])
+    assert settings.api_keys() == ["own", "one", "three"]
+    assert "three" not in describe(settings, sources)
+    assert load_settings(["--model", model])[0].api_keys() == []
 
 
 def test_every_problem_is_told_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

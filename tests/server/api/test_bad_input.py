@@ -216,7 +216,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"echo": True}, "echo"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True}, "continue_final_message"),  # the last message is the user's
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ({"functions": [{"name": "f"}]}, "functions"),
 ]
 
@@ -321,7 +323,7 @@ def test_a_prompt_longer_than_the_context(server: Server) -> None:
 
 def test_unknown_paths_and_methods(server: Server) -> None:
     assert error_of(server.http.get("/nowhere"), 404)["type"] == "invalid_request_error"
-    assert error_of(server.post("/v1/embeddings", input="x"), 404)
+    assert error_of(server.post("/v1/embeddings", input="x"), 501)
     refused = server.http.get(COMPLETIONS)
     assert error_of(refused, 405)
     assert refused.headers["allow"] == "POST"

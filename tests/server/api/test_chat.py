@@ -149,8 +149,15 @@ def test_tool_calls(start: Start) -> None:
 def test_tool_calls_streamed(start: Start) -> None:
     *chunks, _ = events(start(CALL + "\n" + CALL), PATH, messages=HI, tools=TOOLS)
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert [call["index"] for call in calls] == [0, 1]
-    assert len({call["id"] for call in calls}) == 2
+    heads = [call for call in calls if "id" in call]
+    assert [(call["index"], call["function"]) for call in heads] == [
+        (index, {"name": "weather", "arguments": ""}) for index in (0, 1)
+    ]
+    assert len({call["id"] for call in heads}) == 2
+    for index in (0, 1):
+        pieces = [call["function"]["arguments"] for call in calls if call["index"] == index]
+        assert json.loads("".join(pieces)) == {"city": "Paris"}
+        assert "P" in pieces, "a string's characters come one by one, as this engine writes them"
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
@@ -158,10 +165,16 @@ def test_a_call_alone_has_no_content(start: Start) -> None:
     assert start(CALL).chat(tools=TOOLS).json()["choices"][0]["message"]["content"] is None
 
 
-def test_a_call_cut_by_the_limit_is_no_call(start: Start) -> None:
-    choice = start(CALL).chat(tools=TOOLS, max_tokens=20).json()["choices"][0]
+def test_a_call_cut_by_the_limit_stays_cut_off(start: Start) -> None:
+    server = start(CALL)
+    choice = server.chat(tools=TOOLS, max_tokens=CALL.index("ris") - len("<tool_call>") + 1).json()[
+        "choices"
+    ][0]
     assert choice["finish_reason"] == "length"
-    assert "tool_calls" not in choice["message"]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Pa'
+    before = server.chat(tools=TOOLS, max_tokens=20).json()["choices"][0]
+    assert "tool_calls" not in before["message"]
 
 
 def test_tool_choice_none_hides_the_tools(start: Start) -> None:
@@ -213,3 +226,44 @@ def test_content_parts_and_history(start: Start) -> None:
     assert "What now?" in text
     assert "Rome" in text
     assert "Sunny" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, f"{EMPTY_THINK}Well, "),
+        ({"continue_final_message": True}, f"{EMPTY_THINK}Well, "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, f"{EMPTY_THINK}Well, "),
+        ({"continue_final_message": False}, f"{EMPTY_THINK}Well,<|im_end|>\n{EMPTY_THINK}"),
+        ({"add_generation_prompt": True}, f"{EMPTY_THINK}Well,<|im_end|>\n{EMPTY_THINK}"),
+        ({"add_generation_prompt": False}, f"{EMPTY_THINK}Well,<|im_end|>\n"),
+    ],
+)
+def test_an_assistants_last_message_is_continued(start: Start, fields: dict[str, Any], end: str) -> None:
+    server = start("yes.")
+    answer = server.chat(messages=[*HI, {"role": "assistant", "content": "Well, "}], **fields).json()
+    assert server.engine.submissions[0].text == f"<|im_start|>user\nHi<|im_end|>\n{end}"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes."}
+
+
+def test_reasoning_that_breaks_off_is_continued(start: Start) -> None:
+    server = start(" so.</think>\n\nYes.")
+    messages = [*HI, {"role": "assistant", "content": None, "reasoning_content": "Hm,"}]
+    message = server.chat(messages=messages).json()["choices"][0]["message"]
+    assert server.engine.submissions[0].text.endswith(f"{OPEN_THINK}Hm,")
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "so."}
+
+
+def test_an_answer_that_has_begun_does_not_think(start: Start) -> None:
+    server = start("yes.")
+    messages = [*HI, {"role": "assistant", "content": "Well, "}]
+    message = server.chat(messages=messages, thinking=True).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "yes."}
+
+
+def test_system_messages_become_one(start: Start) -> None:
+    server = start("x")
+    late = {"role": "system", "content": "Rhyme."}
+    assert server.chat(messages=[{"role": "system", "content": "Be brief."}, *HI, late]).status_code == 200
+    text = server.engine.submissions[0].text
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nRhyme.<|im_end|>\n<|im_start|>user\nHi")

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
@@ -19,14 +19,54 @@ def server(start_shared: Start) -> Server:
 def test_there_and_back(server: Server) -> None:
     ids = server.post("/tokenize", content="né 🌍").json()["tokens"]
     assert ids == list("né 🌍".encode())
-    assert server.post("/detokenize", tokens=ids).json() == {"content": "né 🌍"}
-    assert server.post("/detokenize", tokens=ids[:2]).json() == {"content": "n\ufffd"}
+    assert server.post("/detokenize", tokens=ids).json() == {"content": "né 🌍", "prompt": "né 🌍"}
+    assert server.post("/detokenize", tokens=ids[:2]).json()["content"] == "n\ufffd"
 
 
 def test_special_tokens(server: Server) -> None:
     assert server.post("/tokenize", content="<|im_end|>").json()["tokens"] == [258]
     plain = server.post("/tokenize", content="<|im_end|>", parse_special=False, add_special=True)
     assert plain.json()["tokens"] == list(b"<|im_end|>")
+    assert server.post("/detokenize", tokens=[104, 258]).json() == {"content": "h", "prompt": "h<|im_end|>"}
+
+
+def test_pieces(server: Server) -> None:
+    pieces = server.post("/tokenize", content="né<|im_end|>", with_pieces=True).json()["tokens"]
+    assert pieces == [
+        {"id": 110, "piece": "n"},
+        {"id": 195, "piece": [195]},
+        {"id": 169, "piece": [169]},
+        {"id": 258, "piece": "<|im_end|>"},
+    ]
+
+
+def test_a_prompt_as_vllm_counts_it(server: Server) -> None:
+    answer = server.post("/tokenize", model="any", prompt="hé<|im_end|>").json()
+    expected = [104, 195, 169, 258]
+    assert answer == {"tokens": expected, "count": 4, "max_model_len": 4096, "token_strs": None}
+    strings = server.post("/tokenize", prompt="hé<|im_end|>", return_token_strs=True).json()["token_strs"]
+    assert strings == ["h", "\ufffd", "\ufffd", "<|im_end|>"]
+
+
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]},
+    {"chat_template_kwargs": {"enable_thinking": True}},
+    {"add_generation_prompt": False},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]},
+]
+
+
+@pytest.mark.parametrize("fields", CHATS)
+def test_a_conversation_is_counted_as_it_is_answered(server: Server, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi<|im_end|>"}], **fields}
+    answer = server.post("/tokenize", **body).json()
+    assert server.chat(**body).status_code == 200
+    submission = server.engine.submissions[-1]
+    assert answer["tokens"] == submission.prompt
+    assert answer["count"] == len(submission.prompt)
+    assert server.post("/apply-template", **body).json() == {"prompt": submission.text}
+    assert server.post("/detokenize", tokens=answer["tokens"]).json()["prompt"] == submission.text
 
 
 @pytest.mark.parametrize(
@@ -34,6 +74,10 @@ def test_special_tokens(server: Server) -> None:
     [
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": 5}, "content"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
+        ("/tokenize", {"messages": [{"role": "robot"}]}, "messages[0].role"),
+        ("/apply-template", {}, "messages"),
         ("/tokenize", {"content": "x", "add_special": "no"}, "add_special"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),

@@ -27,7 +27,7 @@ def call(**function: Any) -> dict[str, Any]:
         ([{"content": "Hi"}], "messages[0].role"),
         ([{"role": "robot", "content": "Hi"}], "messages[0].role"),
         ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
-        ([USER, {"role": "system", "content": "late"}], "messages[1].role"),
+        ([USER, {"role": "system", "content": None}], "messages[1].content"),
         ([USER, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
@@ -94,6 +94,20 @@ def test_messages_are_brought_to_the_templates_shape() -> None:
         {"role": "tool", "content": None, "tool_call_id": "1"},
     ]
     assert given[0]["role"] == "developer", "the caller's objects stay as they are"
+
+
+def test_system_messages_become_one_at_the_beginning() -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    given = [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "developer", "content": parts},
+        {"role": "system", "content": "Rhyme."},
+    ]
+    assert check_messages(given) == [{"role": "system", "content": "Be brief.\n\nBe kind.\n\nRhyme."}, USER]
+    assert check_messages([USER, given[2]]) == [{"role": "system", "content": "Be kind."}, USER]
+    alone = [{"role": "system", "content": parts}, USER]
+    assert check_messages(alone) == alone
 
 
 @pytest.mark.parametrize(

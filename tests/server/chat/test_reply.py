@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.chat import Content, Part, Reasoning, ReplyParser, ToolCall
+from server.chat import Arguments, Content, Part, Reasoning, ReplyParser, ToolCall
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -26,16 +26,28 @@ CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>
 
 
 def parse(pieces: Iterable[str], **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Reasoning, content and calls of a whole reply."""
+    """Reasoning, content and calls of a whole reply; of a call that was cut off its arguments' text."""
     parser = ReplyParser(**options)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush()
     assert all(isinstance(part, ToolCall) or part.text for part in parts)
     calls = [part for part in parts if isinstance(part, ToolCall)]
-    assert [call.index for call in calls] == list(range(parser.tool_calls))
+    assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
+    arguments = {call.index: "" for call in calls}
+    complete = set()
+    for part in parts:
+        if isinstance(part, Arguments):
+            assert part.index not in complete
+            arguments[part.index] += part.text
+            complete |= {part.index} if part.last else set()
+    assert complete == set(range(parser.tool_calls)), "only the last call may be cut off"
+    found = [
+        (call.name, json.loads(arguments[call.index]) if call.index in complete else arguments[call.index])
+        for call in calls
+    ]
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part.text for part in parts if isinstance(part, Content))
-    return reasoning, content, [(call.name, json.loads(call.arguments)) for call in calls]
+    return reasoning, content, found
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,26 @@ ADD = ("add", {"a": 1})
         ("No call. \n", "No call. \n", []),
         (f"The tag <tool_call> opens. {CALL}", "The tag <tool_call> opens.", [ADD]),
         (f" <tool_call>\n{CALL}", " <tool_call>", [ADD]),
-        ("<tool_call>\n<function=add>\n<parameter=a>", "<tool_call>\n<function=add>\n<parameter=a>", []),
+        ("<tool_call>\n<function=add>\n<parameter=a", "<tool_call>\n<function=add>\n<parameter=a", []),
+        (
+            "<tool_call>\n<function=new>\n<parameter=a>\n1",
+            "<tool_call>\n<function=new>\n<parameter=a>\n1",
+            [],
+        ),
+        ("<tool_call>\n<function=add>\n<parameter=a>", "", [("add", "{")]),
+        ("So: <tool_call>\n<function=add>\n<parameter=b>\nx y\n", "So:", [("add", '{"b": "x y')]),
+        (
+            f"<tool_call>\n<function=new>\n<parameter=a>\n{CALL}",
+            "",
+            [("new", {"a": "<tool_call>\n<function=add>\n<parameter=a>\n1"})],
+        ),
+        ("<tool_call><function=add></function></tool_call>", "", [("add", {})]),
+        ("<tool_call><function=add>\n</function>\nand then", "and then", [("add", {})]),
+        (
+            "<tool_call><function=add><parameter=b>1</parameter><parameter=b>2</parameter></function></tool_call>",
+            "",
+            [("add", {"b": "1"})],
+        ),
         ("<tool_call>{}</tool_call> x", "<tool_call>{}</tool_call> x", []),
         ("<tool_call>\n<function=add>\nx</function></tool_call>",) * 2 + ([],),
         ("<tool_ca", "<tool_ca", []),
@@ -120,13 +151,30 @@ def test_a_call_ends_the_reasoning() -> None:
     assert inline == ("", "<think>\nHm.\n</think>", [ADD])
 
 
-def test_a_call_is_told_as_soon_as_it_is_complete() -> None:
+def test_a_call_is_told_as_it_is_written() -> None:
     parser = ReplyParser(thinking=False, tools=TOOLS)
-    assert parser.feed(CALL[:-1]) == []
-    [call] = parser.feed(CALL[-1] + " x")[:1]
+    assert parser.feed("Well.\n<tool_call>\n<function=add>\n<parameter=") == [Content("Well.")]
+    [call, arguments] = parser.feed("b>")
     assert isinstance(call, ToolCall)
-    assert (call.index, call.name, call.arguments) == (0, "add", '{"a": 1}')
-    assert call.id.startswith("call_")
+    assert (call.index, call.name, call.id[:5]) == (0, "add", "call_")
+    assert arguments == Arguments(0, '{"b": "')
+    steps: list[tuple[str, list[Part]]] = [
+        ("\n", []),
+        ('say "x"', [Arguments(0, 'say \\"x\\"')]),
+        ("\n", []),
+        ("\ny \\", [Arguments(0, "\\n\\ny \\\\")]),
+        ("</para", []),
+        ("meter>\n", []),
+        ("é", [Arguments(0, "</parameter>\\né")]),
+        ("\n</parameter>\n<parameter=a>\n", [Arguments(0, '"')]),
+        ("1", []),
+        ("2\n</parameter>\n", []),
+        ("</function>", [Arguments(0, ', "a": 12}', last=True)]),
+        ("\n</tool_call>", []),
+        (" x", [Content("x")]),
+    ]
+    for text, parts in steps:
+        assert parser.feed(text) == parts, text
 
 
 def test_text_is_not_held_without_need() -> None:
@@ -197,3 +245,59 @@ def test_nothing_but_tags_and_space_is_lost(text: str, thinking: bool) -> None:
     if thinking and "<tool_call>" not in left.partition("</think>")[0]:
         left = left.replace("</think>", "", 1)
     assert "".join((reasoning + content).split()) == "".join(left.split())
+
+
+class Counted(str):
+    """Text that counts the characters which its methods look at or copy."""
+
+    looked = 0
+
+    def find(self, part: str, start: Any = 0, *end: Any) -> int:
+        found = super().find(part, start, *end)
+        Counted.looked += (len(self) if found < 0 else found) - start
+        return found
+
+    def __getitem__(self, key: Any) -> str:
+        part = Counted(super().__getitem__(key))
+        Counted.looked += len(part)
+        return part
+
+    def __add__(self, other: str) -> str:
+        both = Counted(super().__add__(other))
+        Counted.looked += len(both)
+        return both
+
+
+HEAD = "<tool_call><function=add><parameter=b>"
+
+
+@pytest.mark.parametrize(
+    ("start", "unit"),
+    [
+        (HEAD, "</tool_call>"),
+        (HEAD, "</parameter>"),
+        (HEAD, "</parameter>\n\n<parameter=x"),
+        (f"{HEAD}</parameter>", " "),
+        (f"{HEAD}</parameter><parameter=", "x"),
+        ("", "<tool_call>"),
+        ("", "<tool_call> <function=add>\n\n"),
+        ("<tool_call>", " "),
+        ("<tool_call><function=", "x"),
+        ("x", "\n"),
+        ("", "<think>"),
+    ],
+)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_work_grows_with_the_text_and_no_faster(start: str, unit: str, thinking: bool, whole: bool) -> None:
+    def work(count: int) -> int:
+        parser = ReplyParser(thinking=thinking, tools=TOOLS)
+        parser._scanner._text = Counted()
+        Counted.looked = 0
+        text = start + unit * count
+        for piece in [text] if whole else text:
+            parser.feed(piece)
+        parser.flush()
+        return Counted.looked
+
+    assert work(2000) < 2.2 * work(1000)

@@ -9,15 +9,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat.tool_calls import CLOSE, OPEN, Broken, Call, ToolSchemas, parse_call
+from server.chat.scanner import Reading, Scanner
+from server.chat.tool_calls import CLOSE, OPEN, CallReader, ToolSchemas
 from tests.chat_templates.test_templates import template
+
+
+def read(text: str, tools: list[dict[str, Any]]) -> tuple[str, str | None]:
+    """The call's name and the text of its arguments, None where they are cut off; ("", None) for no call."""
+    scanner = Scanner()
+    scanner.add(text)
+    scanner.ended = True
+    call = CallReader(scanner, ToolSchemas(tools))
+    pieces: list[str] = []
+
+    def whole() -> Reading[tuple[str, str | None]]:
+        if not (yield from call.begin()):
+            return "", None
+        complete = yield from call.arguments(pieces.append)
+        return call.name, "".join(pieces) if complete else None
+
+    try:
+        next(whole())
+    except StopIteration as done:
+        found: tuple[str, str | None] = done.value
+        return found
+    raise AssertionError("it waits for more text than there is")
 
 
 def typed(text: str, schema: Any, **root: Any) -> Any:
     """The value that a parameter of this schema gets from this text."""
     parameters = {"type": "object", "properties": {"p": schema}, **root}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    return json.loads(ToolSchemas(tools).arguments(Call("f", {"p": text})))["p"]
+    name, arguments = read(f"<function=f><parameter=p>{text}</parameter></function>", tools)
+    assert name == "f"
+    assert arguments is not None
+    return json.loads(arguments)["p"]
 
 
 @pytest.mark.parametrize(
@@ -78,39 +104,55 @@ def test_references() -> None:
     "tools", [[], [{}], [{"function": None}], [{"function": {"name": "f", "parameters": 1}}]]
 )
 def test_a_tool_without_a_schema_takes_text(tools: list[dict[str, Any]]) -> None:
-    assert json.loads(ToolSchemas(tools).arguments(Call("f", {"p": "5"}))) == {"p": "5"}
+    call = "<function=f><parameter=p>5</parameter></function>"
+    assert read(call, tools) == ("f", '{"p": "5"}')
 
 
 @pytest.mark.parametrize(
-    ("body", "call"),
+    ("body", "name", "arguments"),
     [
-        ("\n<function=f>\n</function>\n", Call("f", {})),
-        ("<function=f></function>", Call("f", {})),
+        ("\n<function=f>\n</function>\n", "f", {}),
+        ("<function=f></function>", "f", {}),
         (
             "\n<function=f>\n<parameter=a>\n1\n\n2\n</parameter>\n<parameter=b>x</parameter>\n</function>\n",
-            Call("f", {"a": "1\n\n2", "b": "x"}),
+            "f",
+            {"a": "1\n\n2", "b": "x"},
         ),
         (
             "<function=f><parameter=a>\n</parameter>\n<b></parameter></function>",
-            Call("f", {"a": "</parameter>\n<b>"}),
+            "f",
+            {"a": "</parameter>\n<b>"},
+        ),
+        (
+            "<function=f><parameter=a>x</parameter>\n</parameter>\n</parameter></function>",
+            "f",
+            {"a": "x</parameter>\n</parameter>"},
         ),
         (
             "<function=f><parameter=a>\n<tool_call>\n</tool_call>\n</parameter></function>",
-            Call("f", {"a": "<tool_call>\n</tool_call>"}),
+            "f",
+            {"a": "<tool_call>\n</tool_call>"},
         ),
-        ("", Broken.MALFORMED),
-        ('{"name": "f"}', Broken.MALFORMED),
-        ("<function=f>", Broken.MALFORMED),
-        ("<function=f></function>x", Broken.MALFORMED),
-        ("<function=>\n</function>", Broken.MALFORMED),
-        ("<function=f>a</function>", Broken.MALFORMED),
-        ("<function=f><parameter=a>1", Broken.OPEN_VALUE),
-        ("<function=f><parameter=a>1</function>", Broken.OPEN_VALUE),
-        ("<function=f><parameter=a>1</parameter>", Broken.OPEN_VALUE),
+        (
+            "<function=f><parameter=a>1</parameter><parameter=></parameter></function>",
+            "f",
+            {"a": "1</parameter><parameter=>"},
+        ),
+        ("<function=f></function>x", "f", {}),
+        ("", "", None),
+        ('{"name": "f"}', "", None),
+        ("<function=f>", "", None),
+        ("<function=>\n</function>", "", None),
+        ("<function=f>a</function>", "", None),
+        ("<function=f><parameter=a", "", None),
+        ("<function=f><parameter=a>1", "f", None),
+        ("<function=f><parameter=a>1</function>", "f", None),
+        ("<function=f><parameter=a>1</parameter>", "f", None),
     ],
 )
-def test_blocks(body: str, call: Call | Broken) -> None:
-    assert parse_call(body) == call
+def test_blocks(body: str, name: str, arguments: Any) -> None:
+    found, text = read(body, [])
+    assert (found, None if text is None else json.loads(text)) == (name, arguments)
 
 
 names = st.text(alphabet="ab_é-.", min_size=1, max_size=6)
@@ -135,7 +177,7 @@ def test_what_the_template_writes_is_read_back(name: str, arguments: dict[str, A
     call = {"function": {"name": name, "arguments": arguments}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     text = template("qwen3_5").render({"messages": messages}, {})
-    parsed = parse_call(text.partition(OPEN)[2].rpartition(CLOSE)[0])
-    assert isinstance(parsed, Call)
-    assert parsed.name == name
-    assert json.loads(ToolSchemas(tools).arguments(parsed)) == arguments
+    found, written = read(text.partition(OPEN)[2].rpartition(CLOSE)[0], tools)
+    assert found == name
+    assert written is not None
+    assert json.loads(written) == arguments

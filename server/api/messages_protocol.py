@@ -1,0 +1,279 @@
+"""Anthropic's Messages requests, and the chat requests that they come to."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from server.api.errors import bad_request
+from server.api.protocol import refuse
+from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+from server.chat import plain_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from server.api.protocol import ChatRequest
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""A chat request's fields, as this protocol calls them."""
+
+BILLING = "x-anthropic-billing-header:"
+_PER_REQUEST = re.compile(r"(?<=\bcch=)[^;\s]+")
+_PER_CONVERSATION = re.compile(r"(\bcc_version=\d+\.\d+\.\d+)\.\w+")
+
+
+class ThinkingConfig(BaseModel):
+    """How much to think. `adaptive` leaves the length to the model."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+
+    def chat(self) -> dict[str, Any]:
+        """The chat request's `thinking`."""
+        kind = "disabled" if self.type == "disabled" else "enabled"
+        budget = {} if self.budget_tokens is None else {"budget_tokens": self.budget_tokens}
+        return {"type": kind, **budget}
+
+
+class ToolChoice(BaseModel):
+    """Which tools may, or must, be called."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if self.type == "tool" and not self.name:
+            raise ValueError('name: needed where the type is "tool"')
+        return self
+
+    def chat(self) -> Any:
+        """The chat request's `tool_choice`."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class OutputConfig(BaseModel):
+    """What the answer must look like, and how hard to try."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """The chat request's `response_format`."""
+        if self.format is None:
+            return None
+        if self.format.get("type") != "json_schema":
+            where = "output_config.format.type"
+            raise bad_request(f'{where}: must be "json_schema"', where, "invalid_value")
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": self.format.get("schema"), "strict": True},
+        }
+
+
+class CountTokensRequest(BaseModel):
+    """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
+
+    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `service_tier`,
+    `cache_control` (the prefix cache needs no marks), `context_management`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: Any = None
+    """A string or text blocks."""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        refuse(body, cls.unsupported)
+        return body
+
+    def chat(self) -> ChatRequest:
+        """The chat request that means the same. Raises ApiError 400."""
+        return to_chat(self._fields(), NAMES)
+
+    def _fields(self) -> dict[str, Any]:
+        config = self.output_config or OutputConfig()
+        choice = self.tool_choice
+        thinking = self.thinking.chat() if self.thinking else None
+        single = choice is not None and choice.disable_parallel_tool_use
+        return {
+            "model": self.model,
+            "messages": reminded([*self._system(), *self._messages()]),
+            "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
+            "tool_choice": choice.chat() if choice else None,
+            "parallel_tool_calls": False if single else None,
+            "thinking": thinking,
+            # an effort alone does not make Anthropic's models think
+            "reasoning_effort": config.effort if thinking and thinking["type"] == "enabled" else None,
+            "response_format": config.response_format(),
+        }
+
+    def _system(self) -> Iterator[dict[str, Any]]:
+        if self.system is None:
+            return
+        texts = [_text(block, where) for where, block in blocks_in(self.system, "system")]
+        yield {"role": "system", "content": "\n\n".join(map(steady, filter(None, texts)))}
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if not self.messages:
+            raise bad_request("messages: at least one is needed", "messages", "invalid_value")
+        for index, message in enumerate(self.messages):
+            where = f"messages[{index}]"
+            role = message.get("role")
+            if role == "assistant":
+                yield _assistant(message, where)
+            elif role in ("user", "system"):
+                yield from _given(message, where)
+            else:
+                message_ = f'{where}.role: must be "user" or "assistant", not {role!r}'
+                raise bad_request(message_, f"{where}.role", "invalid_value")
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        own = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return {
+            **super()._fields(),
+            **{name: getattr(self, name) for name in own},
+            "stop": self.stop_sequences,
+        }
+
+
+def steady(text: str) -> str:
+    """A system text with what Claude Code makes up anew in it put in constants.
+
+    Its first block ends in `cch=`, a nonce, and its version in a hash of the conversation; no prompt would
+    have a prefix in common with the one before (llama.cpp masks the nonce too: ggml-org/llama.cpp#21793).
+    """
+    if not text.startswith(BILLING):
+        return text
+    header, line, rest = text.partition("\n")
+    return _PER_CONVERSATION.sub(r"\1", _PER_REQUEST.sub("0", header)) + line + rest
+
+
+def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with late system messages as reminders in the turn before them, the user's or a tool's.
+
+    Claude Code adds one now and then. At the beginning, where Qwen's template wants them, each would change
+    the prompt from its first token on; as a turn of its own it would pass for a new question.
+    """
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "system" or all(before["role"] == "system" for before in made):
+            made.append(message)
+            continue
+        text = f"<system-reminder>\n{plain_text(message['content'])}\n</system-reminder>"
+        if made[-1]["role"] == "assistant":
+            made.append({"role": "user", "content": text})
+        else:
+            before = plain_text(made[-1]["content"])
+            made[-1] = {**made[-1], "content": f"{before}\n\n{text}" if before else text}
+    return made
+
+
+def _given(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """A user's turn: tool results are messages of their own."""
+    parts: list[dict[str, str]] = []
+    for place, block in blocks_in(message.get("content"), f"{where}.content"):
+        if block.get("type") == "tool_result":
+            if parts:
+                yield {"role": message["role"], "content": parts}
+                parts = []
+            yield _tool_result(block, place)
+        else:
+            parts.append({"type": "text", "text": _text(block, place)})
+    if parts:
+        yield {"role": message["role"], "content": parts}
+
+
+def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    content = block.get("content")
+    texts = [_text(part, place) for place, part in blocks_in(content or "", f"{where}.content")]
+    id_ = text_in(block.get("tool_use_id"), f"{where}.tool_use_id")
+    return {"role": "tool", "tool_call_id": id_, "content": "\n".join(texts)}
+
+
+def _assistant(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    content, thoughts = "", []
+    calls: list[dict[str, Any]] = []
+    for place, block in blocks_in(message.get("content"), f"{where}.content"):
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(text_in(block.get("thinking"), f"{place}.thinking"))
+            case "redacted_thinking":
+                pass  # only its author can read it
+            case "tool_use":
+                calls.append(_tool_use(block, place))
+            case _:
+                content += _text(block, place)
+    made: dict[str, Any] = {"role": "assistant", "content": content}
+    if thoughts:
+        made["reasoning_content"] = "\n\n".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _tool_use(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = {
+        "name": text_in(block.get("name"), f"{where}.name"),
+        "arguments": dict(object_in(block.get("input", {}), f"{where}.input")),
+    }
+    return {"id": text_in(block.get("id"), f"{where}.id"), "type": "function", "function": function}
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    kind = block.get("type")
+    if kind != "text":
+        raise refused(f"{where}.type", f"{kind!r} blocks are not supported: this server reads text only")
+    return text_in(block.get("text"), f"{where}.text")
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool as a chat request has it."""
+    if tool.get("type") not in (None, "custom"):
+        raise refused(f"{where}.type", f"{tool['type']!r} tools are run by Anthropic, not by this server")
+    function = {
+        "name": text_in(tool.get("name"), f"{where}.name"),
+        "parameters": dict(object_in(tool.get("input_schema"), f"{where}.input_schema")),
+    }
+    if tool.get("description") is not None:
+        function["description"] = text_in(tool["description"], f"{where}.description")
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}

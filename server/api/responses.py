@@ -1,0 +1,219 @@
+"""OpenAI's Responses: /v1/responses, whole or streamed. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+from server.api.chat import begin
+from server.api.sse import Dialect, typed_event
+from server.chat import Arguments, Content, Reasoning, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Iterator
+
+    from fastapi import Request, Response
+
+    from server.api.errors import ApiError
+    from server.api.responses_protocol import ResponsesRequest
+    from server.api.service import Service
+    from server.api.serving import ServedRequest
+    from server.chat import Part, Reply
+    from server.engine import Vocab
+
+Item = dict[str, Any]
+Event = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
+    """Answers with a response; `size` is the body's, in bytes."""
+    served, [reply] = await begin(http, service, request.chat(), size, "resp_")
+    answer = Answer(request, served, reply, service.backend.engine.vocab)
+    return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
+
+
+class Answer:
+    """One response in the making."""
+
+    def __init__(self, request: ResponsesRequest, served: ServedRequest, reply: Reply, vocab: Vocab) -> None:
+        self._request = request
+        self._served = served
+        self._reply = reply
+        self._vocab = vocab
+        self._output = Output()
+        self._sent = 0
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole response."""
+        async for part in self._reply:
+            for _ in self._output.add(part):
+                pass
+        status = self._status()
+        for _ in self._output.close(status):
+            pass
+        return self._object(status)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The response as events, numbered."""
+        begun = [
+            {"type": kind, "response": self._object()}
+            for kind in ("response.created", "response.in_progress")
+        ]
+        yield self._numbered(begun)
+        async for part in self._reply:
+            yield self._numbered(self._output.add(part))
+        status = self._status()
+        last = self._numbered(self._output.close(status))
+        yield last + self._numbered([{"type": f"response.{status}", "response": self._object(status)}])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        failure = {"code": "server_error", "message": error.message}
+        response = {**self._object(), "status": "failed", "error": failure}
+        return self._numbered([{"type": "response.failed", "response": response}])
+
+    def _numbered(self, events: Iterable[Event]) -> bytes:
+        """Events for the wire."""
+        written = []
+        for event in events:
+            kind = event.pop("type")
+            written.append(typed_event({"type": kind, "sequence_number": self._sent, **event}))
+            self._sent += 1
+        return b"".join(written)
+
+    def _status(self) -> Status:
+        """Raises ApiError 503 where the server cut the answer short."""
+        return "incomplete" if self._served.check(self._reply.finish_reason) == "length" else "completed"
+
+    def _object(self, status: Status = "in_progress") -> dict[str, Any]:
+        """The response as it stands; what it was asked for is told with it."""
+        asked = self._request
+        text = asked.text
+        ended = status != "in_progress"
+        return {
+            "id": self._served.id,
+            "object": "response",
+            "created_at": self._served.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self._served.model,
+            "output": self._output.items if ended else [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": (text.format if text else None) or {"type": "text"}},
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+            "tools": asked.tools or [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+            "user": asked.user,
+            "metadata": asked.metadata or {},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens. Those of the reasoning are what the tokenizer makes of its text."""
+        generation = self._reply.generation
+        reasoning = self._vocab.tokenize(self._output.reasoning, special=False)
+        return {
+            "input_tokens": generation.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+            "output_tokens": generation.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(reasoning)},
+            "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+        }
+
+
+class Output:
+    """A response's items in the making. What is done to it is told in events, which must be read."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    @property
+    def reasoning(self) -> str:
+        """All of the reasoning."""
+        items = [item for item in self.items if item["type"] == "reasoning"]
+        return "".join(part["text"] for item in items for part in item["content"])
+
+    def add(self, part: Part) -> Iterator[Event]:
+        """The next part of the reply."""
+        match part:
+            case Reasoning(text):
+                yield from self._text("reasoning", text)
+            case Content(text):
+                yield from self._text("message", text)
+            case ToolCall():
+                yield from self.close("completed")
+                names = {"call_id": part.id, "name": part.name, "arguments": ""}
+                yield from self._open({"type": "function_call", "id": _id("fc"), **names})
+            case Arguments(_, text):
+                self.items[-1]["arguments"] += text
+                yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": text}
+                if part.last:
+                    yield from self.close("completed")
+
+    def close(self, status: Status) -> Iterator[Event]:
+        """Nothing more comes to the item that is open, if one is."""
+        item = self.items[-1] if self.items else {}
+        if item.get("status") != "in_progress":
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            whole = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._place(), **whole}
+        else:
+            [part] = item["content"]
+            place = {**self._place(), "content_index": 0}
+            yield {"type": f"{_stream_of(item)}.done", **place, "text": part["text"], **_logprobs(item)}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        item = self.items[-1] if self.items else {}
+        if item.get("type") != kind or item["status"] != "in_progress":
+            yield from self.close("completed")
+            if kind == "reasoning":
+                item = {"type": kind, "id": _id("rs"), "summary": []}
+                part: Item = {"type": "reasoning_text", "text": ""}
+            else:
+                item = {"type": kind, "id": _id("msg"), "role": "assistant"}
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield from self._open({**item, "content": []})
+            item = self.items[-1]
+            place = {**self._place(), "content_index": 0}
+            yield {"type": "response.content_part.added", **place, "part": dict(part)}
+            item["content"].append(part)
+        item["content"][0]["text"] += text
+        place = {**self._place(), "content_index": 0}
+        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **_logprobs(item)}
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        self.items.append({**item, "status": "in_progress"})
+        shown = {**self.items[-1], **({"content": []} if "content" in item else {})}
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _stream_of(item: Item) -> str:
+    """The name of the events that carry an item's text."""
+    return "response.reasoning_text" if item["type"] == "reasoning" else "response.output_text"
+
+
+def _logprobs(item: Item) -> dict[str, Any]:
+    return {"logprobs": []} if item["type"] == "message" else {}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid4().hex}"

@@ -1,0 +1,211 @@
+"""OpenAI's Responses requests, and the chat requests that they come to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from server.api.errors import bad_request
+from server.api.protocol import refuse
+from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from server.api.protocol import ChatRequest
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}
+"""A chat request's fields, as this protocol calls them."""
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class Reasoning(BaseModel):
+    """How hard to think. A summary that is asked for is the reasoning itself, as the item's content."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextConfig(BaseModel):
+    """What the answer must look like."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """The chat request's `response_format`."""
+        if self.format is None or self.format.get("type") != "json_schema":
+            return self.format
+        inner = {name: value for name, value in self.format.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": inner}
+
+
+class ResponsesRequest(BaseModel):
+    """A conversation to answer. Nothing is kept: each request brings all that was said.
+
+    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
+    `prompt_cache_key`, `service_tier`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "context_management": ([],),
+        "top_logprobs": (0,),
+    }
+
+    model: str | None = None
+    input: Any
+    """A string or items."""
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("store"):
+            raise refused("store", "this server keeps no responses; leave it out, or false")
+        if isinstance(body, dict) and body.get("previous_response_id") is not None:
+            where = "previous_response_id"
+            raise refused(where, "this server keeps no responses; send the conversation so far as input")
+        include = body.get("include") if isinstance(body, dict) else None
+        if isinstance(include, list) and "message.output_text.logprobs" in include:
+            raise refused("include", "message.output_text.logprobs is not supported by this server")
+        refuse(body, cls.unsupported)
+        return body
+
+    def chat(self) -> ChatRequest:
+        """The chat request that means the same. Raises ApiError 400."""
+        text = self.text or TextConfig()
+        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
+        fields = {
+            **{name: getattr(self, name) for name in same},
+            "messages": list(self._messages()),
+            "max_tokens": self.max_output_tokens,
+            "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
+            "tool_choice": self._tool_choice(),
+            "response_format": text.response_format(),
+            "verbosity": text.verbosity,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+        }
+        return to_chat(fields, NAMES)
+
+    def _tool_choice(self) -> Any:
+        """The chat request's `tool_choice`."""
+        if not isinstance(self.tool_choice, dict):
+            return self.tool_choice
+        if self.tool_choice.get("type") != "function":
+            raise refused("tool_choice.type", 'of the objects only {"type": "function", "name"} is supported')
+        name = text_in(self.tool_choice.get("name"), "tool_choice.name")
+        return {"type": "function", "function": {"name": name}}
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """Messages; neighbouring items of one reply are one."""
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        if not isinstance(self.input, list) or not self.input:
+            raise bad_request("input: must be a string or a list of items", "input", "invalid_value")
+        reply: dict[str, Any] = {}
+        for index, item in enumerate(self.input):
+            where = f"input[{index}]"
+            part, excluding = _item(object_in(item, where), where)
+            if part.keys() == {"role"}:
+                continue  # reasoning that only its author can read
+            if part["role"] != "assistant":
+                if reply:
+                    yield reply
+                    reply = {}
+                yield part
+            elif reply and not reply.keys() & excluding:
+                calls = [*reply.get("tool_calls", []), *part.get("tool_calls", [])]
+                reply = {**reply, **part, **({"tool_calls": calls} if calls else {})}
+            else:
+                if reply:
+                    yield reply
+                reply = part
+        if reply:
+            yield reply
+
+
+def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
+    """An item as a message; for an assistant's, the keys of one before it that keep it from joining that."""
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                place = f"{where}.role"
+                raise bad_request(
+                    f"{place}: must be user, assistant, system or developer, not {role!r}", place
+                )
+            texts = _texts(item.get("content"), f"{where}.content")
+            if role == "assistant":
+                return {"role": role, "content": "".join(texts)}, {"content", "tool_calls"}
+            return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}, set()
+        case "reasoning":
+            texts = _texts(item.get("content") or item.get("summary") or [], f"{where}.content")
+            kept = {"reasoning_content": "\n\n".join(texts)} if texts else {}
+            return {"role": "assistant", **kept}, {"reasoning_content", "content", "tool_calls"}
+        case "function_call":
+            names = ("name", "arguments", "call_id")
+            name, arguments, id_ = (text_in(item.get(key), f"{where}.{key}") for key in names)
+            call = {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+            return {"role": "assistant", "tool_calls": [call]}, set()
+        case "function_call_output":
+            id_ = text_in(item.get("call_id"), f"{where}.call_id")
+            texts = _texts(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": id_, "content": "\n".join(texts)}, set()
+    if kind == "item_reference":
+        raise refused(f"{where}.type", "this server keeps no items to refer to; send the item itself")
+    raise refused(f"{where}.type", f"{kind!r} items are not supported by this server")
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    texts = []
+    for place, block in blocks_in(content, where, "text"):
+        kind = block.get("type")
+        if kind == "refusal":
+            texts.append(text_in(block.get("refusal"), f"{place}.refusal"))
+        elif kind in TEXTS:
+            texts.append(text_in(block.get("text"), f"{place}.text"))
+        else:
+            raise refused(f"{place}.type", f"{kind!r} is not supported: this server reads text only")
+    return texts
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool as a chat request has it."""
+    if tool.get("type") != "function":
+        message = f"{tool.get('type')!r} tools are not supported; this server offers a model functions only"
+        raise refused(f"{where}.type", message)
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    text_in(function.get("name"), f"{where}.name")
+    return {"type": "function", "function": function}

@@ -1,0 +1,153 @@
+"""/tokenize, /detokenize and /apply-template: the loaded model's own vocabulary, for clients that count.
+
+/tokenize is llama-server's where the body has `content`, vLLM's where it has `prompt` or `messages`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from server.api.chat import prompt_of
+from server.api.errors import bad_request
+from server.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from server.api.request import prepared
+from server.api.service import service_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastapi import Request, Response
+
+    from server.api.service import Service
+    from server.engine import Vocab
+
+
+MOST_TOKENS = 2**18
+"""What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
+
+
+class TokenizePromptRequest(BaseModel):
+    """A text to ids, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
+
+    return_token_strs: bool | None = None
+
+
+def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest]:
+    """What a body for /tokenize is."""
+    if "content" not in body and body.get("messages") is not None:
+        return TokenizeChatRequest
+    return (
+        TokenizePromptRequest if "content" not in body and body.get("prompt") is not None else TokenizeRequest
+    )
+
+
+def bounded(interrupt: Callable[[], None], field: str) -> Callable[[int], None]:
+    """To be told of tokens as they come. Raises ApiError 400 for more than `MOST_TOKENS`, what `interrupt`
+    raises, too."""
+    count = 0
+
+    def check(more: int) -> None:
+        nonlocal count
+        interrupt()
+        count += more
+        if count > MOST_TOKENS:
+            raise bad_request(f"{field}: more than {MOST_TOKENS:,} tokens; send it in parts", field)
+
+    return check
+
+
+async def tokenize(
+    http: Request, request: TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest, size: int
+) -> Response:
+    """The ids of a text or a conversation. Raises ApiError 400."""
+    service = service_of(http)
+    vocab = service.backend.engine.vocab
+
+    def answer(interrupt: Callable[[], None]) -> dict[str, Any]:
+        if isinstance(request, TokenizeChatRequest):
+            ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
+            return _counted(service, ids, strings=bool(request.return_token_strs))
+        if isinstance(request, TokenizePromptRequest):
+            ids = vocab.tokenize(request.prompt, special=True, check=bounded(interrupt, "prompt"))
+            ids = _begun(vocab, ids) if request.add_special_tokens else ids
+            return _counted(service, ids, strings=bool(request.return_token_strs))
+        check = bounded(interrupt, "content")
+        ids = vocab.tokenize(request.content, special=request.parse_special, check=check)
+        ids = _begun(vocab, ids) if request.add_special else ids
+        if request.with_pieces:
+            return {"tokens": [{"id": token, "piece": _piece(vocab.spelling(token))} for token in ids]}
+        return {"tokens": ids}
+
+    return await prepared(http, lambda interrupt: JSONResponse(answer(interrupt)), size)
+
+
+async def detokenize(http: Request, request: DetokenizeRequest, size: int) -> Response:
+    """The text of `tokens`: llama-server's `content`, without control tokens, and vLLM's `prompt`, with them.
+
+    Bytes that are no UTF-8 become U+FFFD. Raises ApiError 400.
+    """
+    vocab = service_of(http).backend.engine.vocab
+
+    def answer(_: Callable[[], None]) -> Response:
+        if len(request.tokens) > MOST_TOKENS:
+            raise bad_request(f"tokens: more than {MOST_TOKENS:,}; send them in parts", "tokens")
+        if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
+            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
+            raise bad_request(message, "tokens")
+        kinds = {"content": vocab.token_bytes, "prompt": vocab.spelling}
+        texts = {
+            name: b"".join(map(spell, request.tokens)).decode("utf-8", "replace")
+            for name, spell in kinds.items()
+        }
+        return JSONResponse(texts)
+
+    return await prepared(http, answer, size)
+
+
+async def apply_template(http: Request, request: ChatRequest, size: int) -> Response:
+    """The text of the prompt that a conversation would be answered with. Raises ApiError 400."""
+    service = service_of(http)
+    vocab = service.backend.engine.vocab
+
+    def answer(interrupt: Callable[[], None]) -> Response:
+        ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
+        return JSONResponse({"prompt": b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")})
+
+    return await prepared(http, answer, size)
+
+
+def _begun(vocab: Vocab, ids: list[int]) -> list[int]:
+    return ids if vocab.bos_id is None else [vocab.bos_id, *ids]
+
+
+def _counted(service: Service, ids: Sequence[int], *, strings: bool) -> dict[str, Any]:
+    engine = service.backend.engine
+    spelled = [engine.vocab.spelling(token).decode("utf-8", "replace") for token in ids] if strings else None
+    return {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": engine.context_size,
+        "token_strs": spelled,
+    }
+
+
+def _piece(spelling: bytes) -> str | list[int]:
+    """As llama-server shows it: bytes where it is a part of a character."""
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return list(spelling)

@@ -1,0 +1,144 @@
+"""Text that arrives in pieces, read once, from front to back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+Reading = Generator[None, None, Result]
+"""Reads from a scanner: yields where it needs more text than there is."""
+
+
+class Scanner:
+    """What has arrived and was not read yet.
+
+    Whoever drives a reading calls `add`, or sets `ended`, and resumes it. Nothing is looked at twice except
+    for what may be the beginning of a tag, so that reading takes time in proportion to the text, whatever it
+    says and however it is cut.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self.ended = False
+        """No more text will come: readings go on to their end."""
+        self._tapes: list[list[str]] = []
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that has arrived was read."""
+        return self._at == len(self._text)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[str]]:
+        """A list that takes a copy of all that is read meanwhile."""
+        self._tapes.append([])
+        try:
+            yield self._tapes[-1]
+        finally:
+            self._tapes.pop()
+
+    def spaces(self) -> Reading[str]:
+        """Reads the white space that comes next."""
+        pieces = []
+        while True:
+            end = self._at
+            while end < len(self._text) and self._text[end].isspace():
+                end += 1
+            pieces.append(self._take(end))
+            if not self.empty or self.ended:
+                return "".join(pieces)
+            yield
+
+    def tag(self, *tags: str) -> Reading[str]:
+        """Reads the tag that comes next: "" where none of these does."""
+        longest = max(map(len, tags))
+        while True:
+            start = self._text[self._at : self._at + longest]
+            for tag in tags:
+                if start.startswith(tag):
+                    return self._take(self._at + len(tag))
+            if self.ended or not any(tag.startswith(start) for tag in tags):
+                return ""
+            yield
+
+    def name(self) -> Reading[str]:
+        """Reads the rest of an opening tag, such as `add>`, on one line; "" where it is none.
+
+        What was read until that was clear stays read.
+        """
+        pieces = []
+        while True:
+            end = self._at
+            while end < len(self._text) and self._text[end] not in "<>\n":
+                end += 1
+            pieces.append(self._take(end))
+            if not self.empty:
+                closed = yield from self.tag(">")
+                return "".join(pieces).strip() if closed else ""
+            if self.ended:
+                return ""
+            yield
+
+    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
+        """Reads, and emits, all text in front of the first of `tags`; then that tag, "" where the text ends.
+
+        A tag's only `<` must be its first character.
+        """
+        while True:
+            found = [(at, tag) for tag in tags if (at := self._text.find(tag, self._at)) >= 0]
+            if found:
+                at, tag = min(found)
+                emit(self._take(at))
+                return self._take(at + len(tag))
+            emit(self._take(len(self._text) - (0 if self.ended else self._partial(tags))))
+            if self.ended:
+                return ""
+            yield
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        for tape in self._tapes:
+            tape.append(text)
+        return text
+
+    def _partial(self, tags: Sequence[str]) -> int:
+        """Length of the end of the text that is the beginning of a tag."""
+        longest = max(map(len, tags), default=0)
+        tail = self._text[max(self._at, len(self._text) - longest) :]
+        start = tail.rfind("<")
+        return len(tail) - start if start >= 0 and any(tag.startswith(tail[start:]) for tag in tags) else 0
+
+
+class Trimmed:
+    """Passes text on, less the white space at its end, which waits for what comes behind it."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._space: list[str] = []
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        stripped = text.rstrip()
+        if stripped:
+            self._emit("".join(self._space) + stripped)
+            self._space = []
+        self._space.append(text[len(stripped) :])
+
+    def drop(self) -> None:
+        """The white space was that of a tag."""
+        self._space = []
+
+    def release(self) -> None:
+        """The white space is text."""
+        self._emit("".join(self._space))
+        self._space = []

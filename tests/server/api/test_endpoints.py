@@ -1,0 +1,71 @@
+"""What the server says of itself, and of what it does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from server.api.absent import ABSENT
+from tests.server.api.conftest import TEMPLATE, Server, Start
+from tests.server.api.test_bad_input import error_of
+
+
+@pytest.fixture(scope="module")
+def server(start_shared: Start) -> Server:
+    return start_shared("x", alias="fake")
+
+
+def test_props_are_llama_servers(server: Server) -> None:
+    props = server.http.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 4096
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.0
+    assert props["total_slots"] == server.engine.settings.parallel
+    assert props["chat_template"] == TEMPLATE.read_text(encoding="utf-8")
+    assert props["model_alias"] == "fake"
+    assert Path(props["model_path"]).name == "fake.gguf"
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert (props["bos_token"], props["eos_token"]) == ("", "<|im_end|>")
+    assert props["build_info"].startswith("qwen-serve ")
+
+
+def test_the_version_is_that_of_the_description(server: Server) -> None:
+    version = server.http.get("/version").json()["version"]
+    assert version == server.http.get("/openapi.json").json()["info"]["version"]
+
+
+def test_one_model(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="'fake'"):
+        client.models.retrieve("gpt-9")
+
+
+PATHS = [path.replace("{rest:path}", "some/thing") for paths in ABSENT.values() for path in paths]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_not_offered_is_said_to_be_so(server: Server, path: str) -> None:
+    for method in ("GET", "POST"):
+        error = error_of(server.http.request(method, path), 501) if "/v1/messages" not in path else None
+        answer = server.http.request(method, path)
+        assert answer.status_code == 501
+        assert f"{method} {path}" in answer.json()["error"]["message"]
+        assert error is None or (error["type"], error["code"]) == ("not_supported_error", "not_supported")
+
+
+def test_an_unknown_path_is_named_with_those_that_there_are(server: Server) -> None:
+    for method, path in (("POST", "/v1/chat/completion"), ("GET", "/v2/models"), ("DELETE", "/nothing")):
+        message = error_of(server.http.request(method, path), 404)["message"]
+        assert message.startswith(f"{method} {path}: there is no such path")
+        for known in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/models/{model}", "/ping"):
+            assert f"{known}," in message or message.endswith(known)
+        assert "/v1/embeddings" not in message
+        assert "/openapi.json" not in message
+
+
+def test_a_wrong_method_is_named_with_the_right_one(server: Server) -> None:
+    message = error_of(server.http.get("/v1/chat/completions"), 405)["message"]
+    assert message == "GET /v1/chat/completions: this method is not allowed here; use POST"
+    assert "GET" in error_of(server.http.post("/v1/models"), 405)["message"]
