@@ -13,6 +13,8 @@ CALIBRATION ?=
 HOST        ?= 127.0.0.1
 PORT        ?= 8080
 URL         ?= http://$(HOST):$(PORT)
+REPLICAS    ?= 2
+GPUS        ?=
 ARGS        ?=
 NANO        := models/nano-Q4_K_M.gguf
 MODEL       ?= $(NANO)
@@ -57,7 +59,7 @@ SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),no
 SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve chat test test-reference lint clean
+.PHONY: help setup convert serve serve-cluster chat test test-reference lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -75,6 +77,10 @@ convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE
 
 serve: setup $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano
 	$(PY) -m server --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' $(ARGS)
+
+serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## REPLICAS=2 [GPUS=0,1] [MODEL=...] [HOST=...] [PORT=8080]: replicas behind a router
+	$(PY) -m server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
+		--model '$(MODEL)' $(ARGS)
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m server.client --url '$(URL)' $(ARGS)
@@ -113,8 +119,12 @@ $(VENV)/.serve: pyproject.toml | $(PY) $(BUILT)
 	$(PIP) install -e '.[convert]'
 	@touch $@
 
+$(VENV)/.cluster: pyproject.toml | $(VENV)/.serve
+	$(PIP) install -e '.[convert,cluster]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml | $(VENV)/.serve
-	$(PIP) install -e '.[convert,bench,dev]'
+	$(PIP) install -e '.[convert,cluster,bench,dev]'
 	@touch $@
 
 $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
