@@ -95,7 +95,7 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/hadolint Dockerfile.cuda
+	$(VENV)/bin/hadolint Dockerfile.cuda deploy/Dockerfile.router
 
 clean: ## remove .venv/, caches and test output; converted models stay
 	rm -rf $(VENV) .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -21,8 +21,6 @@ import pytest
 from server.cluster import main
 from tests.server.test_scripts import free_port
 
-pytest.importorskip("vllm_router")
-
 REPLICAS = 3
 START_S = 180
 
