@@ -13,6 +13,8 @@ CALIBRATION ?=
 HOST        ?= 127.0.0.1
 PORT        ?= 8080
 URL         ?= http://$(HOST):$(PORT)
+REPLICAS    ?= 2
+GPUS        ?=
 ARGS        ?=
 # for each of five endpoints, right ones and wrong ones
 FUZZ_CASES  ?= 1000
@@ -59,7 +61,7 @@ SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),no
 SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve chat test fuzz soak test-reference lint clean
+.PHONY: help setup convert serve serve-cluster chat test fuzz soak test-reference lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -77,6 +79,10 @@ convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE
 
 serve: setup $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano
 	$(PY) -m server --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' $(ARGS)
+
+serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## REPLICAS=2 [GPUS=0,1] [MODEL=...] [HOST=...] [PORT=8080]: replicas behind a router
+	$(PY) -m server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
+		--model '$(MODEL)' $(ARGS)
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m server.client --url '$(URL)' $(ARGS)
@@ -104,7 +110,7 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/hadolint Dockerfile.cuda
+	$(VENV)/bin/hadolint Dockerfile.cuda deploy/Dockerfile.router
 
 clean: ## remove .venv/, caches and test output; converted models stay
 	rm -rf $(VENV) .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
@@ -128,8 +134,12 @@ $(VENV)/.serve: pyproject.toml | $(PY) $(BUILT)
 	$(PIP) install -e '.[convert]'
 	@touch $@
 
+$(VENV)/.cluster: pyproject.toml | $(VENV)/.serve
+	$(PIP) install -e '.[convert,cluster]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml | $(VENV)/.serve
-	$(PIP) install -e '.[convert,bench,dev]'
+	$(PIP) install -e '.[convert,cluster,bench,dev]'
 	@touch $@
 
 $(VENV)/.reference: pyproject.toml | $(VENV)/.dev

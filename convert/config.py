@@ -8,10 +8,23 @@ from typing import Any
 
 from convert.errors import CheckpointError
 
-ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
 DEFAULT_MROPE_SECTION = (11, 11, 10)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of every block, `used` of `count` for a token, and the shared one; widths in
+    elements."""
+
+    count: int
+    used: int
+    ffn: int
+    shared_ffn: int
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,9 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int | None
+    """Width of the dense FFN; with experts it means nothing, and official configurations leave it out."""
+    experts: Experts | None
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -43,6 +58,11 @@ class ModelConfig:
         return len(self.layer_types)
 
     @property
+    def arch(self) -> str:
+        """llama.cpp's name for the architecture, `general.architecture`."""
+        return "qwen35" if self.experts is None else "qwen35moe"
+
+    @property
     def mrope_sections(self) -> tuple[int, ...]:
         """Rotary pairs for time, height, width, and a fourth that Qwen3.5 leaves empty."""
         sections = [int(n) for n in self.rope.get("mrope_section", DEFAULT_MROPE_SECTION)]
@@ -63,7 +83,7 @@ class ModelConfig:
         if not set(named) & set(ARCHITECTURES):
             raise CheckpointError(
                 f"config.json: architectures is {', '.join(map(str, named))}; "
-                f"this converter knows {' and '.join(ARCHITECTURES)} (Qwen3.5, dense)"
+                f"this converter knows {', '.join(ARCHITECTURES)} (Qwen3.5, dense and with experts)"
             )
         text = {**config, **config.get("text_config", {})}
         if method := text.get("quantization_config"):
@@ -85,10 +105,14 @@ class ModelConfig:
                 f"linear_num_key_heads ({key_heads})"
             )
         heads = fields.integer("num_attention_heads")
+        has_experts = bool(set(named) & set(MOE_ARCHITECTURES))
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=fields.integer("intermediate_size")
+            if not has_experts or "intermediate_size" in text
+            else None,
+            experts=_experts(fields) if has_experts else None,
             n_heads=heads,
             n_kv_heads=fields.integer("num_key_value_heads"),
             head_dim=fields.integer("head_dim", fields.integer("hidden_size") // heads),
@@ -127,6 +151,20 @@ class _Fields:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise CheckpointError(f"config.json: {name} must be a number, got {value!r}")
         return float(value)
+
+
+def _experts(fields: _Fields) -> Experts:
+    count, used = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+    if used > count:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok ({used}) must be at most num_experts ({count})"
+        )
+    return Experts(
+        count=count,
+        used=used,
+        ffn=fields.integer("moe_intermediate_size"),
+        shared_ffn=fields.integer("shared_expert_intermediate_size"),
+    )
 
 
 def _layer_types(given: Any, n_layers: int, interval: int) -> tuple[str, ...]:

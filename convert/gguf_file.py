@@ -19,7 +19,7 @@ import numpy.typing as npt
 from convert.errors import CheckpointError
 from convert.floats import RangeError, convert, to_f32
 from convert.interrupts import held
-from convert.metadata import ARCH, add_general, add_hyperparameters, add_tokenizer
+from convert.metadata import add_general, add_hyperparameters, add_tokenizer
 from convert.progress import BYTES, Progress
 from convert.prune_vocab import SOURCE_TOKENS, prune
 from convert.safetensors import NUMPY_TYPES
@@ -67,7 +67,7 @@ def write_gguf(
     n_tokens = len(vocab.tokens)
     if plan.kept_tokens is not None:
         vocab = prune(vocab, plan.kept_tokens)
-    writer = gguf.GGUFWriter(path=None, arch=ARCH)
+    writer = gguf.GGUFWriter(path=None, arch=checkpoint.config.arch)
     add_general(writer, checkpoint, source, plan)
     add_hyperparameters(writer, checkpoint.config, plan, kept_layers, outtype)
     add_tokenizer(writer, vocab)

@@ -1,7 +1,8 @@
 """Importance matrices: the mean square of each matmul input's columns, by which a quantizer weighs errors.
 
 The file format is llama.cpp's GGUF imatrix (`tools/imatrix/imatrix.cpp`, `common/imatrix-loader.cpp`): for
-each weight the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Ours also holds
+each weight the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Routed experts
+are the matrices of one weight, each with the count of the rows that the router sent to it. Ours also holds
 entries that llama-imatrix cannot collect: the MTP block's and the output head's.
 """
 
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from convert.llama import ContextKind, Floats, Runtime
+    from convert.llama import ContextKind, Floats, Routing, Runtime
 
 SUMS, COUNTS = ".in_sum2", ".counts"
+EXPERTS = ".ffn_down_exps.weight"  # gate and up projection are routed alike
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
 CHUNKS_PER_BATCH = 4
+FEW_ROWS = 32
+"""A mean square over n rows is off by about sqrt(2 / n) of itself: by a quarter at 32."""
 
 
 class ImatrixError(ConvertError):
@@ -105,23 +109,69 @@ class Imatrix:
         return cls(entries, tuple(keys[DATASETS]), keys[CHUNK_COUNT], keys[CHUNK_SIZE])
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """How many calibration rows the routed experts of all blocks have read.
+
+    `rare` and `unreached` map blocks, such as `blk.7`, to the experts that read fewer than FEW_ROWS, or none.
+    """
+
+    experts: int
+    median_rows: float
+    rare: Mapping[str, list[int]]
+    unreached: Mapping[str, list[int]]
+
+
+def expert_coverage(imatrix: Imatrix) -> Coverage | None:
+    """What the counts say of the routed experts; None for a dense model."""
+    counts = {
+        name.removesuffix(EXPERTS): entry.counts
+        for name, entry in imatrix.entries.items()
+        if name.endswith(EXPERTS)
+    }
+    if not counts:
+        return None
+    blocks = sorted(counts, key=lambda block: int(block.rpartition(".")[2]))
+
+    def where(holds: Callable[[Floats], NDArray[np.bool_]]) -> dict[str, list[int]]:
+        found = {block: np.flatnonzero(holds(counts[block])).tolist() for block in blocks}
+        return {block: experts for block, experts in found.items() if experts}
+
+    everyone = np.concatenate([counts[block] for block in blocks])
+    return Coverage(
+        experts=everyone.size,
+        median_rows=float(np.median(everyone)),
+        rare=where(lambda rows: (rows > 0) & (rows < FEW_ROWS)),
+        unreached=where(lambda rows: rows == 0),
+    )
+
+
 class _Collector:
     """Sums of squares over all rows that the matmuls of some weights have read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, NDArray[np.float64]] = {}
-        self._counts: dict[str, int] = {}
-        self._rows: Floats | None = None
-        self._squares: Floats | None = None
+        self._counts: dict[str, NDArray[np.int64]] = {}
+        self._source: tuple[Floats, Routing | None] | None = None
+        self._squares = np.empty((0, 0), np.float32)
+        self._seen = np.empty(0, np.int64)
 
-    def add(self, name: str, rows: Floats) -> None:
-        """`rows` [n, width]: inputs of weight `name`. Weights that read the same tensor share its sum."""
-        if rows is not self._rows or self._squares is None:
-            self._rows, self._squares = rows, np.einsum("ij,ij->j", rows, rows)
+    def add(self, name: str, rows: Floats, routing: Routing | None = None) -> None:
+        """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices that it is made of.
+
+        Weights that read the same tensor share its sum.
+        """
+        if self._source is None or rows is not self._source[0] or routing is not self._source[1]:
+            self._source = rows, routing
+            if routing is None:
+                self._squares, self._seen = np.einsum("ij,ij->j", rows, rows)[None], np.array([len(rows)])
+            else:
+                self._squares, self._seen = _routed_squares(rows, routing)
         if name not in self._sums:
-            self._sums[name], self._counts[name] = np.zeros(rows.shape[1]), 0
+            self._sums[name] = np.zeros(self._squares.shape)
+            self._counts[name] = np.zeros(self._seen.shape, np.int64)
         self._sums[name] += self._squares
-        self._counts[name] += len(rows)
+        self._counts[name] += self._seen
 
     def entries(self) -> dict[str, Entry]:
         """Raises `ImatrixError` where a sum is not finite: such a model cannot be quantized to any use."""
@@ -129,9 +179,20 @@ class _Collector:
             if not np.isfinite(sums).all():
                 raise ImatrixError(f"the inputs of {name} are not finite; is the checkpoint intact?")
         return {
-            name: Entry(sums.astype(np.float32)[None], np.array([self._counts[name]], np.float32))
+            name: Entry(sums.astype(np.float32), self._counts[name].astype(np.float32))
             for name, sums in self._sums.items()
         }
+
+
+def _routed_squares(rows: Floats, routing: Routing) -> tuple[Floats, NDArray[np.int64]]:
+    """[experts, width]: squares of `rows`, summed over those that each expert read; [experts]: how many."""
+    tokens, used = routing.ids.shape
+    row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
+    # which expert reads which row, as a matrix: one product is faster than a loop over experts
+    reads = np.zeros((routing.experts, len(rows)), np.float32)
+    reads[routing.ids, row] = 1
+    squares: Floats = reads @ np.square(rows)
+    return squares, np.bincount(routing.ids.ravel(), minlength=routing.experts)
 
 
 def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> None:

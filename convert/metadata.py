@@ -1,7 +1,7 @@
 """The GGUF's key-value pairs: what the model is called and comes from, its hyperparameters, its tokenizer.
 
-Key names and value types are those that llama.cpp reads (src/llama-arch.cpp, src/models/qwen35.cpp); names,
-licence and model-card fields follow gguf's own heuristics.
+Key names and value types are those that llama.cpp reads (src/llama-arch.cpp, src/models/qwen35.cpp,
+qwen35moe.cpp); names, licence and model-card fields follow gguf's own heuristics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from convert.tensors import FloatType, TensorPlan
     from convert.vocab import Vocab
 
-ARCH = "qwen35"
 FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
     "F32": gguf.LlamaFileType.ALL_F32,
     "F16": gguf.LlamaFileType.MOSTLY_F16,
@@ -30,11 +29,12 @@ FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
 
 def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source, plan: TensorPlan) -> None:
     """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
-    metadata = gguf.Metadata.load(model_path=checkpoint.folder, total_params=plan.n_elements)
+    counts = plan.parameter_counts
+    metadata = gguf.Metadata.load(model_path=checkpoint.folder, total_params=counts.total)
     if source.repo_id is not None:
         # the hub's cache names folders after commits, which the heuristics would take for the model's name
         name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
-            source.repo_id, plan.n_elements
+            source.repo_id, counts.total
         )
         card = gguf.Metadata.load_model_card(checkpoint.folder)
         metadata.name = card.get("name") or card.get("model_name") or gguf.Metadata.id_to_title(name)
@@ -44,7 +44,7 @@ def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source,
         metadata.source_url = f"{source.url}/tree/{source.revision}" if source.revision else source.url
         metadata.source_repo_url = source.url
     if metadata.size_label is None:
-        metadata.size_label = size_label(plan.n_elements, plan.n_elements, 0, 0)
+        metadata.size_label = size_label(counts.total, counts.shared, counts.one_expert, counts.experts)
     if metadata.sampling_penalty_repeat is None and (checkpoint.folder / "generation_config.json").is_file():
         # gguf 0.19.0 looks for its own spelling only
         generation = read_json(checkpoint.folder / "generation_config.json")
@@ -60,11 +60,18 @@ def add_hyperparameters(
     kept_layers: tuple[int, ...],
     outtype: FloatType,
 ) -> None:
-    """`qwen35.*`: shapes, rope, the delta net's heads, which blocks are recurrent, the MTP block's count."""
+    """`qwen35.*` or `qwen35moe.*`: shapes, experts, rope, the delta net's heads, which blocks are recurrent,
+    the MTP block's count."""
     writer.add_block_count(plan.n_blocks)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if config.intermediate_size is not None:
+        writer.add_feed_forward_length(config.intermediate_size)
+    if (experts := config.experts) is not None:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.used)
+        writer.add_expert_feed_forward_length(experts.ffn)
+        writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
     writer.add_key_length(config.head_dim)
@@ -87,9 +94,8 @@ def add_hyperparameters(
     writer.add_ssm_time_step_rank(config.linear_value_heads)
     writer.add_ssm_inner_size(config.linear_value_heads * config.linear_value_dim)
     recurrent = [config.layer_types[layer] == LINEAR for layer in kept_layers] + [False] * plan.n_mtp_layers
-    writer.add_array(
-        f"{ARCH}.attention.recurrent_layers", recurrent
-    )  # gguf 0.19.0 has no method for this key
+    # gguf 0.19.0 has no method for this key
+    writer.add_array(f"{config.arch}.attention.recurrent_layers", recurrent)
     writer.add_full_attention_interval(config.attention_interval)
     if plan.n_mtp_layers:
         writer.add_nextn_predict_layers(plan.n_mtp_layers)

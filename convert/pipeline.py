@@ -242,9 +242,11 @@ class Pipeline:
                 base.path, part, recipe=recipe, imatrix=imatrix, runtime=self._options.runtime
             ),
         )
-        self._make_report(output, name, recipe)
+        self._make_report(output, name, recipe, imatrix)
 
-    def _make_report(self, quantized: _Output, name: str, recipe: Recipe | None) -> None:
+    def _make_report(
+        self, quantized: _Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
+    ) -> None:
         """Size, types, sha256; for all but the whole model its KL divergence from that, in the base type."""
         cut = self._cut(recipe)
         measured = (recipe is not None or cut != WHOLE) and self._options.measure
@@ -259,6 +261,7 @@ class Pipeline:
                 part,
                 reference=self._reference.path if measured else None,
                 recipe=recipe,
+                imatrix=imatrix,
                 text=text.path if text else None,
                 runtime=self._options.runtime,
                 provenance=provenance,

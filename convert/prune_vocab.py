@@ -8,20 +8,19 @@ pass through is kept too.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
 from convert.errors import ConvertError
+from convert.safetensors import Joined, Piece
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from convert.safetensors import TensorSource
-    from convert.transforms import Array
     from convert.vocab import Vocab
 
 REGULAR = int(gguf.TokenType.NORMAL)
@@ -87,26 +86,12 @@ def label(regular: int | None) -> str:
     return "" if regular is None else f"v{regular}"
 
 
-class KeptRows:
-    """Some rows of a matrix [tokens, width], as a tensor to read from."""
-
-    def __init__(self, source: TensorSource, kept: NDArray[np.int64]) -> None:
-        """`kept`: the rows, ascending."""
-        self.name, self.path, self.dtype = source.name, source.path, source.dtype
-        self.shape: tuple[int, ...] = (len(kept), source.shape[1])
-        self._source, self._width = source, source.shape[1]
-        # runs of neighbouring rows: where each begins here, and there
-        begins = np.flatnonzero(np.diff(kept, prepend=kept[0] - 2) != 1)
-        self._here, self._there = begins.tolist(), kept[begins].tolist()
-
-    def read(self, start: int, count: int) -> Array:
-        """Elements `start` to `start + count` of the rows that are kept, flat."""
-        pieces: list[Any] = []
-        end, width = start + count, self._width
-        run = bisect_right(self._here, start // width) - 1
-        while start < end:
-            stop = self._here[run + 1] * width if run + 1 < len(self._here) else end
-            offset = start + (self._there[run] - self._here[run]) * width
-            pieces.append(self._source.read(offset, min(stop, end) - start))
-            start, run = stop, run + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+def kept_rows(source: TensorSource, kept: NDArray[np.int64]) -> Joined:
+    """The rows `kept`, ascending, of a matrix [tokens, width], as a tensor to read from."""
+    width = source.shape[1]
+    # runs of neighbouring rows: where each begins
+    begins = np.flatnonzero(np.diff(kept, prepend=kept[0] - 2) != 1)
+    lengths = np.diff(begins, append=len(kept))
+    runs = zip(kept[begins].tolist(), lengths.tolist(), strict=True)
+    pieces = [Piece(source, first * width, rows * width) for first, rows in runs]
+    return Joined(source.name, (len(kept), width), pieces)

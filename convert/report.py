@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from convert.gguf_header import read_tensors
+from convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
 from convert.kld import Divergence, measure_divergence
 from convert.llama import LLAMA_VERSION
 from convert.progress import BYTES, Progress, size
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from convert.recipes import Recipe
 
 READ_BYTES = 16 * 2**20
+SHOWN = 8  # blocks whose experts are named on the terminal
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Report:
     divergence: Divergence | None
     provenance: Mapping[str, Any]
     llama_cpp_python: str
+    coverage: Coverage | None = None
+    """Of a model of experts, where an importance matrix was used."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -75,6 +79,7 @@ class Report:
             del group["bits_per_weight"]
         data["groups"] = tuple(Group(**group) for group in data["groups"])
         data["divergence"] = Divergence(**data["divergence"]) if data["divergence"] else None
+        data["coverage"] = Coverage(**data["coverage"]) if data.get("coverage") else None
         return cls(**data)
 
 
@@ -106,6 +111,7 @@ def write_report(
     *,
     reference: Path | None,
     recipe: Recipe | None,
+    imatrix: Path | None,
     text: Path | None,
     runtime: Runtime,
     provenance: Mapping[str, Any],
@@ -131,6 +137,7 @@ def write_report(
         divergence=divergence,
         provenance=provenance,
         llama_cpp_python=LLAMA_VERSION,
+        coverage=expert_coverage(Imatrix.load(imatrix)) if imatrix else None,
     )
     out.write_text(report.to_json(), encoding="utf-8")
 
@@ -150,12 +157,25 @@ def print_report(path: Path) -> None:
         print(f"  same top    {100 * d.same_top:.2f}% of tokens")
         if d.dropped:
             print(f"  dropped     {100 * d.dropped:.4f}% of the reference's probability, by --keep-vocab")
+    if (c := report.coverage) is not None:
+        print(f"  experts     {c.experts:,}; half of them read {c.median_rows:,.0f} calibration rows or more")
+        print(f"              none at all: {_experts(c.unreached)}")
+        print(f"              fewer than {FEW_ROWS}: {_experts(c.rare)}")
     width = max(len(group.name) for group in report.groups)
     print(f"\n  {'tensors':<{width}}  type       count   bits       size")
     for g in report.groups:
         numbers = f"{g.tensors:5}  {g.bits_per_weight:5.2f}  {size(g.n_bytes):>9}"
         print(f"  {g.name:<{width}}  {g.type:<9}  {numbers}")
     print()
+
+
+def _experts(found: Mapping[str, list[int]]) -> str:
+    """Such as `3 (blk.0: 1, 5; blk.2: 7)`; the first blocks stand for all, which the JSON names."""
+    if not found:
+        return "0"
+    shown = [f"{block}: {', '.join(map(str, experts))}" for block, experts in list(found.items())[:SHOWN]]
+    more = "; ..." if len(found) > SHOWN else ""
+    return f"{sum(map(len, found.values())):,} ({'; '.join(shown)}{more})"
 
 
 def _sha256(path: Path) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from convert.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
@@ -90,6 +92,36 @@ class StoredTensor:
         finally:
             os.close(fd)
         return out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` elements of a tensor from `start` on, row-major."""
+
+    source: TensorSource
+    start: int
+    count: int
+
+
+class Joined:
+    """Pieces of other tensors, all of one dtype, one after the other, as a tensor to read from."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+        first = pieces[0].source
+        self.name, self.shape, self.path, self.dtype = name, shape, first.path, first.dtype
+        self._pieces = pieces
+        self._ends = list(accumulate(piece.count for piece in pieces))
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Elements `start` to `start + count`, flat."""
+        parts: list[npt.NDArray[Any]] = []
+        end, place = start + count, bisect_right(self._ends, start)
+        while start < end:
+            piece, stop = self._pieces[place], min(self._ends[place], end)
+            offset = piece.start + start - (self._ends[place] - piece.count)
+            parts.append(piece.source.read(offset, stop - start))
+            start, place = stop, place + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def read_header(path: Path) -> list[StoredTensor]:

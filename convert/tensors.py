@@ -1,7 +1,8 @@
 """Which checkpoint tensor becomes which GGUF tensor: the tables, and the plan made from them for one model.
 
-Names on the GGUF side are those of llama.cpp's `qwen35` (src/llama-arch.cpp, src/models/qwen35.cpp). The MTP
-block follows the trunk as block `n_layers`, with its own four tensors under `nextn.`.
+Names on the GGUF side are those of llama.cpp's `qwen35` and `qwen35moe` (src/llama-arch.cpp,
+src/models/qwen35.cpp, qwen35moe.cpp). The MTP block follows the trunk as block `n_layers`, with its own four
+tensors under `nextn.`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from convert.config import FULL, ModelConfig
+from convert.config import FULL, Experts, ModelConfig
 from convert.errors import CheckpointError
-from convert.prune_vocab import KeptRows
+from convert.experts import find_experts
+from convert.prune_vocab import kept_rows
 from convert.safetensors import NUMPY_TYPES, StoredTensor, TensorSource
 from convert.transforms import (
     Transform,
@@ -50,7 +52,14 @@ class Rule:
     compute: Transform | None = None  # arithmetic, in float32; the result stays F32
     keep_f32: bool = False  # a matrix that llama.cpp wants in F32 all the same
     per_token: bool = False  # a row for every token of the vocabulary
+    per_expert: bool = False  # the matrices of all routed experts, in one of the layouts of convert.experts
     optional: bool = False
+
+    def target_shape(self, config: ModelConfig) -> Shape:
+        """The shape in the GGUF, in torch's order."""
+        shape = self.shape(config)
+        # the convolution's middle axis is 1
+        return (shape[0], shape[2]) if len(shape) == 3 and not self.per_expert else shape
 
 
 def _value_dim(c: ModelConfig) -> int:
@@ -73,12 +82,71 @@ EMBEDDING = Rule("embed_tokens.weight", "token_embd.weight", _embedding, per_tok
 OUTPUT_NORM = Rule("norm.weight", "output_norm.weight", _hidden, compute=add_one)
 OUTPUT = Rule("lm_head.weight", "output.weight", _embedding, per_token=True)
 
+
+def _ffn(c: ModelConfig) -> int:
+    assert c.intermediate_size is not None, "a dense model has a width"
+    return c.intermediate_size
+
+
+def _experts(c: ModelConfig) -> Experts:
+    assert c.experts is not None, "these rules are for models of experts"
+    return c.experts
+
+
 EVERY_LAYER = (
     Rule("input_layernorm.weight", "attn_norm.weight", _hidden, compute=add_one),
     Rule("post_attention_layernorm.weight", "post_attention_norm.weight", _hidden, compute=add_one),
-    Rule("mlp.gate_proj.weight", "ffn_gate.weight", lambda c: (c.intermediate_size, c.hidden_size)),
-    Rule("mlp.up_proj.weight", "ffn_up.weight", lambda c: (c.intermediate_size, c.hidden_size)),
-    Rule("mlp.down_proj.weight", "ffn_down.weight", lambda c: (c.hidden_size, c.intermediate_size)),
+)
+
+DENSE_FFN = (
+    Rule("mlp.gate_proj.weight", "ffn_gate.weight", lambda c: (_ffn(c), c.hidden_size)),
+    Rule("mlp.up_proj.weight", "ffn_up.weight", lambda c: (_ffn(c), c.hidden_size)),
+    Rule("mlp.down_proj.weight", "ffn_down.weight", lambda c: (c.hidden_size, _ffn(c))),
+)
+
+MOE_FFN = (
+    Rule(
+        "mlp.gate.weight", "ffn_gate_inp.weight", lambda c: (_experts(c).count, c.hidden_size), keep_f32=True
+    ),
+    Rule(
+        "mlp.experts.gate_proj",
+        "ffn_gate_exps.weight",
+        lambda c: (_experts(c).count, _experts(c).ffn, c.hidden_size),
+        per_expert=True,
+    ),
+    Rule(
+        "mlp.experts.up_proj",
+        "ffn_up_exps.weight",
+        lambda c: (_experts(c).count, _experts(c).ffn, c.hidden_size),
+        per_expert=True,
+    ),
+    Rule(
+        "mlp.experts.down_proj",
+        "ffn_down_exps.weight",
+        lambda c: (_experts(c).count, c.hidden_size, _experts(c).ffn),
+        per_expert=True,
+    ),
+    Rule(
+        "mlp.shared_expert.gate_proj.weight",
+        "ffn_gate_shexp.weight",
+        lambda c: (_experts(c).shared_ffn, c.hidden_size),
+    ),
+    Rule(
+        "mlp.shared_expert.up_proj.weight",
+        "ffn_up_shexp.weight",
+        lambda c: (_experts(c).shared_ffn, c.hidden_size),
+    ),
+    Rule(
+        "mlp.shared_expert.down_proj.weight",
+        "ffn_down_shexp.weight",
+        lambda c: (c.hidden_size, _experts(c).shared_ffn),
+    ),
+    Rule(
+        "mlp.shared_expert_gate.weight",
+        "ffn_gate_inp_shexp.weight",
+        lambda c: (1, c.hidden_size),
+        keep_f32=True,
+    ),
 )
 
 FULL_ATTENTION = (
@@ -170,6 +238,16 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
+class ParameterCounts:
+    """Weights in total, outside routed experts, and of one expert in all layers; and how many experts."""
+
+    total: int
+    shared: int
+    one_expert: int
+    experts: int
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """Every tensor of the GGUF in the checkpoint's own order, so that reading is sequential."""
 
@@ -188,6 +266,18 @@ class TensorPlan:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """As gguf-py counts them for a model's size label (gguf_writer.py, get_total_parameter_count)."""
+        routed = [t for t in self.tensors if "_exps." in t.name]
+        in_routed = sum(t.n_elements for t in routed)
+        return ParameterCounts(
+            total=self.n_elements,
+            shared=self.n_elements - in_routed,
+            one_expert=sum(t.n_elements // t.shape[0] for t in routed),
+            experts=routed[0].shape[0] if routed else 0,
+        )
+
 
 def plan_tensors(
     checkpoint: Checkpoint,
@@ -204,20 +294,24 @@ def plan_tensors(
     config = checkpoint.config
     prefix = _text_prefix(checkpoint.tensors)
     has_mtp = any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
-    planned: dict[str, PlannedTensor] = {}
+    planned: dict[str, list[PlannedTensor]] = {}  # by the name of the first tensor that they are read from
     known: set[str] = set()
     for source, target, rule in expected_tensors(config, prefix, kept_layers, has_mtp):
-        stored = checkpoint.tensors.get(source)
+        stored: TensorSource | None
+        if rule.per_expert:
+            stored, names = find_experts(checkpoint, source)
+        else:
+            stored, names = checkpoint.tensors.get(source), (source,)
         if stored is None and rule.optional:
             continue
         if stored is None:
             raise CheckpointError(f"{checkpoint.folder}: tensor {source} is missing")
-        known.add(source)
+        known.update(names)
         tensor = _plan_one(stored, target, rule, config, outtype)
         if rule.per_token and kept_tokens is not None:
-            rows = KeptRows(stored, kept_tokens)
+            rows = kept_rows(stored, kept_tokens)
             tensor = replace(tensor, stored=rows, shape=rows.shape)
-        planned[source] = tensor
+        planned.setdefault(names[0], []).append(tensor)
     vision = {name for name in checkpoint.tensors if name.startswith(VISION_PREFIX)}
     dropped = {f"{prefix}layers.{i}." for i in range(config.n_layers)} - {
         f"{prefix}layers.{i}." for i in kept_layers
@@ -227,10 +321,11 @@ def plan_tensors(
             continue  # a copy of the embedding, which transformers ignores as well
         if not name.startswith(tuple(dropped)):
             raise CheckpointError(
-                f"{checkpoint.folder}: no rule for tensor {name}; not a Qwen3.5 (dense) checkpoint?"
+                f"{checkpoint.folder}: no rule for tensor {name}; not a Qwen3.5 checkpoint, or its "
+                "config.json belongs to another one?"
             )
     return TensorPlan(
-        tensors=tuple(planned[name] for name in checkpoint.tensors if name in planned),
+        tensors=tuple(tensor for name in checkpoint.tensors for tensor in planned.get(name, ())),
         n_blocks=len(kept_layers) + int(has_mtp),
         n_mtp_layers=int(has_mtp),
         skipped_vision=len(vision),
@@ -254,20 +349,21 @@ def expected_tensors(
         yield prefix + rule.source, rule.target, rule
     if not config.tied_embeddings:
         yield OUTPUT.source, OUTPUT.target, OUTPUT
+    every_layer = (*EVERY_LAYER, *(DENSE_FFN if config.experts is None else MOE_FFN))
     for block, layer in enumerate(kept_layers):
         attention = FULL_ATTENTION if config.layer_types[layer] == FULL else LINEAR_ATTENTION
-        for rule in (*EVERY_LAYER, *attention):
+        for rule in (*every_layer, *attention):
             yield f"{prefix}layers.{layer}.{rule.source}", f"blk.{block}.{rule.target}", rule
     if has_mtp:
         block = len(kept_layers)
         for rule in MTP:
             yield f"{MTP_PREFIX}{rule.source}", f"blk.{block}.{rule.target}", rule
-        for rule in (*EVERY_LAYER, *FULL_ATTENTION):
+        for rule in (*every_layer, *FULL_ATTENTION):
             yield f"{MTP_PREFIX}layers.0.{rule.source}", f"blk.{block}.{rule.target}", rule
 
 
 def _plan_one(
-    stored: StoredTensor, target: str, rule: Rule, config: ModelConfig, outtype: FloatType
+    stored: TensorSource, target: str, rule: Rule, config: ModelConfig, outtype: FloatType
 ) -> PlannedTensor:
     shape = rule.shape(config)
     if stored.shape != shape:
@@ -284,7 +380,7 @@ def _plan_one(
     return PlannedTensor(
         name=target,
         stored=stored,
-        shape=(shape[0], shape[2]) if len(shape) == 3 else shape,  # the convolution's middle axis is 1
+        shape=rule.target_shape(config),
         float_type="F32" if in_f32 else outtype,
         reorder=rule.reorder,
         compute=rule.compute,

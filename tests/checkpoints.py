@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from convert.floats import convert
 from convert.safetensors import write_file
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
+EXPERTS, EXPERTS_USED, EXPERT_FFN, SHARED_FFN = 6, 2, 32, 96
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, CONV = 2, 6, 32, 4  # three value heads a key head: an order of its own
 VOCAB = 320
 SPLIT = (
@@ -24,6 +25,8 @@ PLAIN_ADDED = ("<think>", "</think>", "<|looks_special|>")
 MERGES = (("t", "h"), ("th", "e"), ("Ġ", "the"))
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
+Layout = Literal["fused", "per-expert", "per-expert MTP"]
+"""How routed experts are stored: all in one tensor, one by one, or the latter in the MTP block alone."""
 Tensor = tuple[str, str, npt.NDArray[Any]]
 
 
@@ -35,26 +38,29 @@ def write_checkpoint(
     mtp_embedding: bool = False,
     tied: bool = True,
     nested: bool = True,
+    experts: Layout | None = None,
     dtype: str = "BF16",
     seed: int = 0,
 ) -> Path:
     """Writes two shards, index, config, tokenizer and generation config; returns `folder`.
 
     `nested` is the official Qwen3_5ForConditionalGeneration, a vision tower beside the text model; without
-    it the text model stands alone, as Qwen3_5ForCausalLM.
+    it the text model stands alone, as Qwen3_5ForCausalLM. With `experts` it is a Qwen3_5Moe.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = [*_text_tensors("model.language_model." if nested else "model.", layers, dtype, seed)]
+    prefix = "model.language_model." if nested else "model."
+    in_trunk = "fused" if experts == "per-expert MTP" else experts
+    tensors = [*_text_tensors(prefix, layers, dtype, seed, in_trunk)]
     if not tied:
         tensors.append(_matrix("lm_head.weight", (VOCAB, HIDDEN), dtype, seed))
     if mtp:
-        tensors += _mtp_tensors(dtype, seed)
+        tensors += _mtp_tensors(dtype, seed, experts)
     if mtp_embedding:
         tensors.append(_matrix("mtp.embed_tokens.weight", (VOCAB, HIDDEN), dtype, seed))
     if nested:
         tensors += [_matrix("model.visual.patch_embed.proj.weight", (8, 3, 2, 2, 2), dtype, seed)]
     _write_shards(folder, tensors)
-    _write_json(folder / "config.json", model_config(layers, mtp, tied, nested))
+    _write_json(folder / "config.json", model_config(layers, mtp, tied, nested, experts is not None))
     _write_json(folder / "generation_config.json", {"temperature": 0.7, "top_p": 0.8, "top_k": 20})
     write_tokenizer(folder)
     return folder
@@ -98,37 +104,53 @@ def edit_json(path: Path, **changes: Any) -> None:
     _write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
 
 
-def _text_tensors(prefix: str, layers: int, dtype: str, seed: int) -> list[Tensor]:
+def _text_tensors(prefix: str, layers: int, dtype: str, seed: int, experts: Layout | None) -> list[Tensor]:
     tensors = [
         _matrix(f"{prefix}embed_tokens.weight", (VOCAB, HIDDEN), dtype, seed),
         _matrix(f"{prefix}norm.weight", (HIDDEN,), dtype, seed),
     ]
     for layer in range(layers):
         attention = _full_attention if layer % 4 == 3 else _linear_attention
-        tensors += _block(f"{prefix}layers.{layer}.", dtype, seed)
+        tensors += _block(f"{prefix}layers.{layer}.", dtype, seed, experts)
         tensors += attention(f"{prefix}layers.{layer}.", dtype, seed)
     return tensors
 
 
-def _mtp_tensors(dtype: str, seed: int) -> list[Tensor]:
+def _mtp_tensors(dtype: str, seed: int, experts: Layout | None) -> list[Tensor]:
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
     return [
         _matrix("mtp.fc.weight", (HIDDEN, 2 * HIDDEN), dtype, seed),
         *(_matrix(name, (HIDDEN,), dtype, seed) for name in norms),
-        *_block("mtp.layers.0.", dtype, seed),
+        *_block("mtp.layers.0.", dtype, seed, experts),
         *_full_attention("mtp.layers.0.", dtype, seed),
     ]
 
 
-def _block(prefix: str, dtype: str, seed: int) -> list[Tensor]:
-    shapes = {
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "mlp.gate_proj": (FFN, HIDDEN),
-        "mlp.up_proj": (FFN, HIDDEN),
-        "mlp.down_proj": (HIDDEN, FFN),
+def _block(prefix: str, dtype: str, seed: int, experts: Layout | None) -> list[Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
     }
-    return [_matrix(f"{prefix}{name}.weight", shape, dtype, seed) for name, shape in shapes.items()]
+    if experts is None:
+        shapes |= _ffn("mlp.", FFN)
+    else:
+        shapes |= {"mlp.gate.weight": (EXPERTS, HIDDEN), "mlp.shared_expert_gate.weight": (1, HIDDEN)}
+        shapes |= _ffn("mlp.shared_expert.", SHARED_FFN)
+        if experts == "fused":
+            shapes["mlp.experts.gate_up_proj"] = (EXPERTS, 2 * EXPERT_FFN, HIDDEN)
+            shapes["mlp.experts.down_proj"] = (EXPERTS, HIDDEN, EXPERT_FFN)
+        else:
+            for expert in range(EXPERTS):
+                shapes |= _ffn(f"mlp.experts.{expert}.", EXPERT_FFN)
+    return [_matrix(f"{prefix}{name}", shape, dtype, seed) for name, shape in shapes.items()]
+
+
+def _ffn(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (width, HIDDEN),
+        f"{prefix}up_proj.weight": (width, HIDDEN),
+        f"{prefix}down_proj.weight": (HIDDEN, width),
+    }
 
 
 def _full_attention(prefix: str, dtype: str, seed: int) -> list[Tensor]:
@@ -185,14 +207,26 @@ def _write_shards(folder: Path, tensors: list[Tensor]) -> None:
 
 
 def model_config(
-    layers: int = 8, mtp: bool = True, tied: bool = True, nested: bool = True, **text_changes: Any
+    layers: int = 8,
+    mtp: bool = True,
+    tied: bool = True,
+    nested: bool = True,
+    experts: bool = False,
+    **text_changes: Any,
 ) -> dict[str, Any]:
     """A parsed `config.json`; `text_changes` replace fields of the text model."""
+    family, model_type = ("Qwen3_5Moe", "qwen3_5_moe") if experts else ("Qwen3_5", "qwen3_5")
+    widths = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_USED,
+        "moe_intermediate_size": EXPERT_FFN,
+        "shared_expert_intermediate_size": SHARED_FFN,
+    }
     text = {
-        "model_type": "qwen3_5_text",
+        "model_type": f"{model_type}_text",
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
+        **(widths if experts else {"intermediate_size": FFN}),
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -219,12 +253,12 @@ def model_config(
         **text_changes,
     }
     if not nested:
-        return {"architectures": ["Qwen3_5ForCausalLM"], **text}
+        return {"architectures": [f"{family}ForCausalLM"], **text}
     return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": model_type,
         "text_config": text,
-        "vision_config": {"model_type": "qwen3_5", "depth": 1},
+        "vision_config": {"model_type": model_type, "depth": 1},
         "tie_word_embeddings": tied,
     }
 

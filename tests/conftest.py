@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import upcycling
+from tests.upcycling import upcycle
+
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
 CACHE = ROOT / ".work" / "test-models"
@@ -23,15 +26,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def nano_gguf(quant: str) -> Path:
-    """The nano model as `quant`, from a cache keyed by the checkpoint and by the converter's own sources."""
+def nano_gguf(quant: str, *, experts: bool = False) -> Path:
+    """The nano model as `quant`, from a cache keyed by the checkpoint and by the converter's own sources.
+
+    With `experts`, the model of experts that tests/upcycling.py makes of it.
+    """
     folder = CACHE / _key()
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"nano-{quant}.gguf"
-    with (folder / f"{quant}.lock").open("w") as lock:
+    name = "nano-moe" if experts else "nano"
+    target = folder / f"{name}-{quant}.gguf"
+    with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            wanted = ["--src", str(NANO), "--quant", quant, "--out", str(folder)]
+            source = upcycle(NANO, folder / name) if experts else NANO
+            wanted = ["--src", str(source), "--quant", quant, "--out", str(folder)]
             done = subprocess.run(
                 [sys.executable, "-m", "convert", *wanted, *QUICK],
                 cwd=ROOT,
@@ -46,7 +54,8 @@ def nano_gguf(quant: str) -> Path:
 
 def _key() -> str:
     digest = hashlib.sha256()
-    sources = [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
+    sources = [Path(upcycling.__file__)]
+    sources += [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
     for folder in ("convert", "quant_recipes"):
         sources += [
             path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml", ".txt", ".json"}
@@ -79,3 +88,15 @@ def nano_q4_k_m() -> Path:
 def nano_q2_k() -> Path:
     """models/nano as a Q2_K GGUF, quantized with its importance matrix."""
     return nano_gguf("Q2_K")
+
+
+@pytest.fixture(scope="session")
+def nano_moe_f32() -> Path:
+    """A model of experts made of models/nano (tests/upcycling.py), as an F32 GGUF."""
+    return nano_gguf("F32", experts=True)
+
+
+@pytest.fixture(scope="session")
+def nano_moe_q4_k_m() -> Path:
+    """The same as a Q4_K_M GGUF, quantized with its importance matrix; its F16 GGUF lies beside it."""
+    return nano_gguf("Q4_K_M", experts=True)

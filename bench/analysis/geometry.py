@@ -68,12 +68,16 @@ class Geometry:
         kv_bytes: of one element of the KV cache.
 
     Raises:
-        BenchError: the tensors are not those of a Qwen3.5 model.
+        BenchError: the tensors are not those of a dense Qwen3.5 model.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], *, kv_bytes: float = 2.0) -> None:
         self.kv_bytes = kv_bytes
         by_name = {tensor.name: tensor for tensor in tensors}
+        if any("_exps." in name for name in by_name):
+            raise BenchError(
+                "a model of experts: what a step reads of it depends on the router; want a dense one"
+            )
         blocks: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
         for tensor in tensors:
             if tensor.name.startswith("blk."):

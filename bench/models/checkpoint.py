@@ -70,6 +70,30 @@ def qwen35_4b() -> dict[str, Any]:
     }
 
 
+def qwen35_35b_a3b() -> dict[str, Any]:
+    """`config.json` of a model with the shapes of Qwen3.5-35B-A3B, without the vision tower."""
+    config = qwen35_4b()
+    layers = 40
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    config["model_type"] = config["vision_config"]["model_type"] = "qwen3_5_moe"
+    config["tie_word_embeddings"] = False
+    text = config["text_config"]
+    del text["intermediate_size"]
+    text |= {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "layer_types": [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(layers)],
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    }
+    return config
+
+
 def write_checkpoint(folder: Path, config: Mapping[str, Any], template: Path) -> int:
     """Writes the checkpoint that `config` describes; added tokens and settings come from `template`, a
     checkpoint.

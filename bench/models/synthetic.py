@@ -20,15 +20,16 @@ from cyclopts import Parameter
 from bench.arguments import Natural, Positive, comma_separated
 from bench.errors import BenchError
 from bench.models.chain import Chain, make_chain
-from bench.models.checkpoint import qwen35_4b
+from bench.models.checkpoint import qwen35_4b, qwen35_35b_a3b
 from bench.models.vocab import SyntheticVocab, make_vocab
-from bench.models.weights import Weights
+from bench.models.weights import Weights, planted_width
 from convert.config import FULL, LINEAR, ModelConfig
 from convert.errors import ConvertError
 from convert.gguf_file import write_file
-from convert.metadata import ARCH, add_hyperparameters, add_tokenizer
+from convert.metadata import add_hyperparameters, add_tokenizer
 from convert.progress import duration, size
 from convert.stages import replacing
+from convert.tensors import FloatType
 
 INTERVAL = 4  # every 4th layer is full attention
 K_QUANT_ROW = 256  # k-quants need rows of a multiple of this
@@ -48,11 +49,15 @@ SMALL = {
     "linear_value_heads": 4,
     "linear_head_dim": 64,
     "vocab": 4096,
+    "experts": 0,
+    "experts_used": 0,
+    "expert_ffn": 0,
 }
+SMALL_MOE = {**SMALL, "experts": 8, "experts_used": 2, "expert_ffn": 256}
 FIELDS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
-    "ffn": "intermediate_size",
+    "ffn": "intermediate_size",  # with experts, that of the shared one
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
@@ -60,8 +65,26 @@ FIELDS = {
     "linear_value_heads": "linear_num_value_heads",
     "linear_head_dim": "linear_key_head_dim",
     "vocab": "vocab_size",
+    "experts": "num_experts",
+    "experts_used": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
 }
-SHAPES = {"4b": {flag: qwen35_4b()["text_config"][field] for flag, field in FIELDS.items()}, "small": SMALL}
+SHARED_FFN = "shared_expert_intermediate_size"
+
+
+def _shape_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """The keys of `FIELDS`; 0 for what a dense model has none of."""
+    text = config["text_config"]
+    text = {**text, FIELDS["ffn"]: text.get(SHARED_FFN) or text["intermediate_size"]}
+    return {flag: text.get(field, 0) for flag, field in FIELDS.items()}
+
+
+SHAPES = {
+    "4b": _shape_of(qwen35_4b()),
+    "35b-a3b": _shape_of(qwen35_35b_a3b()),
+    "small": SMALL,
+    "small-moe": SMALL_MOE,
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,7 @@ class Synthetic:
             vocab.words,
             config.vocab_size,
             n_layers=config.n_layers,
-            ffn=config.intermediate_size,
+            ffn=planted_width(config),
             mtp_acceptance=shares,
             rng=streams[1],
         )
@@ -110,17 +133,17 @@ class Synthetic:
             )
         return cls(config, vocab, chain, Weights(config, chain, streams[2]), shares, seed)
 
-    def write(self, path: Path, threads: int) -> int:
+    def write(self, path: Path, threads: int, outtype: FloatType = "F16") -> int:
         """Writes the GGUF under a temporary name, then renames it; returns the number of weights.
 
         Raises:
             BenchError: the disk has too little room.
         """
-        plan = self.weights.plan()
+        plan = self.weights.plan(outtype)
         free = shutil.disk_usage(path.parent).free
         if (needed := plan.nbytes + HEADER_ROOM) > free:
             raise BenchError(f"--out {path}: {size(needed)} will be written, {size(free)} are free")
-        writer = gguf.GGUFWriter(path=None, arch=ARCH)
+        writer = gguf.GGUFWriter(path=None, arch=self.config.arch)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(f"Synthetic Qwen3.5, {plan.n_elements / 1e9:.3g}B weights, seed {self.seed}")
         shares = ", ".join(f"{share:.0%}" for share in self.mtp_acceptance)
@@ -128,7 +151,7 @@ class Synthetic:
             "Random weights with a planted chain of tokens, for measuring speed; "
             f"the MTP block is right on {shares} of tokens."
         )
-        add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), "F16")
+        add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), outtype)
         add_tokenizer(writer, self.vocab.vocab)
         with replacing(path) as part:
             write_file(part, writer, plan, self.config, threads)
@@ -160,6 +183,7 @@ def model_config(shape: Mapping[str, int]) -> ModelConfig:
         "--heads times --head-dim": shape["heads"] * shape["head_dim"],
         "--linear-value-heads times --linear-head-dim": shape["linear_value_heads"]
         * shape["linear_head_dim"],
+        "--expert-ffn": shape["expert_ffn"],
     }
     for flag, width in widths.items():
         if width % K_QUANT_ROW:
@@ -168,11 +192,20 @@ def model_config(shape: Mapping[str, int]) -> ModelConfig:
         if shape[many] % shape[few]:
             flags = [f"--{name.replace('_', '-')}" for name in (many, few)]
             raise BenchError(f"{flags[0]} {shape[many]}: want a multiple of {flags[1]}, {shape[few]}")
+    if not 0 <= shape["experts_used"] <= shape["experts"] or bool(shape["experts"]) != all(
+        (shape["experts_used"], shape["expert_ffn"])
+    ):
+        raise BenchError(
+            f"--experts {shape['experts']}: want some of them used for a token (--experts-used, here "
+            f"{shape['experts_used']}) and a width (--expert-ffn, here {shape['expert_ffn']}), or none"
+        )
     if shape["head_dim"] % 32:
         raise BenchError(f"--head-dim {shape['head_dim']}: want a multiple of 32")
-    config: dict[str, Any] = qwen35_4b()
+    config: dict[str, Any] = qwen35_35b_a3b() if shape["experts"] else qwen35_4b()
     text = config["text_config"]
     text.update({field: shape[flag] for flag, field in FIELDS.items()})
+    if shape["experts"]:
+        text[SHARED_FFN] = text.pop(FIELDS["ffn"])
     text["linear_value_head_dim"] = shape["linear_head_dim"]
     text["layer_types"] = [LINEAR if (i + 1) % INTERVAL else FULL for i in range(shape["layers"])]
     pairs = shape["head_dim"] // 8  # a quarter of the head is rotated, in pairs
@@ -191,7 +224,7 @@ class ShapeOptions:
     hidden: Positive | None = None
     """Width of the residual stream."""
     ffn: Positive | None = None
-    """Width of the feed-forward network."""
+    """Width of the feed-forward network; with experts, of the shared one."""
     heads: Positive | None = None
     """Query heads."""
     kv_heads: Positive | None = None
@@ -206,6 +239,12 @@ class ShapeOptions:
     """Width of one of them."""
     vocab: Positive | None = None
     """Tokens."""
+    experts: Natural | None = None
+    """Routed experts; 0 for a dense model."""
+    experts_used: Natural | None = None
+    """Of them, those that the router chooses for a token."""
+    expert_ffn: Natural | None = None
+    """Width of a routed expert."""
 
 
 def synthetic(
@@ -215,7 +254,8 @@ def synthetic(
     seed: Natural = 0,
     words: Natural = WORDS,
     threads: Positive = CORES,
-    shape: Literal["4b", "small"] = "4b",
+    shape: Literal["4b", "35b-a3b", "small", "small-moe"] = "4b",
+    outtype: Literal["F16", "BF16", "F32"] = "F16",
     sizes: ShapeOptions = ShapeOptions(),
 ) -> int:
     """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
@@ -238,7 +278,9 @@ def synthetic(
     threads
         That make and write tensors.
     shape
-        Those of Qwen3.5-4B (8.7 GB in F16), or a few megabytes for tests.
+        Those of Qwen3.5-4B (8.7 GB in F16) or of Qwen3.5-35B-A3B (71 GB), or a few megabytes for tests.
+    outtype
+        Type of matrices.
     """
     began = perf_counter()
     shares = read_shares(mtp_acceptance)
@@ -247,7 +289,7 @@ def synthetic(
     texts = dict(enumerate(text_path(out, name, alone=len(shares) == 1) for name in shares)) if words else {}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        n_elements = model.write(out, threads)
+        n_elements = model.write(out, threads, outtype)
         for region, text in texts.items():
             with replacing(text) as part:
                 part.write_text(model.words_text(region, words), encoding="utf-8")

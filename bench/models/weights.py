@@ -2,8 +2,9 @@
 
 An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
 by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
-FFNs hold their neurons. Everything else is noise: rows at the scale that keeps activations near one, output
-projections small beside the residual stream.
+FFNs hold their neurons; with experts, the shared one does, whose gate is always half open, and the router
+chooses at random among routed experts that say nothing. Everything else is noise: rows at the scale that
+keeps activations near one, output projections small beside the residual stream.
 
 Noise is one pool of normally distributed numbers, read from another place for each tensor: what a weight
 holds does not matter to a kernel's speed, and drawing each anew would take most of the run's time.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +81,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width]."""
+    """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width]. The rows of
+    all experts' matrices follow one another."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +92,7 @@ class MadeTensor:
 
     def read(self, start: int, count: int) -> Array:
         """Elements `start` to `start + count`, row-major, as `dtype`."""
-        width = prod(self.shape[1:])
+        width = _width(self.shape)
         first, last = start // width, -(-(start + count) // width)
         values = self.rows(first, last).reshape(-1)[start - first * width :][:count]
         return values.astype(NUMPY_TYPES[self.dtype], copy=False)
@@ -109,14 +110,14 @@ class Weights:
         marked = [self._vectors.base * OWN + np.float32(mark) for mark in (MARK, -MARK)]
         self._marked = [Vectors(base.astype(np.float16)) for base in marked]
         self._pool = Pool(rng)
-        if self._mtp.count > config.intermediate_size:
+        if self._mtp.count > (width := planted_width(config)):
             raise BenchError(
-                f"--ffn {config.intermediate_size}: the MTP block needs {self._mtp.count} neurons for this "
+                f"--ffn {width}: the MTP block needs {self._mtp.count} neurons for this "
                 "vocabulary; want a larger --ffn or --hidden, or a smaller --vocab"
             )
 
-    def plan(self) -> TensorPlan:
-        """All tensors, block by block."""
+    def plan(self, outtype: FloatType = "F16") -> TensorPlan:
+        """All tensors, block by block, matrices as `outtype`; they are made in F16 all the same."""
         tensors = []
         listed = expected_tensors(self._config, "", range(self._config.n_layers), has_mtp=True)
         for number, (_, name, rule) in enumerate(listed):
@@ -125,9 +126,10 @@ class Weights:
             shape = tuple(n for n in rule.shape(self._config) if n != 1)  # the convolution's middle axis is 1
             dtype: FloatType = "F32" if len(shape) == 1 or rule.keep_f32 else "F16"
             values = self._pool.scaled(self._scale(name, shape), dtype)
-            noise = Noise(values, number * POOL_STEP, prod(shape[1:]))
+            noise = Noise(values, number * POOL_STEP, _width(shape))
             made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
-            tensors.append(PlannedTensor(name, made, shape, dtype, reorder=None, compute=None))
+            float_type = outtype if dtype == "F16" else dtype
+            tensors.append(PlannedTensor(name, made, shape, float_type, reorder=None, compute=None))
         return TensorPlan(
             tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1, skipped_vision=0
         )
@@ -135,7 +137,14 @@ class Weights:
     def _scale(self, name: str, shape: tuple[int, ...]) -> float:
         """Of the tensor's noise."""
         match _block_and_kind(name)[1]:
-            case "ffn_down.weight" | "attn_output.weight" | "ssm_out.weight" | "nextn.eh_proj.weight":
+            case (
+                "ffn_down.weight"
+                | "ffn_down_shexp.weight"
+                | "ffn_down_exps.weight"
+                | "attn_output.weight"
+                | "ssm_out.weight"
+                | "nextn.eh_proj.weight"
+            ):
                 return float(QUIET * self._hidden**-0.5)
             case "ssm_conv1d.weight":
                 return 0.5
@@ -146,19 +155,24 @@ class Weights:
         """What makes the rows of the tensor `name`."""
         block, kind = _block_and_kind(name)
         match kind:
-            case "token_embd.weight":
+            case "token_embd.weight" | "output.weight":
                 return self._embeddings
             case "nextn.eh_proj.weight":
                 return lambda first, last: self._roll(first, noise.rows(first, last))
-            case "ffn_gate.weight" | "ffn_up.weight":
+            case "ffn_gate.weight" | "ffn_up.weight" | "ffn_gate_shexp.weight" | "ffn_up_shexp.weight":
                 neurons = self._neurons(block)
-                plant = neurons.gate if kind == "ffn_gate.weight" else neurons.up
+                plant = neurons.gate if kind.startswith("ffn_gate") else neurons.up
                 return lambda first, last: _rows_over(
                     noise.rows(first, last), plant(first, min(last, neurons.count))
                 )
             case "ffn_down.weight":
                 plant = self._neurons(block).down
                 return lambda first, last: _columns_over(noise.rows(first, last), plant(first, last))
+            case "ffn_down_shexp.weight":
+                halved = self._neurons(block).down  # by the gate: the sigmoid of zero
+                return lambda first, last: _columns_over(noise.rows(first, last), 2 * halved(first, last))
+            case "ffn_gate_inp_shexp.weight":
+                return lambda first, last: np.zeros(last - first, np.float32)
             case "ssm_a":
                 return lambda first, last: -np.exp(noise.rows(first, last))
             case "output_norm.weight" | "nextn.shared_head_norm.weight":
@@ -190,6 +204,18 @@ class Weights:
         places = np.arange(len(rows))
         rows[places, (first + places - 1) % self._hidden] = 1
         return rows
+
+
+def planted_width(config: ModelConfig) -> int:
+    """How many neurons a block has room for: the width of its FFN, or of its shared expert."""
+    width = config.intermediate_size if config.experts is None else config.experts.shared_ffn
+    assert width is not None, "a dense model has a width"
+    return width
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    """Elements of a row; a vector's rows are single numbers."""
+    return shape[-1] if len(shape) > 1 else 1
 
 
 def _block_and_kind(name: str) -> tuple[int, str]:

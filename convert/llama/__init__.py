@@ -7,7 +7,7 @@ quantizes files. Failures are `LlamaError`s that carry what llama.cpp itself las
 from .bindings import LLAMA_VERSION, Floats, LlamaError
 from .context import Batch, Context, ContextKind
 from .model import Model, Runtime
-from .probe import Observer
+from .probe import Observer, Routing
 from .quantize import quantize_file
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LlamaError",
     "Model",
     "Observer",
+    "Routing",
     "Runtime",
     "quantize_file",
 ]

@@ -83,7 +83,9 @@ if _declare("ggml_tensor_overhead", ctypes.c_size_t)() != _OBJECT_HEADER + ctype
     raise LlamaError(
         f"llama-cpp-python {LLAMA_VERSION}: struct ggml_tensor is not what convert/llama/bindings.py declares"
     )
-MUL_MAT = next(op for op in range(100) if ggml_op_name(op) == b"MUL_MAT")
+MUL_MAT, MUL_MAT_ID = (
+    next(op for op in range(100) if ggml_op_name(op) == name) for name in (b"MUL_MAT", b"MUL_MAT_ID")
+)
 
 _LOG_LEVEL_ERROR = 4  # enum ggml_log_level
 _complaints: deque[str] = deque(maxlen=3)

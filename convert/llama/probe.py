@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llama_cpp import llama_cpp as api
 
-from .bindings import MUL_MAT, Floats, Tensor, ggml_is_host, ggml_nbytes, ggml_read
+from .bindings import MUL_MAT, MUL_MAT_ID, Floats, Tensor, ggml_is_host, ggml_nbytes, ggml_read
 
-Observer = Callable[[str, Floats], None]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which of `experts` matrices read which row.
+
+    Row `token * slots + i % slots` goes to matrix `ids[token, i]`; `ids` is [tokens, used]. A token has one
+    row for all of its experts (`slots` is 1), or one for each (`slots` is `used`).
+    """
+
+    experts: int
+    ids: NDArray[np.int32]
+    slots: int
+
+
+Observer = Callable[[str, Floats, Routing | None], None]
 
 
 class Probe:
     """The eval callback: hands the F32 inputs of wanted matmuls to an observer (as `llama-imatrix` does).
 
-    Matmuls in a row that read the same tensor (q, k and v, say) are handed the same array, read once.
+    Matmuls in a row that read the same tensor (q, k and v, say) are handed the same array, read once, and
+    those with the same routing (experts' gate and up projection) the same `Routing`.
     """
 
     def __init__(self, observe: Observer, observes: Callable[[str], bool]) -> None:
@@ -26,10 +45,12 @@ class Probe:
         self.interrupts: Sequence[int] = ()
         """Signals that wait for the graph to stop."""
         self._source, self._rows = 0, np.empty((0, 0), np.float32)
+        self._routed: tuple[int, int] = (0, 0)
+        self._routing: Routing | None = None
         self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
 
     def reraise(self) -> None:
-        error, self._error, self._source = self._error, None, 0
+        error, self._error, self._source, self._routed = self._error, None, 0, (0, 0)
         if error is not None:
             raise error
 
@@ -39,20 +60,31 @@ class Probe:
             return ask  # to be called again, and then not to go on
         try:
             tensor = Tensor.from_address(pointer)
-            if tensor.op != MUL_MAT:
+            if tensor.op not in (MUL_MAT, MUL_MAT_ID):
                 return not ask
-            name = _weight_name(Tensor.from_address(tensor.src[0]).name)
+            weight = Tensor.from_address(tensor.src[0])
+            name = _weight_name(weight.name)
             rows = Tensor.from_address(tensor.src[1])
             if rows.type != api.GGML_TYPE_F32 or not self._observes(name):
                 return not ask
             if not ask:
                 if tensor.src[1] != self._source:
                     self._source, self._rows = tensor.src[1], _read_rows(rows)
-                self._observe(name, self._rows)
+                self._observe(name, self._rows, self._route(tensor, weight, rows))
         except BaseException as error:
             self._error = error
             return False
         return True
+
+    def _route(self, product: Tensor, weight: Tensor, rows: Tensor) -> Routing | None:
+        """None for a product with one matrix."""
+        if product.op != MUL_MAT_ID:
+            return None
+        if (product.src[1], product.src[2]) != self._routed:
+            ids = _read(Tensor.from_address(product.src[2]), np.int32)
+            self._routing = Routing(weight.ne[2], ids.reshape(-1, ids.shape[-1]).copy(), rows.ne[1])
+            self._routed = (product.src[1], product.src[2])
+        return self._routing
 
 
 def _weight_name(name: bytes) -> str:
@@ -63,6 +95,11 @@ def _weight_name(name: bytes) -> str:
 
 def _read_rows(tensor: Tensor) -> Floats:
     """An F32 tensor as [rows, ne0]: a view of host memory, or a copy of device memory."""
+    return _read(tensor, np.float32).reshape(-1, tensor.ne[0])
+
+
+def _read(tensor: Tensor, dtype: type[np.generic]) -> NDArray[Any]:
+    """[ne3, ne2, ne1, ne0]: a view of host memory, or a copy of device memory."""
     n_bytes = ggml_nbytes(tensor)
     if ggml_is_host(tensor.buffer):
         raw = (ctypes.c_char * n_bytes).from_address(tensor.data)
@@ -70,4 +107,4 @@ def _read_rows(tensor: Tensor) -> Floats:
         raw = (ctypes.c_char * n_bytes)()
         ggml_read(tensor, raw, 0, n_bytes)
     shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
-    return np.ndarray(shape, np.float32, raw, strides=strides).reshape(-1, tensor.ne[0])
+    return np.ndarray(shape, dtype, raw, strides=strides)

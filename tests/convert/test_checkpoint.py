@@ -80,7 +80,7 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
         ModelConfig.from_json(model_config(**changes))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5MoeForConditionalGeneration", None])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", None])
 def test_another_architecture_is_refused(architecture: str | None) -> None:
     config = model_config() | {"architectures": [architecture] if architecture else None}
     with pytest.raises(CheckpointError, match="knows Qwen3_5ForConditionalGeneration"):

@@ -17,7 +17,7 @@ from convert.config import ModelConfig
 from convert.errors import ConvertError
 from convert.kld import compare, shared_tokens
 from convert.llama import Batch, Context, Model, Runtime
-from convert.prune_vocab import KeptRows, kept_tokens, label, prune
+from convert.prune_vocab import kept_rows, kept_tokens, label, prune
 from convert.vocab import Vocab
 from tests.checkpoints import PLAIN_ADDED, SPECIAL, VOCAB, model_config, write_checkpoint
 from tests.conftest import NANO
@@ -116,7 +116,7 @@ def test_rows_are_read_across_gaps(kept: set[int], start: int, count: int) -> No
     rows = np.array(sorted(kept))
     start %= 3 * len(rows)
     count = min(count, 3 * len(rows) - start)
-    source = KeptRows(Matrix(values), rows)
+    source = kept_rows(Matrix(values), rows)
     assert source.shape == (len(rows), 3)
     assert source.read(start, count).tolist() == values[rows].reshape(-1)[start : start + count].tolist()
 

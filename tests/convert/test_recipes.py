@@ -26,10 +26,11 @@ LEVELS = [
     "Q2_K",
 ]
 HEADS = {"Q4_K_M-head4": "Q4_K", "Q4_K_M-head3": "Q3_K"}
+EXPERTS = "Q4_K_M-experts"  # tests/convert/test_experts.py
 
 
 def test_every_level_has_a_recipe_of_its_llama_cpp_type() -> None:
-    assert sorted(known_recipes()) == sorted([*LEVELS, *HEADS])
+    assert sorted(known_recipes()) == sorted([*LEVELS, *HEADS, EXPERTS])
     for level in LEVELS:
         recipe = load_recipe(level)
         assert recipe.type == level

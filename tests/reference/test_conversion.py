@@ -47,6 +47,9 @@ CASES = (
     Case("random-F16", "F16", {"seed": 1}),
     Case("random-text-only-untied-from-F32-BF16", "BF16", {"nested": False, "tied": False, "dtype": "F32"}),
     Case("random-from-F16-F32", "F32", {"dtype": "F16"}),
+    Case("experts-fused-F16", "F16", {"experts": "fused", "tied": False, "seed": 2}),
+    Case("experts-per-expert-BF16", "BF16", {"experts": "per-expert", "tied": False}),
+    Case("experts-per-expert-MTP-text-only-F32", "F32", {"experts": "per-expert MTP", "nested": False}),
 )
 
 

@@ -111,6 +111,26 @@ def test_llama_quantize_reads_ours(folder: Path, tools: Path, nano_f16: Path, ou
     assert "did not find weights" not in out
 
 
+def test_experts_are_counted_and_summed_alike(
+    nano_moe_q4_k_m: Path, folder: Path, tools: Path, tmp_path: Path
+) -> None:
+    model = nano_moe_q4_k_m.with_name("nano-moe-F16.gguf")
+    collect_imatrix(model, tmp_path / "ours.gguf", text=folder / "text.txt", runtime=RUNTIME)
+    flags = ["-c", CHUNK, "--parse-special", "--no-ppl", "-t", 1, "-ngl", 0]
+    run(
+        [tools / "llama-imatrix", "-m", model, "-f", folder / "text.txt", "-o", "theirs.gguf", *flags],
+        tmp_path,
+    )
+    ours, theirs = Imatrix.load(tmp_path / "ours.gguf"), Imatrix.load(tmp_path / "theirs.gguf")
+    assert theirs.entries.keys() <= ours.entries.keys()
+    experts = [name for name in theirs.entries if "_exps" in name]
+    assert len(experts) == 3 * 8
+    for name, entry in theirs.entries.items():
+        # a batch of another size may move a row to another expert where two are all but equal
+        np.testing.assert_allclose(ours.entries[name].counts, entry.counts, rtol=0.01, atol=2, err_msg=name)
+        np.testing.assert_allclose(ours.entries[name].means, entry.means, rtol=0.03, err_msg=name)
+
+
 def run(command: list[object], folder: Path) -> str:
     done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

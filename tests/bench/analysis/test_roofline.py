@@ -301,3 +301,9 @@ def test_a_measurement_of_a_card_without_estimate_is_refused(
 def test_a_flag_beyond_its_values_is_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(["roofline", "--model", "x", *flags])
+
+
+def test_a_model_of_experts_is_refused() -> None:
+    plan = Synthetic.make(SHAPES["small-moe"], mtp_acceptance=0.7, seed=0).weights.plan()
+    with pytest.raises(BenchError, match="a model of experts"):
+        big(plan, Type.F16)

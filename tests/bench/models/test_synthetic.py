@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFReader
+from gguf.quants import dequantize
 
 from bench.cli import main
 from bench.errors import BenchError
@@ -20,6 +22,7 @@ from bench.load.vocabulary import GgufVocabulary
 from bench.models.chain import make_chain
 from bench.models.synthetic import FIELDS, SHAPES, ShapeOptions, Synthetic, model_config
 from bench.models.vocab import MOST_WORDS
+from convert.config import Experts
 from convert.gguf_header import read_tensors
 from convert.llama import Batch, Context, Model, Runtime
 from convert.quantize import quantize
@@ -33,16 +36,22 @@ CHUNK = 256
 Ids = npt.NDArray[np.int64]
 
 
-@pytest.fixture(scope="module")
-def made() -> Synthetic:
-    return Synthetic.make(SHAPES["small"], mtp_acceptance=ACCEPTANCE, seed=SEED)
+@pytest.fixture(scope="module", params=["small", "small-moe"])
+def shape(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(shape: str) -> Synthetic:
+    return Synthetic.make(SHAPES[shape], mtp_acceptance=ACCEPTANCE, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def f16(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Written through the command line, as users do."""
     path = tmp_path_factory.mktemp("synthetic") / "small.gguf"
-    command = ["--out", str(path), "--shape", "small", "--words", "20000", "--threads", "2"]
+    command = ["--out", str(path), "--shape", shape, "--words", "20000", "--threads", "2"]
     command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
     assert main(["synthetic", *command]) == 0
     return path
@@ -193,14 +202,14 @@ def test_a_successor_never_belongs_to_a_later_layer() -> None:
         assert all(int(chain.anchor[token]) in layer_of for token in range(n_words + 50))
 
 
-def test_same_seed_same_bytes(f16: Path, tmp_path: Path) -> None:
+def test_same_seed_same_bytes(shape: str, f16: Path, tmp_path: Path) -> None:
     files = {}
     for name, flags in {
         "again": ["--seed", str(SEED), "--threads", "1"],
         "other": ["--seed", str(SEED + 1), "--threads", "1"],
     }.items():
         path = tmp_path / f"{name}.gguf"
-        command = ["--out", str(path), "--shape", "small", "--words", "20000", *flags]
+        command = ["--out", str(path), "--shape", shape, "--words", "20000", *flags]
         assert main(["synthetic", *command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
         files[name] = path
     assert files["again"].read_bytes() == f16.read_bytes()
@@ -223,6 +232,31 @@ def test_the_default_shape_is_the_4b() -> None:
     assert (config.vocab_size, config.n_mtp_layers, config.tied_embeddings) == (248_320, 1, True)
     assert config.mrope_sections == (11, 11, 10, 0)
     assert config.rotary_dim == 64
+
+
+def test_the_35b_a3b_is_a_shape() -> None:
+    config = model_config(SHAPES["35b-a3b"])
+    assert (config.arch, config.hidden_size, config.n_layers) == ("qwen35moe", 2048, 40)
+    assert (config.n_heads, config.n_kv_heads, config.head_dim) == (16, 2, 256)
+    assert (config.linear_key_heads, config.linear_value_heads, config.linear_key_dim) == (16, 32, 128)
+    assert config.experts == Experts(count=256, used=8, ffn=512, shared_ffn=512)
+    assert (config.vocab_size, config.n_mtp_layers, config.tied_embeddings) == (248_320, 1, False)
+    plan = Synthetic.make(SHAPES["35b-a3b"], mtp_acceptance=1, seed=0).weights.plan()
+    assert 35e9 < plan.n_elements < 36e9
+
+
+@pytest.mark.parametrize("outtype", ["F32", "BF16"])
+def test_matrices_of_another_type_hold_the_same_values(outtype: str, tmp_path: Path) -> None:
+    values = {}
+    for kind in ("F16", outtype):
+        path = tmp_path / f"{kind}.gguf"
+        command = ["--out", str(path), "--shape", "small-moe", "--words", "0", "--outtype", kind]
+        assert main(["synthetic", *command]) == 0
+        values[kind] = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    other = values[outtype]["blk.0.ffn_down_exps.weight"]
+    assert other.tensor_type.name == outtype
+    half = values["F16"]["blk.0.ffn_down_exps.weight"].data.astype(np.float32)
+    np.testing.assert_allclose(dequantize(other.data, other.tensor_type), half, rtol=2**-8)
 
 
 def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> None:
@@ -252,6 +286,9 @@ def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> No
         (["--heads", "3"], "--heads times --head-dim: 192: want a multiple of 256"),
         (["--kv-heads", "3"], "--heads 4: want a multiple of --kv-heads, 3"),
         (["--vocab", "400"], "--vocab 400: want 5"),
+        (["--experts", "8"], "--experts 8: want some of them used for a token (--experts-used, here 0)"),
+        (["--experts-used", "2"], "--experts 0: want some of them used"),
+        (["--experts", "4", "--experts-used", "2", "--expert-ffn", "300"], "--expert-ffn: 300: want a mult"),
         (["--vocab", str(2 * MOST_WORDS)], f"--vocab {2 * MOST_WORDS}: want 5"),
         (["--layers", "256", "--ffn", "256", "--vocab", "70000"], "--ffn 256: the MTP block needs"),
     ],

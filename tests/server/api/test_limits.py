@@ -14,7 +14,7 @@ from server.api.errors import ApiError
 from server.api.intake import LARGE, Intake
 from server.api.protocol import LONGEST_NAME, MOST_STOP_CHARACTERS, MOST_STOPS
 from server.api.request import MOST_VALUES
-from server.chat.tool_calls import Call, ToolSchemas
+from server.chat.tool_calls import ToolSchemas
 from tests.server.api.conftest import Server, Start, wait_until
 from tests.server.api.test_bad_input import error_of
 
@@ -86,9 +86,9 @@ def test_a_recursive_schema_takes_linear_time() -> None:
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     began = time.process_time()
-    written = ToolSchemas([tool]).arguments(Call("f", {"a": "5", "b": "x", "c": "[1]"}))
+    schemas = ToolSchemas([tool])
+    assert [schemas.types("f", name) for name in "abc"] == [set()] * 3
     assert time.process_time() - began < 0.1  # 45 s and more
-    assert json.loads(written) == {"a": "5", "b": "x", "c": "[1]"}
 
 
 def test_types_are_found_behind_references() -> None:
@@ -100,8 +100,7 @@ def test_types_are_found_behind_references() -> None:
         },
     }
     schemas = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    assert json.loads(schemas.arguments(Call("f", {"a": "5"}))) == {"a": 5}
-    assert json.loads(schemas.arguments(Call("f", {"a": "null"}))) == {"a": None}
+    assert schemas.types("f", "a") == {"integer", "null"}
 
 
 @pytest.mark.parametrize("stream", [False, True])

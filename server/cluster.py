@@ -1,0 +1,241 @@
+"""Replicas of the server behind an existing router, as one command.
+
+    python -m server.cluster --replicas 2 --gpus 0,1 --port 8080 --model models/Qwen3.5-4B-Q4_K_M.gguf
+
+One process a replica, each on a card of its own, behind vllm-router, which keeps requests with a common
+prefix together as long as the load allows, and sends what failed before it streamed to another replica. A
+replica that ends is started again. SIGTERM and Ctrl-C: the router takes no more and waits for what runs, then
+replicas end. SIGHUP: replicas are replaced one after the other. Other flags go to `python -m server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import requests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+HEALTH_CHECK_S = 2
+ROUTER_FLAGS = {
+    "policy": "cache_aware",
+    # by default 64 requests may pile up on one replica before prefixes give way to load
+    "balance-abs-threshold": 2,
+    "balance-rel-threshold": 1.1,
+    "health-check-interval-secs": HEALTH_CHECK_S,
+    "health-check-timeout-secs": 2,
+    "health-failure-threshold": 1,
+    "health-success-threshold": 1,
+    # a request that meets a dead replica goes elsewhere at its second try, before the next health check
+    "cb-failure-threshold": 1,
+    "cb-success-threshold": 1,
+    "cb-timeout-duration-secs": 2,
+    "retry-max-retries": 10,
+    "retry-max-backoff-ms": 1000,
+    "worker-startup-check-interval": 1,
+}
+"""Of vllm-router, beside addresses; `vllm-router --help` explains them."""
+
+RESTART_PAUSE_S = 1.0
+POLL_S = 0.1
+NO_PROXY = {"http": "", "https": ""}
+
+
+@dataclass
+class Child:
+    """A process, where it listens, and its log file."""
+
+    name: str
+    command: list[str]
+    port: int
+    log: Path
+    card: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """In a session of its own: Ctrl-C is for the launcher, which ends its children in order."""
+        environment = dict(os.environ)
+        if self.card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.card
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def answers(self) -> bool:
+        """Whether /health says 200."""
+        try:
+            return requests.get(f"{self.url}/health", timeout=2, proxies=NO_PROXY).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def end(self) -> None:
+        """SIGTERM: requests in flight are finished first; returns when it is gone."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-15:])
+
+
+class ClusterError(Exception):
+    """A child did not come up; the message says which, and its log's last lines."""
+
+
+class Cluster:
+    """Replicas and their router, from start to drained end."""
+
+    def __init__(self, replicas: Sequence[Child], router: Child) -> None:
+        self._replicas, self._router = replicas, router
+        self._ending, self._reload = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        """Returns when a signal has ended it. Raises ClusterError."""
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, self._end)
+        signal.signal(signal.SIGHUP, lambda *_: self._reload.set())
+        try:
+            for replica in self._replicas:
+                replica.start()
+            for replica in self._replicas:
+                self._wait(replica)
+            self._router.start()
+            self._wait(self._router)
+            self._print()
+            while not self._ending.wait(POLL_S):
+                self._supervise()
+        finally:
+            print("draining: the router first, then replicas", flush=True)
+            self._router.end()
+            enders = [threading.Thread(target=replica.end) for replica in self._replicas]
+            for ender in enders:
+                ender.start()
+            for ender in enders:
+                ender.join()
+
+    def _end(self, sig: int, frame: FrameType | None) -> None:
+        self._ending.set()
+
+    def _wait(self, child: Child) -> None:
+        """Until it answers, or all is to end."""
+        while not child.answers():
+            if not child.runs:
+                raise ClusterError(f"{child.name} ended before it answered:\n{child.last_words()}")
+            if self._ending.wait(POLL_S):
+                return
+
+    def _supervise(self) -> None:
+        if not self._router.runs:
+            raise ClusterError(f"the router ended:\n{self._router.last_words()}")
+        for replica in self._replicas:
+            if not replica.runs:
+                assert replica.process is not None
+                print(f"{replica.name} ended with status {replica.process.returncode}: again", flush=True)
+                if not self._ending.wait(RESTART_PAUSE_S):
+                    replica.start()
+                    replica.restarts += 1
+        if self._reload.is_set():
+            self._reload.clear()
+            for replica in self._replicas:
+                print(f"replacing {replica.name}", flush=True)
+                replica.end()
+                replica.start()
+                self._wait(replica)
+                # the router's next health check takes it back; only then may the next one go
+                if self._ending.wait(2 * HEALTH_CHECK_S):
+                    return
+            self._print()
+
+    def _print(self) -> None:
+        print(f"\n  {'':<10}  {'card':<6}  {'port':<6}  {'process':<8}  {'state':<8}  log")
+        for child in (self._router, *self._replicas):
+            pid = child.process.pid if child.process else ""
+            state = "ready" if child.answers() else "waits"
+            what = f"{child.name:<10}  {child.card or '-':<6}  {child.port:<6}"
+            print(f"  {what}  {pid:<8}  {state:<8}  {child.log}")
+        print(f"\nserving on {self._router.url}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 once drained, 1 where something did not start."""
+    options, server_flags = _parser().parse_known_args(arguments)
+    cards = options.gpus.split(",") if options.gpus else [None] * options.replicas
+    if len(cards) != options.replicas:
+        print(f"--gpus {options.gpus}: {len(cards)} cards for {options.replicas} replicas", file=sys.stderr)
+        return 2
+    if find_spec("vllm_router") is None:
+        print("the router is not installed: pip install 'qwen-serve[cluster]'", file=sys.stderr)
+        return 2
+    options.logs.mkdir(parents=True, exist_ok=True)
+    first = options.worker_port or options.port + 1
+    replicas = [
+        Child(
+            name=f"worker-{i}",
+            command=[
+                *(sys.executable, "-m", "server", "--host", "127.0.0.1", "--port", str(first + i)),
+                *server_flags,
+            ],
+            port=first + i,
+            log=options.logs / f"worker-{i}.log",
+            card=card,
+        )
+        for i, card in enumerate(cards)
+    ]
+    flags = [text for name, value in ROUTER_FLAGS.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", options.host, "--port"]
+    command += [str(options.port), "--prometheus-port", str(first + options.replicas), *flags]
+    command += ["--worker-urls", *(replica.url for replica in replicas)]
+    router = Child("router", command, options.port, options.logs / "router.log")
+    for child in (*replicas, router):
+        child.log.write_bytes(b"")
+    try:
+        Cluster(replicas, router).run()
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m server.cluster",
+        description="Replicas of the server behind vllm-router. Other flags go to python -m server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="how many (%(default)s)")
+    parser.add_argument("--gpus", metavar="A,B", help="one card for each (whatever each finds)")
+    parser.add_argument("--host", default="127.0.0.1", help="the router's address (%(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="the router's port (%(default)s)")
+    parser.add_argument(
+        "--worker-port",
+        type=int,
+        help="the first replica's port; the router's metrics are behind the last one's (--port and 1)",
+    )
+    parser.add_argument("--logs", type=Path, default=Path(".work/cluster"), help="folder (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""`python -m server.cluster`: replicas of nano behind the router, killed, replaced and stopped under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.cluster import main
+from tests.server.test_scripts import free_port
+
+REPLICAS = 3
+START_S = 180
+
+
+class ClusterProcess:
+    """A cluster that was started; what it prints is read as it comes."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        self.port, first = free_port(), free_port()
+        command = [sys.executable, "-m", "server.cluster", "--replicas", str(REPLICAS)]
+        command += ["--port", str(self.port), "--worker-port", str(first), "--logs", str(logs)]
+        command += ["--model", str(model), "--threads", "1", "--ctx-size", "8192", "--parallel", "4"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [*command, "--speculation", "off", "--prefix-checkpoints", "4", "--prefill-budget", "128"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.printed = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.printed += line
+
+    def wait_for(self, condition: Any) -> Any:
+        deadline = time.monotonic() + START_S
+        while not (value := condition()):
+            assert self.process.poll() is None, self.printed
+            assert time.monotonic() < deadline, self.printed
+            time.sleep(0.05)
+        return value
+
+    def workers(self) -> list[int]:
+        """Process ids, of the table that was printed last."""
+        return [int(pid) for pid in re.findall(r"worker-\d+ +\S+ +\d+ +(\d+)", self.printed)][-REPLICAS:]
+
+    def healthy(self) -> int:
+        """Replicas that the router sends to."""
+        workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
+        return sum(worker["is_healthy"] for worker in workers)
+
+
+@pytest.fixture(scope="module")
+def cluster(nano_q4_k_m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcess]:
+    cluster = ClusterProcess(nano_q4_k_m, tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.wait_for(lambda: "serving on" in cluster.printed and cluster.healthy() == REPLICAS)
+        yield cluster
+    finally:
+        cluster.process.terminate()
+        try:
+            cluster.process.wait(60)
+        finally:
+            cluster.process.kill()
+
+
+async def ask(client: httpx.AsyncClient, number: int, tokens: int = 120) -> tuple[int, str]:
+    """Status (0: a stream that broke off), and the text or what was said instead."""
+    body = {"model": "nano", "prompt": f"Number {number} and then", "max_tokens": tokens, "ignore_eos": True}
+    if number % 2:
+        answer = await client.post("/v1/completions", json=body)
+        text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+        return answer.status_code, text
+    text, ended = "", False
+    try:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            if answer.status_code != 200:
+                return answer.status_code, (await answer.aread()).decode()
+            async for line in answer.aiter_lines():
+                text += line
+                ended |= line == "data: [DONE]"
+    except httpx.RemoteProtocolError:
+        pass
+    return (200 if ended else 0), text
+
+
+async def under_load(cluster: ClusterProcess, n: int, event: Any) -> list[tuple[int, str]]:
+    """`n` requests, eight at a time; `event` happens, on a thread, once a quarter of them are under way."""
+    places, started = asyncio.Semaphore(8), asyncio.Event()
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+
+        async def one(number: int) -> tuple[int, str]:
+            async with places:
+                if number >= n // 4:
+                    started.set()
+                return await ask(client, number)
+
+        tasks = [asyncio.create_task(one(number)) for number in range(n)]
+        await started.wait()
+        await asyncio.to_thread(event)
+        return list(await asyncio.gather(*tasks))
+
+
+async def test_both_ways_of_asking_are_passed_on(cluster: ClusterProcess) -> None:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        body = {"messages": [{"role": "user", "content": "What is 17+25?"}], "max_tokens": 40}
+        body["chat_template_kwargs"] = {"enable_thinking": True}
+        message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        assert message["reasoning_content"]
+        async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            streamed = "".join([line async for line in answer.aiter_lines()])
+        assert "reasoning_content" in streamed
+        assert "[DONE]" in streamed
+
+
+async def test_fields_of_our_own_pass_and_a_known_prompt_goes_where_it_is_cached(
+    cluster: ClusterProcess,
+) -> None:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        for subject in ("rivers", "lakes", "seas", "wells"):
+            body = {"model": "nano", "thinking": True, "max_tokens": 4, "temperature": 0}
+            body["messages"] = [{"role": "user", "content": f"Tell me all about {subject}. " * 40}]
+            answers = [(await client.post("/v1/chat/completions", json=body)).json() for _ in range(3)]
+            assert all(answer["choices"][0]["message"]["reasoning_content"] for answer in answers)
+            cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+            assert min(cached[1:]) > answers[0]["usage"]["prompt_tokens"] / 2, (subject, cached)
+
+
+async def test_a_killed_replica_costs_its_own_streams_alone_and_comes_back(cluster: ClusterProcess) -> None:
+    victim = random.choice(cluster.workers())
+    answers = await under_load(cluster, 48, lambda: os.kill(victim, signal.SIGKILL))
+    whole = [number for number, (status, _) in enumerate(answers) if status == 200]
+    broken = [number for number, (status, _) in enumerate(answers) if status != 200]
+    assert all(answers[number][0] == 0 for number in broken), [answers[number] for number in broken]
+    assert all(number % 2 == 0 and answers[number][1] for number in broken), "only what had begun to stream"
+    assert len(broken) <= 4, "a replica runs four at a time"
+    assert len(whole) + len(broken) == 48
+    cluster.wait_for(lambda: "ended with status -9: again" in cluster.printed)
+    cluster.wait_for(lambda: cluster.healthy() == REPLICAS)
+
+
+async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterProcess) -> None:
+    tables, stop = cluster.printed.count("serving on"), threading.Event()
+    cluster.process.send_signal(signal.SIGHUP)
+    watcher = threading.Thread(
+        target=lambda: (cluster.wait_for(lambda: cluster.printed.count("serving on") > tables), stop.set())
+    )
+    watcher.start()
+    answers = []
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        while not stop.is_set():
+            answers += await asyncio.gather(*(ask(client, number, 30) for number in range(4)))
+    watcher.join()
+    assert {status for status, _ in answers} == {200}, [answer for answer in answers if answer[0] != 200]
+    assert cluster.printed.count("replacing worker-") == REPLICAS
+
+
+async def test_it_ends_when_what_runs_is_finished(cluster: ClusterProcess) -> None:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        running = [asyncio.create_task(ask(client, number, 300)) for number in range(4)]
+        await asyncio.sleep(0.5)
+        workers = cluster.workers()
+        cluster.process.terminate()
+        assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
+    assert await asyncio.to_thread(cluster.process.wait, 60) == 0
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_cards_must_be_as_many_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replicas", "2", "--gpus", "0,1,2"]) == 2
+    assert "--gpus 0,1,2: 3 cards for 2 replicas" in capsys.readouterr().err
+
+
+def test_a_replica_that_does_not_come_up_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server.cluster", "--replicas", "1", "--logs", str(tmp_path)]
+    command += ["--port", str(free_port()), "--worker-port", str(free_port()), "--model", "none.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "worker-0 ended before it answered" in done.stderr
+    assert "none.gguf" in done.stderr
