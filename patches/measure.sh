@@ -4,12 +4,13 @@
 #     patches/measure.sh BIN MODEL.gguf OUT [PART...]
 #
 # BIN has libraries and programs of a build with all patches of llama.cpp/ and next/ and with switches.patch, and
-# mul-mat-speed (see mul-mat-speed.cpp). PARTs, in this order by default:
+# mul-mat-speed and held-speed (their sources lie beside this script). PARTs, in this order by default:
 #
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
 #     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about 120 s
 #     prompt      llama-batched-bench, prompts of 2,048 tokens, patch by patch                   about  60 s
+#     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                  about  60 s
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
@@ -20,7 +21,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 bin=$(cd "$1" && pwd) model=$(realpath "$2") out=$3
 shift 3
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(operators products waterfall prompt crossover)
+[ ${#parts[@]} -gt 0 ] || parts=(operators products waterfall prompt held crossover)
 rounds=${ROUNDS:-3} limit=${SECONDS_MAX:-520}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -32,14 +33,18 @@ off_0005=GGML_CUDA_REFUSE=conv_ids
 off_0006=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
 off_0007=GGML_CUDA_GDN_CHUNKED=0
 off_0008=GGML_CUDA_MMQ_THIN_MAX=0
-steps=(0003 0004 0005 0006 0007 0008)
+off_0009=GGML_CUDA_FA_DENSE=1
+off_0010=LLAMA_N_KV_PAD_256=1
+steps=(0003 0004 0005 0006 0007 0008 0009 0010)
 declare -A switches=(
-    [0003]="$off_0004 $off_0006 $off_0007 $off_0008"
-    [0004]="$off_0005 $off_0006 $off_0007 $off_0008"
-    [0005]="$off_0006 $off_0007 $off_0008"
-    [0006]="$off_0007 $off_0008"
-    [0007]="$off_0008"
-    [0008]=""
+    [0003]="$off_0004 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
+    [0004]="$off_0005 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
+    [0005]="$off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
+    [0006]="$off_0007 $off_0008 $off_0009 $off_0010"
+    [0007]="$off_0008 $off_0009 $off_0010"
+    [0008]="$off_0009 $off_0010"
+    [0009]="$off_0010"
+    [0010]=""
 )
 
 bench() { # bench LABEL SWITCHES OPTION...: JSON lines
@@ -54,7 +59,8 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)"; do
+        for operator in GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+            "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)"; do
             # GGML_CUDA_DISABLE_GRAPHS counts as set when it is there at all
             # shellcheck disable=SC2086
             env ${eager:+GGML_CUDA_DISABLE_GRAPHS=1} timeout 150 "$bin/test-backend-ops" test -b CUDA0 -o $operator \
@@ -107,7 +113,7 @@ waterfall() {
 prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
-        for step in "${steps[@]}"; do
+        for step in 0003 0004 0005 0006 0007; do
             bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
     done
@@ -123,14 +129,22 @@ crossover() {
     table "$out/crossover.jsonl"
 }
 
+held() {
+    : >"$out/held.jsonl"
+    env $off_0009 $off_0010 "$bin/held-speed" 0008 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
+    env $off_0010 "$bin/held-speed" 0009 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
+    "$bin/held-speed" 0010 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
+    cat "$out/held.jsonl"
+}
+
 logits() {
     local step
-    for step in 0003 0008; do
+    for step in 0003 0010; do
         # shellcheck disable=SC2086
         env ${switches[$step]} LLAMA_CPP_LIB_PATH="$bin" python3 "$here/../tests/patches/rows.py" --model "$model" --gpu \
             --flash --out "$out/rows-$step.npz" || return 1
     done
-    python3 - "$out/rows-0003.npz" "$out/rows-0008.npz" <<'PY'
+    python3 - "$out/rows-0003.npz" "$out/rows-0010.npz" <<'PY'
 import sys
 import numpy as np
 a, b = (np.load(path)["rows"] for path in sys.argv[1:])
