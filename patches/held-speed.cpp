@@ -3,7 +3,8 @@
 //     c++ -O2 -std=c++17 -ILLAMA/include -IGGML/include held-speed.cpp -o held-speed -LBIN -lllama -lggml -lggml-base
 //     ./held-speed LABEL MODEL.gguf HELD,... SEQUENCES,... [STEPS]
 //
-// One line of JSON each: the median step, without sampling, of sequences of 512 tokens.
+// One line of JSON each: the median step, without sampling, of sequences of 512 tokens, and the greedy token with its logit
+// after the last one, for the first and the last sequence: tokens are the same in each run, so that builds can be compared.
 
 #include "llama.h"
 
@@ -107,8 +108,16 @@ int main(int argc, char ** argv) {
                 times.push_back(now_ms() - start);
             }
             std::sort(times.begin(), times.end());
-            printf("{\"label\": \"%s\", \"held\": %d, \"sequences\": %d, \"ms\": %.3f, \"ms_mean\": %.3f}\n", argv[1], cells, n,
-                   times[steps / 2], [&] { double sum = 0; for (double t : times) { sum += t; } return sum / steps; }());
+            std::string top;
+            for (int i : {0, n - 1}) {
+                const float * logits = llama_get_logits_ith(context, i);
+                const int     best   = std::max_element(logits, logits + n_vocab) - logits;
+                char          text[64];
+                snprintf(text, sizeof(text), "%s[%d, %.4f]", top.empty() ? "" : ", ", best, logits[best]);
+                top += text;
+            }
+            printf("{\"label\": \"%s\", \"held\": %d, \"sequences\": %d, \"ms\": %.3f, \"ms_mean\": %.3f, \"top\": [%s]}\n", argv[1], cells, n,
+                   times[steps / 2], [&] { double sum = 0; for (double t : times) { sum += t; } return sum / steps; }(), top.c_str());
             fflush(stdout);
         }
     }
