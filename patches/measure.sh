@@ -9,7 +9,7 @@
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
 #     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about 120 s
-#     prompt      llama-batched-bench, prompts of 2,048 tokens, patch by patch                   about  60 s
+#     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (512 warm up)            about  60 s
 #     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                  about  60 s
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
@@ -64,7 +64,7 @@ operators() {
             # GGML_CUDA_DISABLE_GRAPHS counts as set when it is there at all
             # shellcheck disable=SC2086
             env ${eager:+GGML_CUDA_DISABLE_GRAPHS=1} timeout 150 "$bin/test-backend-ops" test -b CUDA0 -o $operator \
-                >"$out/operators.log" 2>&1 || { failed=1; grep -aE "FAIL|error|ERR|ssert" "$out/operators.log" | head -15; }
+                >"$out/operators.log" 2>&1 || { failed=1; grep -aE "FAIL|error|ERR|ASSERT" "$out/operators.log" | head -15; tail -3 "$out/operators.log"; }
             echo "${eager:+eager }$operator: $(grep -aE "tests passed" "$out/operators.log" | head -1 || true)"
         done
     done
@@ -80,11 +80,11 @@ operators() {
 products() {
     local types=q4_K,q6_K columns=1,2,3,4,6,8,16,32,64 rest=9216x2560,2560x9216,4096x2560
     : >"$out/products.jsonl"
-    env GGML_CUDA_MMQ_THIN_MIN=1 "$bin/mul-mat-speed" thin $types $columns $rest >>"$out/products.jsonl"
-    env GGML_CUDA_MMQ_THIN_MAX=0 "$bin/mul-mat-speed" mmvq $types 1,2,3,4,6,8 $rest >>"$out/products.jsonl"
-    env GGML_CUDA_MMQ_THIN_MAX=0 GGML_CUDA_MMVQ_MAX_BATCH=0 "$bin/mul-mat-speed" mmq $types $columns $rest >>"$out/products.jsonl"
-    env $off_0006 "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl"
-    env GGML_CUDA_DEQUANT_MIN_BATCH=1 "$bin/mul-mat-speed" dequant $types 256,512,1024,2048 $rest >>"$out/products.jsonl"
+    env GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64 "$bin/mul-mat-speed" thin $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env GGML_CUDA_MMQ_THIN_MAX=0 "$bin/mul-mat-speed" mmvq $types 1,2,3,4,6,8 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env GGML_CUDA_MMQ_THIN_MAX=0 GGML_CUDA_MMVQ_MAX_BATCH=0 "$bin/mul-mat-speed" mmq $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env $off_0006 "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env GGML_CUDA_DEQUANT_MIN_BATCH=1 "$bin/mul-mat-speed" dequant $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     python3 - "$out/products.jsonl" <<'PY'
 import collections, json, sys
 rows = collections.defaultdict(dict)
@@ -114,7 +114,7 @@ prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
         for step in 0003 0004 0005 0006 0007; do
-            bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
+            bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 512,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
     done
     table "$out/prompt.jsonl"
@@ -122,8 +122,9 @@ prompt() {
 
 crossover() {
     : >"$out/crossover.jsonl"
-    local columns=1,2,3,4,6,8,12,16,24,32,48,64
-    bench thin "GGML_CUDA_MMQ_THIN_MIN=1" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    local columns=1,2,3,4,6,8,12,16,24,32,48,64 # the first one of a process warms it up
+    bench default "X=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench thin "GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     bench mmvq "$off_0008" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     bench mmq "$off_0008 GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     table "$out/crossover.jsonl"
@@ -131,9 +132,9 @@ crossover() {
 
 held() {
     : >"$out/held.jsonl"
-    env $off_0009 $off_0010 "$bin/held-speed" 0008 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
-    env $off_0010 "$bin/held-speed" 0009 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
-    "$bin/held-speed" 0010 "$model" 0,131072 1,8,64 >>"$out/held.jsonl"
+    env $off_0009 $off_0010 "$bin/held-speed" 0008 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
+    env $off_0010 "$bin/held-speed" 0009 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
+    "$bin/held-speed" 0010 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
     cat "$out/held.jsonl"
 }
 
