@@ -246,7 +246,7 @@ async def leaving(url: httpx.URL, rng: random.Random) -> None:
     if rng.random() < 0.4:
         body |= {"temperature": 1.0, "top_k": 20}
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:

@@ -83,7 +83,7 @@ def leave(url: str, body: str, path: str, *, after: int) -> None:
     """Sends a request and goes away once `after` bytes of the response are there."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         received = 0
         while received < after:
@@ -96,7 +96,7 @@ def leave(url: str, body: str, path: str, *, after: int) -> None:
 )
 def test_a_client_that_leaves_frees_its_sequences(start: Start, path: str, options: str, after: int) -> None:
     server = start(LONG, delay=0.005)
-    leave(server.url, f'{{"prompt": "x", {options}}}', path, after=after)
+    leave(server.url, f'{{"prompt": "x", "max_tokens": {len(LONG)}, {options}}}', path, after=after)
     wait_until(lambda: bool(server.engine.submissions) and not server.engine.running)
     assert all(entry.cancelled and entry.sent < len(LONG) for entry in server.engine.submissions)
     wait_until(lambda: server.service.in_flight == 0)
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_during_its_upload(start: Start) -> None:
     server = start("x")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /invocations HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         wait_until(lambda: server.service.in_flight == 1)
     wait_until(lambda: server.service.in_flight == 0)
     assert server.post("/invocations", prompt="x").status_code == 200

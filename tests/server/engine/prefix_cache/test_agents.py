@@ -17,6 +17,8 @@ from tests.server.engine.prefix_cache.world import World
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from server.engine import Vocab
     from server.engine.batch import Batch
 
@@ -31,11 +33,13 @@ header, and what lies less than a checkpoint's least gain behind another."""
 class WordVocab(FakeVocab):
     """Roles are tokens, as everywhere but among bytes."""
 
-    def tokenize(self, text: str, *, special: bool) -> list[int]:
+    def tokenize(
+        self, text: str, *, special: bool, check: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
         ids: list[int] = []
         for piece in re.split("(user|assistant|system)", text):
             role = ROLES.get(piece)
-            ids += super().tokenize(piece, special=special) if role is None else [role]
+            ids += super().tokenize(piece, special=special, check=check) if role is None else [role]
         return ids
 
 
