@@ -55,7 +55,7 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     describe(app, key=bool(keys), unlocked=unlocked)
     if keys:
         app.add_middleware(RequireKey, keys=keys, unlocked=unlocked)
-    else:
+    elif settings.uds is None:  # no page can ask through a socket
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
         app.add_middleware(
             KnownSites, host=settings.host, hosts=hosts, origins=origins, open_paths=OPEN_PATHS

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from server.api.record import record_of
+from server.api.record import record_of, shown_path
 from server.chat import PromptError
 from server.engine import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
 
@@ -139,7 +139,7 @@ async def error_response(http: Request, error: Exception) -> JSONResponse:
 
 def unknown_route(http: Request, error: HTTPException) -> str:
     """What there is, for a path or a method that there is not."""
-    asked = f"{http.method} {http.url.path}"
+    asked = f"{http.method} {shown_path(http.scope)}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return f"{asked}: this method is not allowed here; use {allowed}"

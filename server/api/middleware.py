@@ -6,14 +6,13 @@ import hmac
 import logging
 import time
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
 from server.api.errors import ApiError
 from server.api.page import is_page
-from server.api.record import RequestRecord, record_of
+from server.api.record import RequestRecord, record_of, shown_path
 from server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
@@ -38,11 +37,6 @@ REQUEST_ID = b"x-request-id"
 def is_open(path: str) -> bool:
     """Whether a path needs no key and is no work: probes, metrics, and the chat page's own files."""
     return path in OPEN_PATHS or is_page(path)
-
-
-def shown_path(scope: Scope) -> str:
-    """The path for a line of the log, escapes and all: decoded, it could be several lines."""
-    return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
 class Watch:

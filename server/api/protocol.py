@@ -85,7 +85,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "structural_tag": (),
-    "guided_whitespace_pattern": (),
     # SGLang
     "stop_regex": ([], ""),
     "no_stop_trim": (False,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
+from urllib.parse import quote
 from uuid import uuid4
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 LONGEST = 500
 """Characters of a message that the log shows."""
+
+
+def shown_path(scope: Scope) -> str:
+    """The path for a line of the log or a message, escapes and all: decoded, it could be several lines."""
+    return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
 @dataclass

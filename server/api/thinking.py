@@ -60,7 +60,7 @@ def _reasoning(value: Any) -> Any:
         return None
     if not isinstance(value, dict):
         raise ValueError('must be an object, {"effort": "low"}')
-    if value.get("effort") is not None and value["effort"] not in EFFORTS:
+    if value.get("effort") is not None and value["effort"] not in list(EFFORTS):  # a list has no hash
         raise ValueError(f"effort must be one of {', '.join(EFFORTS)}")
     if not _is_budget(value.get("max_tokens")) or not isinstance(value.get("enabled"), bool | None):
         raise ValueError("max_tokens must be a number of tokens, enabled true or false")

@@ -52,7 +52,7 @@ def serving(model: Path, **options: Any) -> Iterator[Served]:
     defaults = {**EXACT, "threads": 1, "parallel": 6, "ctx_size": 8192, "greedy": True, "alias": "nano"}
     settings = Settings(model=model, **{**defaults, **options})
     app = create_app(settings, lambda: load(settings))
-    with running(app) as url:
+    with running(app, settings) as url:
         service = app.state.service
         wait_until(lambda: service.status != "loading", 120)
         yield Served(url, service.backend)
