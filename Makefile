@@ -91,7 +91,7 @@ test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
 
 fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=1000]
-	FUZZ_CASES='$(FUZZ_CASES)' $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
+	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs

@@ -88,7 +88,7 @@ def test_a_recursive_schema_takes_linear_time() -> None:
     began = time.process_time()
     schemas = ToolSchemas([tool])
     assert [schemas.types("f", name) for name in "abc"] == [set()] * 3
-    assert time.process_time() - began < 0.1  # 45 s and more
+    assert time.process_time() - began < 5  # 45 s and more
 
 
 def test_types_are_found_behind_references() -> None:
