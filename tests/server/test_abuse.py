@@ -23,8 +23,8 @@ import pytest
 from tests.server.serving import ServerProcess
 
 BLOCKED_MS = float(os.environ.get("BLOCKED_MS", 1000))
-"""For which the event loop may do nothing else. 50 is promised, and asked for by `make fuzz` on a machine that does
-nothing else; on a busy one the figure grows with whatever runs beside, and the defects took seconds."""
+"""For which the event loop may do nothing else. 50 is promised, and asked for by `make fuzz` on a quiet machine; on
+a busy one the figure grows with whatever runs beside, and the defects took seconds."""
 MEMORY_MIB = 500
 JSON = {"content-type": "application/json"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -121,9 +121,7 @@ def test_a_body_costs_little(server: Watched, name: str) -> None:
         assert answer.json()["error"]["message"]
     seen = report(server)
     assert seen["blocked_ms"] < BLOCKED_MS
-    assert spent < 10, (
-        f"{spent:.1f} s"
-    )  # 15 and more before; of one core's time, tokens of accepted prompts included
+    assert spent < 10, f"{spent:.1f} s"  # of one core's time; it was 15 and more
 
 
 def test_many_at_once(server: Watched) -> None:
