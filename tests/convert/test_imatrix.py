@@ -137,7 +137,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
 
 
 def test_an_observers_error_comes_out_of_decode(nano_f16: Path) -> None:
-    def observe(name: str, rows: Floats) -> None:
+    def observe(name: str, rows: Floats, experts: object) -> None:
         raise KeyboardInterrupt
 
     with Model(nano_f16, RUNTIME) as model, Context(model, n_ctx=64, n_batch=64, observe=observe) as context:
