@@ -70,8 +70,8 @@ class Context(Handle):
 
     Args:
         n_ctx: cells in total, shared evenly by `n_seq` sequences; n_batch, n_ubatch: tokens a call, a graph.
-        observe: called with (weight name, rows [n, width], experts of the rows or None) for every matmul whose
-            weight `observes` picks.
+        observe: called with (weight name, rows [n, width], experts of the rows or None) for every matmul
+            whose weight `observes` picks.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +18,8 @@ from server.engine import (
     EngineStats,
     FinishReason,
     GenerationError,
+    Grammar,
+    InvalidGrammar,
     InvalidPrompt,
     Logprobs,
     PromptTooLong,
@@ -158,6 +161,15 @@ class FakeGeneration:
                 return
 
 
+class FakeGrammars:
+    """Refuses all: a script knows nothing of what may come next."""
+
+    def compile(self, text: str) -> Future[Grammar]:
+        refused: Future[Grammar] = Future()
+        refused.set_exception(InvalidGrammar("a scripted engine follows none"))
+        return refused
+
+
 @dataclass
 class FakeEngine:
     """Replies by `script`, a token every `delay` seconds."""
@@ -184,6 +196,7 @@ class FakeEngine:
     description: str = "qwen35 fake"
     n_params: int = 7
     size_bytes: int = 14
+    grammars: FakeGrammars = field(default_factory=FakeGrammars)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def text(self, prompt: Sequence[int]) -> str:
