@@ -91,8 +91,8 @@ test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
 
 fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=1000]
-	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
-		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py $(ARGS)
+	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
+		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
