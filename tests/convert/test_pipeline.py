@@ -227,7 +227,6 @@ def test_an_interrupt_is_not_lost_in_callbacks(
         time.sleep(after_s)
 
     error = interrupted(command, out, sent, reading)
-    assert "interrupted" in error
     if after_s:  # at once, it may come before the first rows are read
         assert "Importance matrix: stopped after" in error
     assert "ignored" not in error
