@@ -8,7 +8,7 @@ by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .times import Mean, StepTimes, group_of
@@ -40,11 +40,18 @@ ASSUMED_WEIGHT, REMEMBERED = 2, 2
 HOPE = 0.95
 """Chance of each token with which one draft is tried after a rest where less could not pay: it tells."""
 
-REST_FIRST, REST_GROWTH, REST_LAST = 32, 4, 2048
+REST_FIRST, REST_GROWTH, REST_LAST = 128, 4, 2048
 """Steps without drafts that do not pay: at first, how many times as many each time, and at most."""
 
-REST_FIRST_BUILT = 128
-"""At first, where a trial builds graphs."""
+TRIALS = 0.01
+"""Share of the time that trials may cost, one with each request that begins: as soon as what the last one
+lost is no more than that, the next request is reason enough for another. On a made-up H200, after 40 answers
+of 128 tokens with a head that is never right or in three of ten, one that always is drafts again from the
+first to fourth answer on, and did not within eight; where it stays bad that costs 0.3 to 0.7%."""
+
+REST_ALONE = 4
+"""How many times as long a rest may be while no request begins: then a trial leaves a graph, and hidden rows
+are to be kept for it before."""
 
 PROVEN = 16
 """Steps in a row with drafts after which a trial has succeeded."""
@@ -64,12 +71,14 @@ nobody's fault."""
 class HitRates:
     """How often drafted tokens of one kind were right if those before them were, by depth."""
 
-    __slots__ = ("_assumed", "_right", "_total", "_valid", "hits", "tries")
+    __slots__ = ("_assumed", "_right", "_total", "_valid", "hits", "missed", "tries")
 
     def __init__(self, assumed: float) -> None:
         self._assumed = assumed
         self.hits: list[float] = []
         self.tries: list[float] = []
+        self.missed = False
+        """Something was wrong, since the last `forget`."""
         self._right: list[float] = []
         self._total: list[float] = []
         self._valid = False
@@ -77,6 +86,7 @@ class HitRates:
     def add(self, drafted: int, accepted: int) -> None:
         """A draft of so many tokens was verified, the first `accepted` of which were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
+        self.missed |= accepted < drafted
         while len(self.tries) < tested:
             self.hits.append(0.0)
             self.tries.append(0.0)
@@ -97,7 +107,7 @@ class HitRates:
             share = min(1.0, REMEMBERED / max(1.0, tries))
             self.hits[depth] *= share
             self.tries[depth] *= share
-        self._valid = False
+        self.missed = self._valid = False
 
     def expected(self, n: int) -> float:
         """Right tokens of a draft of `n`."""
@@ -132,20 +142,26 @@ class HitRates:
 class Backoff:
     """Steps that are let pass after something did not pay: more each time, until it does."""
 
-    __slots__ = ("_first", "_growth", "_last", "_next", "_until")
+    __slots__ = ("_early", "_first", "_growth", "_last", "_next", "_until")
 
     def __init__(self, first: int, last: int = REST_LAST, growth: int = REST_GROWTH) -> None:
         self._first, self._growth, self._last = first, growth, last
-        self._next, self._until = first, 0
-        """What the next one takes, and the step that ends this one."""
+        self._next, self._until, self._early = first, 0, 0
+        """What the next one takes; the step that ends this one, and that from which on it may be ended."""
 
     def left(self, now: int) -> int:
         """Steps from step `now` on until it is time to try."""
         return max(0, self._until - now)
 
-    def begin(self, now: int) -> None:
-        """It did not pay in step `now`."""
-        self._until, self._next = now + self._next, min(self._last, self._growth * self._next)
+    def begin(self, now: int, most: int = 10**9) -> None:
+        """It did not pay in step `now`; `most` steps are enough for it."""
+        steps, self._next = min(self._next, most), min(self._last, self._growth * self._next)
+        self._until, self._early = now + steps, now + steps // REST_ALONE
+
+    def hurry(self, now: int) -> None:
+        """There is a reason to try in step `now`, if a part of the steps is over."""
+        if now >= self._early:
+            self._until = min(self._until, now)
 
     @property
     def begun(self) -> bool:
@@ -161,21 +177,23 @@ class Backoff:
 class Trial:
     """One kind of drafts for about so many sequences."""
 
-    rest: Backoff
+    rest: Backoff = field(default_factory=lambda: Backoff(REST_FIRST))
     in_a_row: int = 0
     """Steps with such drafts since the last rest."""
     steps: int = 0
     seconds: float = 0.0
+    once: float = 0.0
+    """Seconds besides, that drafts which go on do not take again."""
     plain: float = 0.0
     """What the tokens of the last steps would have taken without drafts."""
     fresh: bool = True
     """Nothing was drafted yet: the first time, kernels are loaded."""
 
-    def give_up(self, now: int) -> None:
-        """It did not pay."""
-        self.rest.begin(now)
+    def give_up(self, now: int, most: int) -> None:
+        """It did not pay; rest for at most so many steps."""
+        self.rest.begin(now, most)
         self.in_a_row = self.steps = 0
-        self.seconds = self.plain = 0.0
+        self.seconds = self.once = self.plain = 0.0
 
 
 @dataclass(slots=True)
@@ -214,12 +232,10 @@ class Controller:
     """Chooses arms and learns from what they give. Kinds of drafts are judged apart, and so are crowds, by
     powers of two."""
 
-    def __init__(self, times: StepTimes, *, builds: bool = False) -> None:
-        """With `builds`, a trial for a lone sequence builds graphs."""
+    def __init__(self, times: StepTimes) -> None:
         self.times = times
         self.now = 0
         """Steps so far."""
-        self._builds = builds
         self._rates: dict[str, HitRates] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
         self._plain: dict[int, Mean] = {}
@@ -239,21 +255,23 @@ class Controller:
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The best plan for a step; None where nothing beats plain decoding."""
         n = len(step.pending)
-        on_trial = [o for o in options for kind in self._on_trial(o, n) if self._forget(o, kind)]
+        hopeful = [option for option in options if self._hopes(option, n)]
         plan = self._best(options, step)
-        if plan is None and n == 1 and on_trial:
-            plan = self._best(on_trial, step, HOPE, max(2, step.rewinds))
+        if plan is None and n == 1 and hopeful:
+            plan = self._best(hopeful, step, HOPE, max(2, step.rewinds))
         if plan is not None or max(step.pending) == 1:  # to catch up is no time to judge
             self._learn_verdict(options, plan, n)
         return plan
 
-    def _on_trial(self, option: Option, n: int) -> list[str]:
-        trials = [(kind, self._trial(kind, n)) for kind in set(option.kinds) if kind]
-        return [kind for kind, trial in trials if trial.rest.begun and not trial.in_a_row]
-
-    def _forget(self, option: Option, kind: str) -> bool:
-        self.rates(option.drafter, kind).forget()
-        return True
+    def _hopes(self, option: Option, n: int) -> bool:
+        """Whether something of it is on trial after a rest, and has not been wrong since."""
+        hopes = False
+        for kind in {kind for kind in option.kinds if kind}:
+            trial, rates = self._trial(kind, n), self.rates(option.drafter, kind)
+            if trial.rest.begun and not trial.in_a_row:
+                rates.forget()
+            hopes |= trial.rest.begun and not rates.missed
+        return hopes
 
     def _best(
         self, options: ListLike[Option], step: Step, hope: float = 0.0, longest: int = 10**9
@@ -342,7 +360,19 @@ class Controller:
                     if trial.in_a_row >= PROVEN:
                         trial.rest.end()
                 elif plan is None and longest >= min(JUDGED, option.drafter.depth):
-                    trial.give_up(self.now)
+                    self._give_up(trial, n)
+
+    def _give_up(self, trial: Trial, n: int) -> None:
+        most = REST_LAST  # where even the hopeful do not pay
+        if trial.steps:  # the way back to the graph without drafts is still to come
+            lost = max(0.0, trial.seconds - trial.plain) + trial.once + self.times.building.value
+            most = max(REST_FIRST, round(REST_ALONE * lost / (TRIALS * self.times.of(n, 1))))
+        trial.give_up(self.now, most)
+
+    def hurry(self) -> None:
+        """A request begins: what did not pay for others may pay for it."""
+        for trial in self._trials.values():
+            trial.rest.hurry(self.now)
 
     # --- learning ------------------------------------------------------------------------------------------
 
@@ -360,11 +390,11 @@ class Controller:
         """A step without drafts, after another one, gave each of `n` sequences a token."""
         self._plain.setdefault(n, Mean()).add(seconds)
 
-    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
+    def add(self, kind: str, n: int, tokens: int, seconds: float, once: float = 0.0) -> None:
         """A step with drafts of a kind, or one that catches up after them, gave `n` sequences so many tokens.
 
-        `seconds` is everything: the drafts, the step, the way back. Expectations rest on times of shapes that
-        repeat; this is what has the last word.
+        `seconds` is everything: the drafts, the step, the way back; but for what is to be paid `once`.
+        Expectations rest on times of shapes that repeat; this is what has the last word.
         """
         trial = self._trial(kind, n)
         if trial.fresh:
@@ -373,16 +403,16 @@ class Controller:
         mean = self._plain.get(n)
         plain = mean.value if mean is not None else self.times.of(n, 1)
         trial.seconds = DECAY * trial.seconds + seconds
+        trial.once = DECAY * trial.once + once
         trial.plain = DECAY * trial.plain + tokens * plain / n
         trial.steps += 1
         if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in PATIENCE):
-            trial.give_up(self.now)
+            self._give_up(trial, n)
 
     def _trial(self, kind: str, n: int) -> Trial:
         key = kind, group_of(n)
         if (trial := self._trials.get(key)) is None:
-            first = REST_FIRST_BUILT if n > 1 or self._builds else REST_FIRST
-            trial = self._trials[key] = Trial(Backoff(first))
+            trial = self._trials[key] = Trial()
         return trial
 
 
@@ -406,5 +436,5 @@ class Always(Controller):
                 return Plan(option.drafter, lengths)
         return None
 
-    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
+    def add(self, kind: str, n: int, tokens: int, seconds: float, once: float = 0.0) -> None:
         """Nothing is held against anybody."""

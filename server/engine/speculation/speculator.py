@@ -153,7 +153,9 @@ class Speculator:
         started = self._clock()
         self._n, self._quiet = len(chunks), 0
         self._kinds, self._drafter = [], None
-        self._alive.update([chunk.sequence for chunk in chunks])
+        if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
+            self._alive.update(sequences)
+            self._controller.hurry()
         if self._readers:
             self._listen()
         self._way_back = 0.0
@@ -398,7 +400,7 @@ class Speculator:
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
-        controller, spent = self._controller, seconds + self._clock() - started
+        controller, spent, once = self._controller, seconds + self._clock() - started, 0.0
         if self._drafter is not None:
             kinds = {kind for kind in self._kinds if kind}
             self._drafting = max(kinds, key=self._kinds.count)
@@ -407,16 +409,17 @@ class Speculator:
             drafter = self._drafter.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
-            spent += min(self._proposing, 2 * expected) if expected else self._proposing
+            once = max(0.0, self._proposing - 2 * expected) if expected else 0.0
+            spent += self._proposing - once
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
                 times = controller.times
-                once = times.building if built else times.capturing if captured else None
-                spent -= min(spent / 2, once.value) if once is not None else 0.0
+                graph = times.building.value if built else times.capturing.value if captured else 0.0
+                spent, once = max(spent / 2, spent - graph), once + min(spent / 2, graph)
         elif plain:
             self._drafting = ""
         if self._drafting:
             tokens = sum(len(new) for new in sampled if isinstance(new, list))
-            controller.add(self._drafting, n, tokens, spent)
+            controller.add(self._drafting, n, tokens, spent, once)
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 
@@ -547,6 +550,6 @@ def build_speculator(
             )
         )
     times = StepTimes()
-    controller = Always(times) if settings.draft_always else Controller(times, builds=not context.n_snapshots)
+    controller = Always(times) if settings.draft_always else Controller(times)
     rows = min(most_rows, context.n_batch)
     return Speculator(context, states, drafters, controller, slots=slots, most_rows=rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,15 @@ BUILD = 2.8e-3
 """Seconds that a pass takes longer there where its graph is not there."""
 
 SLOTS = 16
+KEEP = 0.06e-3
+"""Seconds that a step takes longer there while hidden rows are kept."""
+
+PREFILL = 8e-3
+"""Seconds that it takes there to read a short prompt."""
+
+READ = 2e-3
+"""Seconds that the head takes longer for its first draft after one."""
+
 ANYONE = 100_000
 """Tokens that there are."""
 
@@ -42,6 +51,13 @@ def h200(n: int, length: int) -> float:
         return 1e-3 * float(np.interp(length, (1, 2, 9, 16, 64, 128), (3.6, 3.84, 4.6, 9, 17, 36)))
     plain = float(np.interp(n, (1, 2, 4, 8, 16, 32, 64), (3.6, 4.0, 5.3, 7.5, 9.1, 13.4, 21.3)))
     return 1e-3 * plain * (1 + (23.5 / 7.5 - 1) * (length - 1) / (27 / 8 - 1))
+
+
+def faster(n: int, length: int) -> float:
+    """The same with better kernels for a row: a draft has less to gain."""
+    if n == 1:
+        return 1e-3 * float(np.interp(length, (1, 2, 3, 9, 16, 64, 128), (2.4, 2.75, 3.1, 3.9, 8, 16, 35)))
+    return h200(n, length)
 
 
 def line(n: int, length: int) -> float:
@@ -214,7 +230,7 @@ class World:
         self.card = Card(table, build=build, capture=capture)
         self.states = States(self.card, snapshots, deepest if copies else 0)
         self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
-        self.controller = Controller(StepTimes(), builds=not snapshots)
+        self.controller = Controller(StepTimes())
         self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
             cast("Any", self.card),
@@ -260,6 +276,25 @@ class World:
         self.tokens += sum(map(len, sampled))
         self.lengths.append(sum(len(chunk.draft) for chunk in batch.chunks))
         return self.lengths[-1]
+
+    def answer(self, n_tokens: int) -> float:
+        """A request comes after another: the gain over no speculation until it has so many tokens."""
+        self.speculator.forget(self.sequences[0])
+        one = self.newcomer(0)
+        one.computed, one.decoding = 0, False
+        self.sequences, batch = [one], Batch(draft_room=2000)
+        batch.add(one, one.pending)
+        self.speculator.propose(batch)
+        self.card.now += PREFILL
+        [one.computed] = self.speculator.verify(batch, [[1]], PREFILL)
+        one.tokens.append(1)
+        one.decoding = self.card.moved = True  # there is no graph for one row
+        self.head.reads, started, tokens = READ, self.card.now, self.tokens
+        while self.tokens < tokens + n_tokens:
+            self.step()
+            self.card.now += KEEP if self.card.keeps_hidden else 0.0
+        spent = (self.card.now - started) / (self.tokens - tokens) * n_tokens
+        return (n_tokens * self.card.table(1, 1) + self.card.build + self.card.capture) / spent
 
     def gain(self, steps: int) -> float:
         """Tokens a second over so many steps, beside those of no speculation."""
@@ -308,6 +343,20 @@ def main() -> None:
             world.head.right = right
             drift.append(world.gain(5000))
         print("acceptance 0.1, 0.9, 0.1:", ", ".join(f"{gain:.3f}" for gain in drift))
+    for name, table in (("h200", h200), ("faster", faster)):
+        for bad in (0.0, 0.3, 0.5):
+            world = on_h200(snapshots=2, table=table, capture=3e-3, draft=0.9e-3)
+            world.head.right = bad
+            before = fmean(world.answer(128) for _ in range(40))
+            world.head.right = 1.0
+            after = " ".join(f"{world.answer(128):.2f}" for _ in range(8))
+            print(f"{name}: 40 answers at acceptance {bad}: {before:.3f}; then at 1.0: {after}")
+        world, die = on_h200(snapshots=2, table=table, capture=3e-3, draft=0.9e-3), random.Random(0)
+        gains = []
+        for _ in range(200):
+            world.head.right = die.choice((0.0, 0.3, 0.9, 1.0))
+            gains.append(world.answer(128))
+        print(f"{name}: each answer at 0, 0.3, 0.9 or 1.0: {harmonic_mean(gains):.3f}")
 
 
 if __name__ == "__main__":

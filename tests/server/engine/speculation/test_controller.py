@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from server.engine.speculation.controller import (
     DEPTHS,
     PATIENCE,
+    REST_ALONE,
     REST_FIRST,
     REST_LAST,
     Always,
@@ -27,7 +28,7 @@ from server.engine.speculation.controller import (
 )
 from server.engine.speculation.speculator import LISTEN, SPARSE
 from server.engine.speculation.times import StepTimes
-from tests.server.engine.speculation.card import ANYONE, BUILD, World, h200, on_h200
+from tests.server.engine.speculation.card import ANYONE, BUILD, Table, World, faster, h200, on_h200
 
 
 def counted_choices(world: World) -> Mock:
@@ -60,8 +61,25 @@ def test_it_follows_a_text_that_changes_its_character() -> None:
         world.head.right = right
         gains.append(world.gain(5000))
     assert gains[0] > 0.97
-    assert gains[1] > 1.5
+    assert gains[1] > 1.75
     assert gains[2] > 0.97
+
+
+@pytest.mark.parametrize("table", [h200, faster])
+@pytest.mark.parametrize("bad", [0.0, 0.3, 0.5])
+def test_a_load_for_which_drafts_do_not_pay_does_not_spoil_the_next(bad: float, table: Table) -> None:
+    """Forty answers, then others with an acceptance of 1: the head is soon back, and cost little before."""
+    world = on_h200(snapshots=2, table=table, capture=3e-3, draft=0.9e-3)
+    world.head.right = bad
+    assert fmean(world.answer(128) for _ in range(40)) > 0.975
+    world.head.right = 1.0
+    assert [gain > 1.5 for gain in (world.answer(128) for _ in range(8))][-3:] == [True] * 3
+
+
+def test_a_long_chat_of_short_answers_that_no_draft_suits_loses_next_to_nothing() -> None:
+    world = on_h200(snapshots=2, capture=3e-3)
+    world.head.right = 0.0
+    assert fmean(world.answer(32) for _ in range(200)) > 0.98
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -168,7 +186,7 @@ def test_the_end_of_an_answer_is_held_against_nobody() -> None:
     world = World(
         snapshots=8, draft=0.5e-3, table=lambda n, rows: 1e-3 * (2 if rows == 1 else 3.9 + 0.1 * rows)
     )
-    world.gain(50)
+    world.gain(200)
     for _ in range(40):
         [one] = world.sequences
         one.limit = len(one.tokens) + 2
@@ -499,8 +517,39 @@ def test_each_no_lengthens_the_rest_and_a_yes_ends_it() -> None:
     assert rest.left(7) == 2
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1.05, PATIENCE[0][0]), (1.6, 6), (3.0, 4)])
-def test_what_loses_by_its_results_rests_the_sooner_the_more_it_loses(seconds: float, steps: int) -> None:
+def test_a_reason_to_try_ends_a_rest_of_which_a_part_is_over() -> None:
+    rest = Backoff(40)
+    rest.begin(100)
+    rest.hurry(100 + 40 // REST_ALONE - 1)
+    assert rest.left(110) == 30
+    rest.hurry(110)
+    assert rest.left(110) == 0
+    rest.begin(200, most=20)
+    assert rest.left(200) == 20, "that is enough"
+
+
+def test_a_trial_goes_on_as_long_as_nothing_was_wrong() -> None:
+    """What is remembered of before weighs more than one draft that was right."""
+    controller, head = Controller(card_times(row=1.5)), stand_in(0.3, depth=8)
+    for _ in range(100):
+        controller.rates(head, "sure").add(1, 0)
+    option, step = Option(head, ["sure"], [8]), Step([1], 512, 512)
+    assert controller.choose([option], step) is None
+    controller.now += REST_FIRST
+    for _ in range(3):
+        plan = controller.choose([option], step)
+        assert plan is not None
+        controller.rates(head, "sure").add(plan.lengths[0], plan.lengths[0])
+    controller.rates(head, "sure").add(2, 0)
+    assert controller.choose([option], step) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "last"), [(1.05, PATIENCE[0][0], 184), (1.6, 6, 1272), (3.0, 4, REST_LAST)]
+)
+def test_what_loses_by_its_results_rests_sooner_and_longer_the_more_it_loses(
+    seconds: float, steps: int, last: int
+) -> None:
     times = card_times()
     controller, head = Controller(times), stand_in()
     plain = times.of(1, 1)
@@ -514,7 +563,7 @@ def test_what_loses_by_its_results_rests_the_sooner_the_more_it_loses(seconds: f
         assert controller.rest_left(head, 8) == 0, "crowds are judged apart"
         controller.now += rests[-1]
         assert controller.allowed(head, 1)
-    assert rests == [32, 128, 512, 2048, REST_LAST, REST_LAST]
+    assert rests == [min(rest, last) for rest in (REST_FIRST, 512, *[REST_LAST] * 4)]
 
 
 def test_what_pays_goes_on_and_plain_steps_are_what_it_is_measured_by() -> None:
