@@ -106,4 +106,6 @@ class Figures:
 def one_line(text: str) -> str:
     """`text` such that no client can write lines, or escape sequences, into a log."""
     shown = text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    if shown.isprintable():
+        return shown
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in shown)

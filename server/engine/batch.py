@@ -71,6 +71,8 @@ class Batch:
     """Most draft tokens that it may be given: what is left of llama.cpp's batch and of the free cells."""
     n_tokens: int = 0
     n_rows: int = 0
+    prompt_tokens: int = 0
+    """Those of its tokens that are prefill."""
     greedy: bool = False
     """Every row's best token is what its request wants, and none but the usual ones end it; the runner writes
     this."""
@@ -89,6 +91,7 @@ class Batch:
         self.chunks.append(chunk)
         self.n_tokens += count
         self.n_rows += chunk.n_rows
+        self.prompt_tokens += count if chunk.is_prompt else 0
 
     def add_draft(self, chunk: Chunk, tokens: list[int], drafter: str) -> None:
         """Have `tokens` verified behind the chunk's own; it has no draft yet, and samples."""
@@ -109,4 +112,4 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether it takes one generated token of each of its sequences, and nothing else."""
-        return self.n_tokens == self.n_rows == len(self.chunks) and not any(c.is_prompt for c in self.chunks)
+        return self.n_tokens == self.n_rows == len(self.chunks) and not self.prompt_tokens

@@ -299,9 +299,7 @@ class Engine:
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
         """Book what a step gave, and end what is complete. Whoever goes on is told by the next `_flush`."""
         self._steps += 1
-        for chunk in batch.chunks:
-            if chunk.is_prompt:
-                self._prompt_tokens += chunk.count
+        self._prompt_tokens += batch.prompt_tokens
         for output in outputs:
             self._generated_tokens += len(output.tokens)
             if output.done is None:
@@ -425,6 +423,6 @@ class Engine:
 
 def _kind(batch: Batch) -> Kind:
     """What to book a step under."""
-    if any(chunk.is_prompt for chunk in batch.chunks):
+    if batch.prompt_tokens:
         return "prefill"
     return "decode" if batch.is_decode else "verify"

@@ -209,6 +209,8 @@ class Sampler:
         """The answer has gained `new` tokens: those that come next without a row, if there are any. The
         caller appends them. With log-probabilities there are none: the model is asked what it thinks of them.
         """
+        if not self._forced and self._thinking is None:
+            return []
         asked = self._params.logprobs is not None
         forced = [] if asked else self._take_forced()
         watch, constraint = self._thinking, self._constraint

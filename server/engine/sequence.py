@@ -175,7 +175,8 @@ class Sequence:
         they are to be a part of the answer.
         """
         ends = ends | self.stops if self.stops else ends
-        new = new + self.sampler.forced(new)
+        if forced := self.sampler.forced(new):
+            new = new + forced
         done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):

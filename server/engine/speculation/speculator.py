@@ -145,7 +145,7 @@ class Speculator:
             return
         chunks = batch.chunks
         self._controller.now += 1
-        plain = batch.n_tokens == len(chunks) == self._n and not chunks[0].is_prompt
+        plain = batch.n_tokens == len(chunks) == self._n and not batch.prompt_tokens
         self._is_quiet = self._quiet > 0 and plain
         if self._is_quiet:
             self._quiet -= 1
@@ -159,7 +159,7 @@ class Speculator:
         if self._readers:
             self._listen()
         self._way_back = 0.0
-        if any(chunk.is_prompt for chunk in chunks):
+        if batch.prompt_tokens:
             for watched in self._watched:  # a new text is looked at once, whatever became of the last
                 watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
         if not all(chunk.decodes for chunk in chunks):
