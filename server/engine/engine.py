@@ -271,7 +271,7 @@ class Engine:
         if not asynchronous:  # tokens would wait for the whole step
             self._flush()
             lap("flush")
-        launched = perf_counter()
+        launched = self._parts.clock()
         try:
             self._runner.launch(batch)
         except NoMemorySlot as error:
@@ -290,7 +290,7 @@ class Engine:
         rows = self._runner.collect(batch)
         sampled = sample(batch, rows, self.vocab.eog_ids)
         lap("sample")
-        held = speculator.verify(batch, sampled, perf_counter() - launched)
+        held = speculator.verify(batch, sampled, self._parts.clock() - launched)
         lap("verify")
         self._deliver(batch, scheduler.commit(batch, sampled, held))
         lap("commit")

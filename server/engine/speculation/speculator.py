@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
@@ -99,7 +98,7 @@ class Speculator:
         *,
         slots: int,
         most_rows: int,
-        clock: Callable[[], float] = perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
@@ -488,7 +487,7 @@ class Speculator:
 
         At first, so that it can be taken off what is measured then; and again when the machine is warm.
         """
-        self._controller.times.building = Mean(first=1)
+        self._controller.times.building = Mean()
         for _ in range(STEADY):
             rehearse(1, 1)
         for rows in MEASURED[1::-1] * STEADY:
@@ -528,11 +527,12 @@ def build_speculator(
     *,
     slots: int,
     most_rows: int,
+    clock: Callable[[], float],
 ) -> Speculator:
     """Drafters and controller as the settings want them; without a `head` the text alone is drafted from.
 
-    Slots below `slots` have what a way back takes; `most_rows` bounds a verification. The caller has `states`
-    keep the `followers` up to date.
+    Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
+    `verify`'s seconds were told by. The caller has `states` keep the `followers` up to date.
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):
@@ -552,4 +552,4 @@ def build_speculator(
     times = StepTimes()
     controller = Always(times) if settings.draft_always else Controller(times)
     rows = min(most_rows, context.n_batch)
-    return Speculator(context, states, drafters, controller, slots=slots, most_rows=rows)
+    return Speculator(context, states, drafters, controller, slots=slots, most_rows=rows, clock=clock)

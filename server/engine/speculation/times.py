@@ -10,28 +10,32 @@ FIRST = 8
 WEIGHT = 0.1
 """Of a new measurement in the running mean."""
 
-LATE = 1.5
-"""A measurement counts for at most so many times the mean: something else held it up."""
+LATE, OFTEN = 1.5, 3
+"""A measurement counts for at most so many times the mean: something else held it up, unless that many in a
+row were late. On a machine that is busy with other things, too, all of them are."""
 
 REFRESH = 16
 """Measurements after which answers are worked out anew, if they have not changed by more than 2% before."""
 
 
 class Mean:
-    """A running mean that takes the least of its `first` values and is not carried off by late ones."""
+    """A running mean that takes the least of its first values and is not carried off by single late ones."""
 
-    __slots__ = ("count", "first", "value")
+    __slots__ = ("_late", "count", "value")
 
-    def __init__(self, first: int = FIRST) -> None:
-        self.value, self.count, self.first = 0.0, 0, first
+    def __init__(self) -> None:
+        self.value, self.count, self._late = 0.0, 0, 0
 
     def add(self, value: float) -> None:
         """One more measurement."""
         self.count += 1
-        if self.count <= self.first:
+        if self.count <= FIRST:
             self.value = value if self.count == 1 else min(self.value, value)
-        else:
-            self.value += WEIGHT * (min(value, LATE * self.value) - self.value)
+            return
+        self._late = self._late + 1 if value > LATE * self.value else 0
+        if self._late < OFTEN:
+            value = min(value, LATE * self.value)
+        self.value += WEIGHT * (value - self.value)
 
 
 class StepTimes:
@@ -42,7 +46,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self.building = Mean(first=1)
+        self.building = Mean()
         """Seconds that a pass takes longer when llama.cpp builds its graph anew."""
         self.capturing = Mean()
         """Seconds that the pass after that takes longer if it finds the graph, which ggml has the device

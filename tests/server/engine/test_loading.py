@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from time import sleep
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,8 @@ from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from server.engine.batch import Batch
 
 
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
@@ -113,6 +116,26 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
     monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
     parts.warm_up()
     assert parts.scheduler.prefill_budget == LEAST_PREFILL, "it is slow"
+    parts.close()
+
+
+def test_without_a_gpu_steps_are_compared_by_what_they_compute(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else holds them up, such as another program on the same cores, says nothing of rows."""
+    wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64))
+    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile())
+    launch = parts.runner.launch
+
+    def held_up(batch: Batch) -> None:
+        sleep(0.02)
+        launch(batch)
+
+    monkeypatch.setattr(parts.runner, "launch", held_up)
+    parts.warm_up()
+    times = parts.speculator._controller.times
+    assert 0 < times.of(1, 1) < 0.02
+    assert times.building.value < 0.02
     parts.close()
 
 

@@ -71,6 +71,10 @@ def test_a_mean_takes_the_least_at_first_and_then_follows() -> None:
     assert mean.value == 1
     mean.add(1000.0)
     assert mean.value < 1.06, "one late step"
+    mean.add(1.0)
+    for _ in range(20):
+        mean.add(100.0)
+    assert mean.value > 50, "the machine has become slow"
     for _ in range(100):
         mean.add(2.0)
     assert mean.value == pytest.approx(2, rel=0.01)
@@ -99,3 +103,10 @@ def test_what_builds_a_graph_is_booked_apart(times: StepTimes) -> None:
     assert times.of(4, 2) == pytest.approx(card(8)), "by then it is known what building takes"
     times.add(4, 2, card(8))
     assert times.of(4, 2) == pytest.approx(card(8))
+
+
+def test_a_graph_that_was_late_once_is_not_dear_for_ever(times: StepTimes) -> None:
+    times.add(1, 8, card(8) + 0.5, built=True)
+    for _ in range(4):
+        times.add(1, 8, card(8) + 3e-3, built=True)
+    assert times.building.value == pytest.approx(3e-3)
