@@ -32,12 +32,9 @@ Answers = dict[tuple[str, str], Sample]
 def answers(gguf: Path, folder: Path, *, gates: str = "nano", share: float = SHARE) -> Answers:
     """The gates' samples, by gate and item, from our server with this model."""
     out = folder / gguf.stem
-    server = ServerProcess("--model", gguf)
-    try:
+    with ServerProcess("--model", gguf) as server:
         argv = ["--url", server.wait_ready(), "--tasks", gates, "--limit", str(share), "--out", str(out)]
         assert main(["quality", *argv]) == 0, server.log
-    finally:
-        server.kill()
     (run,) = load([out]).manifests
     return {(sample.gate, sample.id): sample for sample in read_samples(out / run / SAMPLES)}
 

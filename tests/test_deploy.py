@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from server.cluster import ROUTER_FLAGS
-from tests.server.serving import ServerProcess
+from tests.server.serving import served
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
@@ -75,10 +75,6 @@ def test_the_dashboard_shows_metrics_that_there_are(nano_q4_k_m: Path) -> None:
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     wanted = {name for expression in expressions for name in re.findall(r"qwen_\w+", expression)}
     assert len(wanted) >= 10
-    server = ServerProcess("--model", nano_q4_k_m, "--ctx-size", "1024", "--parallel", "2")
-    try:
-        with server.client() as client:
-            there = set(re.findall(r"^(qwen_\w+)", client.get("/metrics").text, re.MULTILINE))
-    finally:
-        server.kill()
+    with served("--model", nano_q4_k_m, "--ctx-size", "1024", "--parallel", "2") as client:
+        there = set(re.findall(r"^(qwen_\w+)", client.get("/metrics").text, re.MULTILINE))
     assert wanted <= there

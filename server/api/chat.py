@@ -6,7 +6,6 @@ import asyncio
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
@@ -51,24 +50,21 @@ async def begin(
     """
     engine = service.backend.engine
     check_count(service, request)
-    continued = request.continues
 
     def prepare(
         interrupt: Callable[[], None],
     ) -> tuple[Prompt, bool, StopStrings | None, AnswerFormat | ToolFormat | None]:
+        wanted = request.wanted_format()
         budget = prompt_budget(request, engine.context_size, interrupt)
         ids, thinking = prompt_of(service, request, budget)
         prompt = engine.prompt(truncated(ids, request, engine.context_size))
-        return prompt, thinking, stop_strings(request), request.wanted_format()
+        return prompt, thinking, stop_strings(request), wanted
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
     limits = None
     if thinking:
         limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
-    if wanted is not None and continued:
-        message = f"{wanted.param} and a message that the reply continues contradict each other"
-        raise bad_request(message, wanted.param, "invalid_value")
     grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
     parsers = [
         ReplyParser(

@@ -484,7 +484,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         parallel = self.parallel_tool_calls is not False
         tools = self.offered_tools
         calls = calls_format(self.tool_choice, tools, parallel=parallel, beside=answer)
-        return self._with_an_end(calls or answer)
+        if (wanted := calls or answer) is not None and self.continues:
+            message = f"{wanted.param} and a message that the reply continues contradict each other"
+            raise bad_request(message, wanted.param, "invalid_value")
+        return self._with_an_end(wanted)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

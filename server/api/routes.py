@@ -233,7 +233,7 @@ async def props(http: Request) -> dict[str, Any]:
         "model_alias": service.settings.model_id,
         "model_path": str(service.settings.model),
         "modalities": {"vision": False, "audio": False},
-        "chat_template": backend.prompter.template_source,
+        "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),
         "build_info": f"qwen-serve {http.app.version}",

@@ -33,8 +33,7 @@ class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it, and all of them share `stops` and follow the `grammar` and
-    think within the limits of `thinking`.
+    share it; all of them share `stops`, follow the `grammar` and think within the limits of `thinking`.
     """
 
     def __init__(

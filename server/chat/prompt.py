@@ -44,16 +44,11 @@ class Prompter:
     def __init__(self, vocab: Vocab, template_source: str) -> None:
         self._vocab = vocab
         self.template = template_source
-        """Jinja."""
+        """Its source."""
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
-
-    @property
-    def template_source(self) -> str:
-        """The chat template."""
-        return self._template.source
 
     def chat(
         self,

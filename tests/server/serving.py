@@ -8,16 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
 START_S = 120
+
+EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+"""With F32 weights: the same request gives the same tokens in any company."""
 
 
 class ServerProcess:
-    """A server that was started; its log is read as it comes."""
+    """A server that was started, killed at the latest when its context ends; its log is read as it comes."""
 
     module = "server"
 
@@ -32,6 +40,12 @@ class ServerProcess:
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -71,3 +85,10 @@ class ServerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def served(*arguments: str | Path) -> Iterator[httpx.Client]:
+    """A client of a server that is ready."""
+    with ServerProcess(*arguments) as server, server.client() as client:
+        yield client

@@ -36,13 +36,12 @@ class Watched(ServerProcess):
 
 @pytest.fixture(scope="module")
 def server(nano_q4_k_m: Path) -> Iterator[Watched]:
-    server = Watched("--model", nano_q4_k_m, "--parallel", "2", "--ctx-size", "65536", "--alias", "nano")
-    try:
+    with Watched(
+        "--model", nano_q4_k_m, "--parallel", "2", "--ctx-size", "65536", "--alias", "nano"
+    ) as server:
         server.wait_ready()
         report(server)
         yield server
-    finally:
-        server.kill()
 
 
 def report(server: Watched) -> dict[str, Any]:
@@ -204,8 +203,7 @@ def test_clients_that_leave(server: Watched) -> None:
 
 
 def test_nothing_holds_the_exit(nano_q4_k_m: Path) -> None:
-    server = Watched("--model", nano_q4_k_m, "--drain-timeout", "0.5", "--ctx-size", "65536")
-    try:
+    with Watched("--model", nano_q4_k_m, "--drain-timeout", "0.5", "--ctx-size", "65536") as server:
         url = server.wait_ready()
         path, content = BODIES["7 MB to tokenize"]()
 
@@ -221,5 +219,3 @@ def test_nothing_holds_the_exit(nano_q4_k_m: Path) -> None:
         server.wait(10)
         for client in clients:
             client.join()
-    finally:
-        server.kill()

@@ -10,21 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import ServerProcess
+from tests.server.serving import EXACT, served
 
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 SYSTEM = "You are a helpful assistant. Answer in one short sentence, and be kind. " * 12
 QUESTION = "What is 2+2? Take your time, think about it well, and tell me only what you are sure of. " * 4
 
 
 @pytest.fixture(scope="module")
 def http(nano_f32: Path) -> Iterator[httpx.Client]:
-    server = ServerProcess("--model", nano_f32, "--parallel", "4", "--ctx-size", "16384", *EXACT)
-    try:
-        with server.client() as client:
-            yield client
-    finally:
-        server.kill()
+    with served("--model", nano_f32, "--parallel", "4", "--ctx-size", "16384", *EXACT) as client:
+        yield client
 
 
 def turn(role: str, content: str, **fields: Any) -> dict[str, Any]:
@@ -92,11 +87,7 @@ def test_thinking_too_gives_what_it_gives_without_the_cache(http: httpx.Client, 
     bodies = [(messages, {"thinking": on}) for on in (True, False, True, False)]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda body: chat(http, body[0], **body[1])[0], bodies))
-    server = ServerProcess("--model", nano_f32, "--no-prefix-cache", "--ctx-size", "4096", *EXACT)
-    try:
-        with server.client() as plain:
-            alone = [chat(plain, body[0], **body[1]) for body in bodies]
-    finally:
-        server.kill()
+    with served("--model", nano_f32, "--no-prefix-cache", "--ctx-size", "4096", *EXACT) as plain:
+        alone = [chat(plain, body[0], **body[1]) for body in bodies]
     assert together == [reply for reply, _ in alone]
     assert [cached(usage) for _, usage in alone] == [0] * 4

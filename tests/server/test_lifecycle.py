@@ -19,8 +19,7 @@ ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
 
 def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
     # without drafts, so that the answer outlasts what is asked meanwhile
-    server = ServerProcess("--model", nano_f16, "--ctx-size", "4096", "--speculation", "off")
-    try:
+    with ServerProcess("--model", nano_f16, "--ctx-size", "4096", "--speculation", "off") as server:
         with server.client() as http:
             body = {**ENDLESS, "max_tokens": 2000, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
@@ -36,13 +35,10 @@ def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert server.wait() == 0
-    finally:
-        server.kill()
 
 
 def test_what_outlasts_the_drain_timeout_is_told(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16, "--drain-timeout", "0.5")
-    try:
+    with ServerProcess("--model", nano_f16, "--drain-timeout", "0.5") as server:
         with (
             server.client() as http,
             http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as response,
@@ -64,13 +60,10 @@ def test_what_outlasts_the_drain_timeout_is_told(nano_f16: Path) -> None:
         assert server.wait() == CUT_SHORT
         assert "cut short: 2 requests" in server.log
         assert "Traceback" not in server.log
-    finally:
-        server.kill()
 
 
 def test_a_body_that_is_still_sent_is_told_too(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16, "--drain-timeout", "0.3")
-    try:
+    with ServerProcess("--model", nano_f16, "--drain-timeout", "0.3") as server:
         url = httpx.URL(server.wait_ready())
         with socket.create_connection((url.host, url.port or 80), timeout=20) as client:
             head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
@@ -80,15 +73,12 @@ def test_a_body_that_is_still_sent_is_told_too(nano_f16: Path) -> None:
             assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert server.wait() == CUT_SHORT
         assert "Traceback" not in server.log
-    finally:
-        server.kill()
 
 
 def test_sighup_drains_too(nano_f16: Path) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         pytest.skip("these tests run under nohup, which a server respects")
-    server = ServerProcess("--model", nano_f16, "--speculation", "off")
-    try:
+    with ServerProcess("--model", nano_f16, "--speculation", "off") as server:
         with server.client() as http:
             body = {**ENDLESS, "max_tokens": 500, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
@@ -97,73 +87,55 @@ def test_sighup_drains_too(nano_f16: Path) -> None:
                 server.process.send_signal(signal.SIGHUP)
                 assert list(lines)[-2] == "data: [DONE]"
         assert server.wait() == 0
-    finally:
-        server.kill()
 
 
 def test_the_second_signal_ends_it_at_once(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16, "--drain-timeout", "600")
-    try:
-        with server.client() as http:
+    with ServerProcess("--model", nano_f16, "--drain-timeout", "600") as server, server.client() as http:
 
-            def endless() -> None:
-                with pytest.raises(httpx.HTTPError):
-                    http.post("/v1/completions", json=ENDLESS)
+        def endless() -> None:
+            with pytest.raises(httpx.HTTPError):
+                http.post("/v1/completions", json=ENDLESS)
 
-            thread = threading.Thread(target=endless)
-            thread.start()
-            server.wait_for(lambda: "qwen_running_sequences 1.0" in http.get("/metrics").text)
-            server.process.send_signal(signal.SIGINT)
-            server.wait_for(lambda: "draining" in server.log)
-            time.sleep(0.2)
-            server.process.send_signal(signal.SIGINT)
-            assert server.wait() == 128 + signal.SIGINT
-            thread.join()
-    finally:
-        server.kill()
+        thread = threading.Thread(target=endless)
+        thread.start()
+        server.wait_for(lambda: "qwen_running_sequences 1.0" in http.get("/metrics").text)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for(lambda: "draining" in server.log)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 128 + signal.SIGINT
+        thread.join()
 
 
 def test_sigterm_while_the_model_loads(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16)
-    try:
+    with ServerProcess("--model", nano_f16) as server:
         assert server.url
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
-    finally:
-        server.kill()
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(b"GGUF\3\0\0\0 but not really")
-    server = ServerProcess("--model", model)
-    try:
+    with ServerProcess("--model", model) as server:
         assert server.wait() == 1
         assert "broken.gguf is not a whole GGUF file" in server.log
         assert "Traceback" not in server.log
-    finally:
-        server.kill()
 
 
 def test_a_port_that_is_taken(nano_f16: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        server = ServerProcess("--model", nano_f16, "--port", str(taken.getsockname()[1]))
-        try:
+        with ServerProcess("--model", nano_f16, "--port", str(taken.getsockname()[1])) as server:
             assert server.wait() != 0
             assert "address already in use" in server.log
             assert "Traceback" not in server.log
-        finally:
-            server.kill()
 
 
 def test_settings_and_memory_are_printed(nano_f16: Path) -> None:
-    server = ServerProcess("--model", nano_f16, "--parallel", "2", "--ctx-size", "1024")
-    try:
+    with ServerProcess("--model", nano_f16, "--parallel", "2", "--ctx-size", "1024") as server:
         server.wait_ready()
         assert "parallel = 2" in server.log
         assert "KV cache" in server.log
         assert "MiB" in server.log
-    finally:
-        server.kill()

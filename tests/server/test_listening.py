@@ -31,24 +31,20 @@ def test_tls(nano_q4_k_m: Path, tmp_path: Path) -> None:
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    server = ServerProcess(
+    with ServerProcess(
         "--model", nano_q4_k_m, *SMALL, "--ssl-certfile", certificate, "--ssl-keyfile", key
-    )
-    try:
+    ) as server:
         url = server.url
         assert url.startswith("https://")
         context = ssl.create_default_context(cafile=certificate)
         with httpx.Client(base_url=url, verify=context) as client:
             server.wait_for(answers(client))
             assert client.get("/v1/models").status_code == 200
-    finally:
-        server.kill()
 
 
 def test_a_unix_socket(nano_q4_k_m: Path, tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
-    server = ServerProcess("--model", nano_q4_k_m, *SMALL, "--uds", path)
-    try:
+    with ServerProcess("--model", nano_q4_k_m, *SMALL, "--uds", path) as server:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://server") as client:
             server.wait_for(answers(client))
@@ -56,5 +52,3 @@ def test_a_unix_socket(nano_q4_k_m: Path, tmp_path: Path) -> None:
         server.process.terminate()
         assert server.wait() == 0
         assert not path.exists()
-    finally:
-        server.kill()

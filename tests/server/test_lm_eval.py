@@ -12,6 +12,7 @@ import pytest
 from server.engine.logprobs import log_softmax
 from tests.conftest import NANO
 from tests.server.engine.helpers import EXACT, Alone
+from tests.server.serving import EXACT as EXACT_FLAGS
 from tests.server.serving import ServerProcess
 
 if TYPE_CHECKING:
@@ -27,13 +28,9 @@ CLOSE = 1e-3
 
 @pytest.fixture(scope="module")
 def server(nano_f32: Path) -> Iterator[ServerProcess]:
-    exact = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-    server = ServerProcess("--model", nano_f32, "--parallel", "4", "--ctx-size", "8192", *exact)
-    try:
+    with ServerProcess("--model", nano_f32, "--parallel", "4", "--ctx-size", "8192", *EXACT_FLAGS) as server:
         server.wait_ready()
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +87,17 @@ def teacher_forced(alone: Alone, context: list[int], continuation: list[int]) ->
     return total, all(int(row.argmax()) == token for row, token in zip(rows, continuation, strict=True))
 
 
+@pytest.fixture
+def alone(nano_f32: Path) -> Iterator[Alone]:
+    """The same model with nobody beside, and every token of it."""
+    alone = Alone(nano_f32, **EXACT)
+    alone.eog, alone.n_real = [], alone.model.n_vocab
+    yield alone
+    alone.close()
+
+
 def test_loglikelihood_of_choices(
-    server: ServerProcess, documents: Path, nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, documents: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = evaluate(
         "local-completions",
@@ -104,8 +110,6 @@ def test_loglikelihood_of_choices(
         doc_to_target="answer_index",
         metric_list=[{"metric": "acc"}],
     )
-    alone = Alone(nano_f32, **EXACT)
-    alone.eog, alone.n_real = [], alone.model.n_vocab
     right = 0
     for sample in found["samples"]["nano_local"]:
         text = f"Question: {sample['doc']['question']}\nAnswer:"
@@ -119,13 +123,12 @@ def test_loglikelihood_of_choices(
             assert (str(is_greedy) == "True") == greedy
             expected.append(reference)
         right += int(np.argmax(expected)) == sample["doc"]["answer_index"]
-    alone.close()
     assert len(found["samples"]["nano_local"]) == N_DOCS
     assert found["results"]["nano_local"]["acc,none"] == pytest.approx(right / N_DOCS)
 
 
 def test_loglikelihood_of_texts(
-    server: ServerProcess, documents: Path, nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, documents: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = evaluate(
         "local-completions",
@@ -137,13 +140,10 @@ def test_loglikelihood_of_texts(
         doc_to_target="{{cot_content}}",
         metric_list=[{"metric": "word_perplexity"}],
     )
-    alone = Alone(nano_f32, **EXACT)
-    alone.eog, alone.n_real = [], alone.model.n_vocab
     for sample in found["samples"]["nano_local"]:
         ids = alone.model.tokenize(sample["doc"]["cot_content"].encode(), special=True)
         reference, _ = teacher_forced(alone, [alone.model.eos], ids)
         assert float(sample["resps"][0][0]) == pytest.approx(reference, abs=10 * CLOSE)
-    alone.close()
 
 
 def test_answers_of_a_chat(server: ServerProcess, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,24 +17,20 @@ import httpx
 import openai
 import pytest
 
-from tests.server.serving import ServerProcess
+from tests.server.serving import EXACT, ServerProcess
 
 FILLER = "The quick brown fox jumps over the lazy dog. "
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 SUMS = {"What is 2+2?": "2 + 2 = 4.", "What is 9 plus 5?": "9 + 5 = ", "65 + 30 = ?": "65 + 30 = "}
 """What nano answers; how well it adds is measured elsewhere."""
 
 
 @pytest.fixture(scope="module")
 def server(nano_f32: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(
+    with ServerProcess(
         "--model", nano_f32, "--alias", "nano", "--parallel", "4", "--ctx-size", "16384", *EXACT
-    )
-    try:
+    ) as server:
         server.wait_ready()
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.server.serving import ServerProcess
+from tests.server.serving import served
 
 PERSON = {
     "type": "object",
@@ -31,18 +30,8 @@ ASK = [{"role": "user", "content": "What is 2+2?"}]
 
 @pytest.fixture(scope="module")
 def http(nano_f32: Path) -> Iterator[httpx.Client]:
-    with served(nano_f32, "host") as client:
+    with served("--model", nano_f32, "--parallel", "8", "--sampling", "host") as client:
         yield client
-
-
-@contextmanager
-def served(model: Path, sampling: str) -> Iterator[httpx.Client]:
-    server = ServerProcess("--model", model, "--parallel", "8", "--sampling", sampling)
-    try:
-        with server.client() as client:
-            yield client
-    finally:
-        server.kill()
 
 
 def post(http: httpx.Client, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
@@ -308,5 +297,6 @@ def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str)
         check(PERSON, found["message"]["content"])
         return True
 
-    with served(nano_f32, sampling) as http, ThreadPoolExecutor(8) as pool:
+    arguments = ("--model", nano_f32, "--parallel", "8", "--sampling", sampling)
+    with served(*arguments) as http, ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(one, range(64))) > 48

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import ServerProcess
+from tests.server.serving import served
 
 ASK = [{"role": "user", "content": "Tom has 3 boxes of 4 pens and gives 5 away. How many are left?"}]
 WORDS = "My time to think is up"
@@ -18,12 +18,8 @@ WORDS = "My time to think is up"
 
 @pytest.fixture(scope="module")
 def http(nano_f32: Path) -> Iterator[httpx.Client]:
-    server = ServerProcess("--model", nano_f32, "--thinking-budget", "9")
-    try:
-        with server.client() as client:
-            yield client
-    finally:
-        server.kill()
+    with served("--model", nano_f32, "--thinking-budget", "9") as client:
+        yield client
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:

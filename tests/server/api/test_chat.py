@@ -246,6 +246,27 @@ def test_an_assistants_last_message_is_continued(start: Start, fields: dict[str,
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes."}
 
 
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("response_format.schema", {"response_format": {"type": "json_object"}}),
+        (
+            "tool_choice",
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        ),
+    ],
+)
+def test_what_is_continued_has_no_format_from_its_beginning(
+    start: Start, param: str, fields: dict[str, Any]
+) -> None:
+    """Found before anything is tokenized: the message would be too long, too."""
+    begun = {"role": "assistant", "content": "Well, " * 4096}
+    answer = start("x").chat(messages=[*HI, begun], **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "a message that the reply continues contradict each other" in answer.json()["error"]["message"]
+
+
 def test_reasoning_that_breaks_off_is_continued(start: Start) -> None:
     server = start(" so.</think>\n\nYes.")
     messages = [*HI, {"role": "assistant", "content": None, "reasoning_content": "Hm,"}]
