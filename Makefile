@@ -16,8 +16,8 @@ URL         ?= http://$(HOST):$(PORT)
 REPLICAS    ?= 2
 GPUS        ?=
 ARGS        ?=
-# for each of five endpoints, right ones and wrong ones
-FUZZ_CASES  ?= 1000
+# for each of eight endpoints, right ones and wrong ones
+FUZZ_CASES  ?= 625
 NANO        := models/nano-Q4_K_M.gguf
 MODEL       ?= $(NANO)
 
@@ -90,7 +90,7 @@ chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127
 test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
 
-fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=1000]
+fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=625]
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
