@@ -19,8 +19,8 @@ from bench.analysis.cards import CARDS, Card, preset_of
 from bench.analysis.geometry import Geometry, Work
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES, DISTINCT
-from bench.report.latency import cached_share
-from bench.servers.ceiling import Ceiling
+from bench.report.requests import cached_share
+from bench.servers.ceiling import read_ceiling
 from bench.store import Results, load
 
 APART = 1.3  # how much more bytes one decode step must move than another to tell bandwidth from launches
@@ -128,8 +128,7 @@ def _step_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
 
 def _ceiling_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
     for _, rows in frame.groupby("run", sort=False):
-        ceiling = Ceiling.of(rows)
-        for row in ceiling.batches if ceiling is not None else ():
+        for row in read_ceiling(rows).values():
             context = row.prompt_tokens + (row.output_tokens - 1) / 2
             step = geometry.decode(context, sequences=row.sequences)
             name = sequences_cell(row.sequences, row.prompt_tokens)

@@ -24,7 +24,7 @@ from bench.analysis.statistics import percentiles
 from bench.arguments import Natural, Positive, StoreOptions, comma_separated
 from bench.errors import BenchError
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category
-from bench.report.latency import cached_share
+from bench.report.requests import cached_share
 from bench.store import Run, load
 from bench.terminal import Cell, Table
 

@@ -11,9 +11,10 @@ from bench import provenance
 from bench.arguments import PromptOptions
 from bench.errors import BenchError
 from bench.gates.options import GateServer
-from bench.load.cell import Cell, Supply, Target, record
+from bench.load.cell import Cell, Supply
 from bench.load.client import Client
-from bench.load.latency import LatencyCell
+from bench.load.generator import Target
+from bench.load.latency import latency_cell
 from bench.load.vocabulary import GgufVocabulary, Vocabulary
 from bench.servers.launch import ServerProcess, free_port
 from bench.store import Run
@@ -71,11 +72,11 @@ class Stages:
             cells = self._cells[variant.name]
             for cell in cells:
                 await cell.warm_up(target)
-            total = sum(cell.requests() for cell in cells)
-            with Bar(f"{variant.name}, {round_stage(number)}", total=total) as bar:
+            with Bar(f"{variant.name}, {round_stage(number)}", total=sum(c.requests for c in cells)) as bar:
                 for cell in cells:
                     found = await cell.measure(target, number, bar)
-                    record(self._run, target, cell, number, found)
+                    for values in found.rows:
+                        self._run.add(variant.name, cell.workload, cell.name, number, values)
                     if found.errors:
                         raise BenchError(
                             f"latency, {cell.workload}, {cell.name}: {len(found.errors)} requests failed; "
@@ -85,24 +86,24 @@ class Stages:
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
         supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
-        cells: list[Cell] = []
-        for category in plan.categories:
-            for protocol in plan.protocols:
-                for streamed, count in ((False, effort.runs), (True, effort.stream_runs)):
-                    if count:
-                        endpoint = STREAM_ENDPOINT if streamed else ENDPOINT
-                        warmup = min(effort.warmup, 1) if streamed else effort.warmup
-                        cell = LatencyCell(
-                            category,
-                            protocol,
-                            supply,
-                            endpoint=endpoint,
-                            streamed=streamed,
-                            warmup=warmup,
-                            count=count,
-                        )
-                        await cell.prepare(effort.rounds)
-                        cells.append(cell)
+        cells = [
+            latency_cell(
+                category,
+                protocol,
+                supply,
+                endpoint=STREAM_ENDPOINT if streamed else ENDPOINT,
+                streamed=streamed,
+                warmup=min(effort.warmup, 1) if streamed else effort.warmup,
+                rounds=effort.rounds,
+                count=count,
+            )
+            for category in plan.categories
+            for protocol in plan.protocols
+            for streamed, count in ((False, effort.runs), (True, effort.stream_runs))
+            if count
+        ]
+        for cell in cells:
+            await cell.prepare()
         return cells
 
     def _log(self, variant: Variant, stage: str) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -23,8 +23,8 @@ from bench.errors import BenchError
 from bench.gates.options import Data, GateOptions, Limit
 from bench.gates.score import SUBTASKS
 from bench.gates.score import WORKLOAD as SCORES
-from bench.load.latency import read_baseline
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category, category
+from bench.load.latency import Categories, Protocol, protocols_of, read_baseline
+from bench.load.protocol import ALL_CATEGORIES
 from bench.report.perplexity import WORKLOAD as DIVERGENCE
 from bench.report.sweep import FILE, WEIGHTS, show_sweep
 from bench.store import Manifest, Run, load, manifests
@@ -75,8 +75,8 @@ def sweep(
     runs: Positive | None = None,
     warmup: Natural | None = None,
     stream_runs: Natural | None = None,
-    protocol: Literal["both", "official", "distinct"] = "both",
-    categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values()),
+    protocol: Protocol = "both",
+    categories: Categories = ALL_CATEGORIES,
     baseline: str | None = None,
     store: StoreOptions = StoreOptions(),
     force: Annotated[bool, Parameter(negative=())] = False,
@@ -168,7 +168,7 @@ def sweep(
             data=data,
             nano=items_folder(src),
         ),
-        protocols=(OFFICIAL, DISTINCT) if protocol == "both" else (protocol,),
+        protocols=tuple(protocols_of(protocol)),
         categories=categories,
         effort=Effort(
             rounds=usual.rounds if rounds is None else rounds,
