@@ -14,16 +14,14 @@ from bench.gates.options import GateServer
 from bench.load.cell import Cell, Supply
 from bench.load.client import Client
 from bench.load.generator import Target
-from bench.load.latency import latency_cell
+from bench.load.latency import latency_cell, protocols_of
 from bench.load.vocabulary import GgufVocabulary, Vocabulary
-from bench.servers.launch import ServerProcess, free_port
+from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
 from bench.store import Run
 from bench.terminal import Bar
 from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
 from bench.variants.variant import Variant
-from bench.variants.weights import import_paths
 
-READY = "/ping"
 GATES = "gates"
 
 
@@ -98,7 +96,7 @@ class Stages:
                 count=count,
             )
             for category in plan.categories
-            for protocol in plan.protocols
+            for protocol in protocols_of(plan.protocol)
             for streamed, count in ((False, effort.runs), (True, effort.stream_runs))
             if count
         ]
@@ -133,14 +131,9 @@ def serving(plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
             command.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             command += [f"--{flag}", str(value)]
+    url, timeout = f"http://127.0.0.1:{port}", plan.start_timeout
     server = ServerProcess(
-        variant.name,
-        command,
-        f"http://127.0.0.1:{port}",
-        ready_path=READY,
-        log=log,
-        environment=import_paths(),
-        timeout=plan.start_timeout,
+        variant.name, command, url, ready_path="/ping", log=log, environment=PYTHON_PATH, timeout=timeout
     )
     asyncio.run(server.start())
     try:
