@@ -27,7 +27,7 @@ from bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_
 from bench.load.prompts import Prompts
 from bench.load.protocol import at_concurrency
 from bench.metrics import METRICS
-from bench.report.requests import total, verdict
+from bench.report.requests import total
 from bench.report.views import show
 from bench.servers.counters import RESIDENT_MEMORY, read_counters
 from bench.store import Results, Run
@@ -282,7 +282,7 @@ def soak_tables(results: Results) -> list[Table]:
             "least": float(medians.min()),
             "median": float(medians.median()),
             "most": float(medians.max()),
-            "last / first": verdict(drift(rows, metric)),
+            "last / first": ratio.verdict if (ratio := drift(rows, metric)) is not None else None,
         }
         for metric in DRIFTS
         if len(medians := by_window(rows, metric))

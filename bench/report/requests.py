@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.statistics import Ratio, times_as_good
+from bench.analysis.statistics import times_as_good
 from bench.load.generator import is_miscounted
 from bench.load.protocol import (
     CATEGORIES,
@@ -53,14 +53,6 @@ def request_tables(results: Results) -> list[Table]:
         made += counter_tables(rows)
         made += [_who(manifest)] if "reference" in manifest.settings else []
     return made
-
-
-def verdict(ratio: Ratio | None) -> str | None:
-    """A ratio with its interval, and whether that leaves 1 out."""
-    if ratio is None:
-        return None
-    apart = ratio.low is None or ratio.told_apart or ratio.low == ratio.high
-    return str(ratio) if apart else f"{ratio} (not told apart)"
 
 
 def headline(rows: pd.DataFrame) -> str:
@@ -168,8 +160,8 @@ def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> 
     mine = rows[rows["subject"] == subject]
     compared = total(mine, "compared_answers")
     same = f"{total(mine, 'same_answers'):.0f}/{compared:.0f}" if compared else None
-    ratio = verdict(times_as_good(rows, subject, reference, headline(rows)))
-    return {f"x {against}": ratio, "same answers": same}
+    ratio = times_as_good(rows, subject, reference, headline(rows))
+    return {f"x {against}": ratio.verdict if ratio is not None else None, "same answers": same}
 
 
 def _all(
