@@ -66,8 +66,8 @@ class Ratio:
 
 
 def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
-    """Over all cells that both have, each counting alike: paired by round where they were measured in one run,
-    else unpaired. None without any, or where the metric has no better side."""
+    """Over all cells that both have, each counting alike: paired by round where they were measured in one
+    run, else unpaired. None without any, or where the metric has no better side."""
     better = METRICS[metric].better
     if better is None or subject == reference:
         return None

@@ -98,8 +98,8 @@ def prefix_cost(
     times: Positive = 20,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a decode step by the cells that are occupied but not used by it; of reading a prompt; of
-    copying, saving and restoring a sequence.
+    """Milliseconds of a decode step by the cells that are occupied but not used by it; of reading a prompt;
+    of copying, saving and restoring a sequence.
 
     With one pool of cells for all sequences, and with a stream of cells for each. The defaults of the prefix
     cache's settings come from these figures.

@@ -135,14 +135,6 @@ def test_open_loops_are_drawn_by_the_rate_offered(tmp_path: Path) -> None:
     assert ">4.5<" in (tmp_path / "goodput.svg").read_text()
 
 
-def test_what_the_engine_alone_took_is_drawn(tmp_path: Path) -> None:
-    rows: list[Row] = [(name, "decode", "8 sequences", 1, {"step_time": 7.5}) for name in ("a", "b")]
-    made_run(tmp_path, rows)
-    made = draw_pictures(load([tmp_path]).frame, tmp_path)
-    assert [path.name for path in made.values()] == ["step_time.svg"]
-    assert "decode, 8 sequences" in (tmp_path / "step_time.svg").read_text()
-
-
 @pytest.mark.parametrize("where", [*TABLES.values(), *PICTURES.values()])
 def test_every_view_is_there(where: str) -> None:
     module, _, name = where.partition(":")
