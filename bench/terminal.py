@@ -46,11 +46,13 @@ class Table:
     def print(self) -> None:
         """To stdout: as wide as the terminal, or as a file needs it."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else FULL_WIDTH)
-        made = RichTable(title=self.title or None, title_justify="left", box=None, header_style="bold")
+        made = RichTable(box=None, header_style="bold")
         for number, name in enumerate(self.header):
             made.add_column(name, justify="left" if self.is_text(number) else "right")
         for row in self.rows:
             made.add_row(*(show(cell) for cell in row))
+        if self.title:
+            console.print(self.title, style="italic", markup=False, soft_wrap=True)
         console.print(made, markup=False)
         for note in self.notes:
             console.print(f"  {note}", markup=False, soft_wrap=True)

@@ -65,6 +65,36 @@ def latency_cell(
     )
 
 
+def latency_cells(
+    categories: Sequence[Category],
+    protocol: Protocol,
+    supply: Supply,
+    *,
+    endpoints: tuple[str, str],
+    warmup: int,
+    rounds: tuple[int, int],
+    counts: tuple[int, int] = (1, 1),
+) -> list[Cell]:
+    """Of every category and protocol a cell of whole answers and one of streamed ones, where any are wanted;
+    endpoints, rounds and counts are of either."""
+    return [
+        latency_cell(
+            one,
+            name,
+            supply,
+            endpoint=endpoints[streamed],
+            streamed=bool(streamed),
+            warmup=min(warmup, 1) if streamed else warmup,
+            rounds=rounds[streamed],
+            count=counts[streamed],
+        )
+        for one in categories
+        for name in protocols_of(protocol)
+        for streamed in (0, 1)
+        if rounds[streamed] and counts[streamed]
+    ]
+
+
 def protocols_of(protocol: Protocol) -> Sequence[str]:
     """Those that --protocol means."""
     return (OFFICIAL, DISTINCT) if protocol == "both" else (protocol,)
@@ -118,22 +148,14 @@ async def latency(
         "baseline": read_baseline(baseline),
     }
     async with measuring("latency", server, store, prompts, settings, chat=False) as (run, target, supply):
-        cells = []
-        for one in categories:
-            for name in protocols_of(protocol):
-                whole = latency_cell(
-                    one, name, supply, endpoint=endpoint, streamed=False, warmup=warmup, rounds=runs
-                )
-                streamed = latency_cell(
-                    one,
-                    name,
-                    supply,
-                    endpoint=stream_endpoint,
-                    streamed=True,
-                    warmup=min(warmup, 1),
-                    rounds=streams,
-                )
-                cells += [whole, streamed] if streams else [whole]
+        cells = latency_cells(
+            categories,
+            protocol,
+            supply,
+            endpoints=(endpoint, stream_endpoint),
+            warmup=warmup,
+            rounds=(runs, streams),
+        )
         try:
             errors = await measure_alone(run, target, cells)
         finally:

@@ -14,7 +14,7 @@ from bench.arguments import Natural, Positive, PromptOptions, StoreOptions
 from bench.errors import BenchError
 from bench.load.cell import Cell, Supply
 from bench.load.generator import Target
-from bench.load.latency import Categories, Protocol, latency_cell, protocols_of, read_baseline
+from bench.load.latency import Categories, Protocol, latency_cells, read_baseline
 from bench.load.protocol import ALL_CATEGORIES, OFFICIAL, WARM_UPS
 from bench.load.tasks import HELDOUT, task_cells
 from bench.load.throughput import Kind, LoadOptions
@@ -130,22 +130,16 @@ class Work:
             return task_cells(self.tasks, self.items, supply, **given)
         if self.workload != "latency":
             return load.cells(self.workload, supply, LEVELS, self.rounds)
-        return [
-            latency_cell(
-                one,
-                protocol,
-                supply,
-                endpoint=load.endpoint or "/v1/completions",  # every server has this one
-                streamed=streamed,
-                warmup=WARM_UPS if load.warmup is None else load.warmup,
-                rounds=self.rounds,
-                count=count,
-            )
-            for one in self.categories
-            for protocol in protocols_of(self.protocol)
-            for streamed, count in ((False, self.runs), (True, self.stream_runs))
-            if count
-        ]
+        endpoint = load.endpoint or "/v1/completions"  # every server has this one
+        return latency_cells(
+            self.categories,
+            self.protocol,
+            supply,
+            endpoints=(endpoint, endpoint),
+            warmup=WARM_UPS if load.warmup is None else load.warmup,
+            rounds=(self.rounds, self.rounds),
+            counts=(self.runs, self.stream_runs),
+        )
 
 
 async def peers(

@@ -14,7 +14,7 @@ from bench.gates.options import GateServer
 from bench.load.cell import Cell, Supply
 from bench.load.client import Client
 from bench.load.generator import Target
-from bench.load.latency import latency_cell, protocols_of
+from bench.load.latency import latency_cells
 from bench.load.vocabulary import GgufVocabulary, Vocabulary
 from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
 from bench.store import Run
@@ -84,22 +84,15 @@ class Stages:
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
         supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
-        cells = [
-            latency_cell(
-                category,
-                protocol,
-                supply,
-                endpoint=STREAM_ENDPOINT if streamed else ENDPOINT,
-                streamed=streamed,
-                warmup=min(effort.warmup, 1) if streamed else effort.warmup,
-                rounds=effort.rounds,
-                count=count,
-            )
-            for category in plan.categories
-            for protocol in protocols_of(plan.protocol)
-            for streamed, count in ((False, effort.runs), (True, effort.stream_runs))
-            if count
-        ]
+        cells = latency_cells(
+            plan.categories,
+            plan.protocol,
+            supply,
+            endpoints=(ENDPOINT, STREAM_ENDPOINT),
+            warmup=effort.warmup,
+            rounds=(effort.rounds, effort.rounds),
+            counts=(effort.runs, effort.stream_runs),
+        )
         for cell in cells:
             await cell.prepare()
         return cells
