@@ -89,7 +89,7 @@ def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceil
     who = f"{subjects[0]}, {model}" if len(subjects) == 1 else str(model)
     how = [settings.get("endpoint"), "one request at a time"] if single else [_lengths(settings)]
     title = ", ".join(filter(None, (workload, who, *how)))
-    return Table.of(_who_is_who(lines), title=title, notes=_notes(rows, workload, manifest))
+    return Table.of(_who_is_who(lines), title=title, notes=_notes(rows, workload, manifest, alone))
 
 
 def _by_cell(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -198,17 +198,18 @@ def _lengths(settings: Mapping[str, Any]) -> str:
     return f"{settings['input_tokens']:,} tokens in, {settings['output_tokens']:,} out"
 
 
-def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
+def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling.Ceiling) -> list[str]:
     settings, about = manifest.settings, manifest.subjects
     counted = dict.fromkeys(about.get(name, {}).get("counted_by") for name in rows["subject"].unique())
     notes = []
     if known := [str(name) for name in counted if name]:
         notes.append(f"output tokens counted by {', '.join(known)}")
     if "reference" in settings:
-        notes += [
-            "the ratio: times as good, paired by round, [95% interval]; of latencies at a request rate",
-            "of the engine: llama.cpp's own figure by the server's",
-        ]
+        notes.append(
+            "the ratio: times as good, paired by round, [95% interval]; of latencies at a request rate"
+        )
+    if alone:
+        notes.append("of the engine: llama.cpp's own figure by the server's")
     if settings.get("baseline") and CATEGORIES.keys() >= set(rows["cell"]):
         told = ", ".join(f"{name} {ms:,.0f}" for name, ms in settings["baseline"].items())
         notes.append(f"speed-up: against {told} ms; only a ratio on one card compares software")
