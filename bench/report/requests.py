@@ -46,6 +46,9 @@ def request_tables(results: Results) -> list[Table]:
         manifest = results.manifests[str(run)]
         alone = ceiling.read_ceiling(rows)
         requests = rows[~rows["workload"].isin({*COUNTED, ceiling.WORKLOAD})]
+        # in turns another server begins each time: they are shown as they were named
+        named = {name: number for number, name in enumerate(manifest.subjects)}
+        requests = requests.sort_values("subject", key=lambda names: names.map(named), kind="stable")
         for workload, group in requests.groupby("workload", sort=False):
             made.append(_requests(group, str(workload), manifest, alone))
             if (group["metric"] == "ttft").any():
