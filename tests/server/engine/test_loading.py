@@ -101,7 +101,9 @@ def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch:
 def test_the_warm_up_measures_the_budget_that_is_left_open(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0))
+    wanted = decide(
+        settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
+    )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     parts = Parts(plan, StepProfile())
     with caplog.at_level(logging.DEBUG):
@@ -123,7 +125,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else holds them up, such as another program on the same cores, says nothing of rows."""
-    wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64))
+    wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
     parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile())
     launch = parts.runner.launch
 
