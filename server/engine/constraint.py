@@ -37,20 +37,11 @@ class Constraint(Protocol):
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of the tokens of a draft may come next, one after the other."""
 
-    def prepare(self, draft: Sequence[int]) -> None:
-        """While the device computes: make ready the masks of this place and of those after a valid draft's
-        tokens, which `mask` may be asked for next."""
-
-
-def allowed(mask: Bitmask, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """Which of `ids` may come next."""
-    bytes_ = np.frombuffer(mask, np.uint8)[ids >> 3]
-    return np.asarray(bytes_ >> (ids & 7).astype(np.uint8) & 1, bool)
-
 
 def all_allowed(mask: Bitmask, n: int) -> npt.NDArray[np.intp]:
     """All of the first `n` tokens that may come next, in order."""
-    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=n, bitorder="little"))
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=n, bitorder="little")
+    return np.flatnonzero(bits.view(bool))  # of numbers it takes twice as long
 
 
 def count(mask: Bitmask) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .constraint import all_allowed, allowed, count
+from .constraint import all_allowed, count
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
 from .logit_rules import LogitRules
 
@@ -126,6 +127,8 @@ class Sampler:
         self._n_real = vocab.n_real
         ends = sorted(vocab.eog_ids - params.stop_token_ids)
         self._banned = np.array(ends, np.intp) if params.ignore_eos else None
+        self._never = frozenset(ends) if params.ignore_eos else frozenset()
+        """The same."""
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self._penalties: Penalties | LogitRules | None = (
             Penalties(params, vocab.n_real, prompt) if penalised else None
@@ -253,11 +256,6 @@ class Sampler:
             return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         return draft if self._constraint is None else draft[: self._constraint.validate(draft)]
 
-    def prepare(self, draft: Sequence[int]) -> None:
-        """While the device computes the rows after what is pending, and after each token of a draft."""
-        if self._constraint is not None and self._chain is not None and not self._forced:
-            self._constraint.prepare(draft)  # the best token is nearly always allowed, which is asked sooner
-
     def _penalised(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The real tokens' logits of a row after penalties, without banned ones."""
         real = logits[: self._n_real]
@@ -281,20 +279,16 @@ class Sampler:
     # --- with a constraint ---------------------------------------------------------------------------------
 
     def _constrained(self, rows: Rows, row: int, constraint: Constraint) -> int:
-        kind, token = rows.kinds[row], None
-        if kind is not DeviceSampler.ROW:
+        if rows.kinds[row] is not DeviceSampler.ROW:
             token = self._from_candidates(*rows.candidates(row), constraint)
-            real = None
-        else:
-            real = self._penalised(rows.logits(row))
-        if token is None:
-            if real is None:
+            if token is None:
                 logits = rows.fetch(row)
                 if logits is None:
                     self.need = DeviceSampler.ROW
                     raise RowNotKept
-                real = self._penalised(logits)
-            token = self._from_row(real, constraint)
+                token = self._from_mask(self._penalised(logits), constraint)
+        else:
+            token = self._from_row(self._penalised(rows.logits(row)), constraint)
         self._count(token)
         self._force(constraint)
         return token
@@ -306,8 +300,17 @@ class Sampler:
 
     def _from_row(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
         """The choice from a whole row."""
-        if self._chain is None and constraint.accept(token := int(real.argmax())):
-            return token
+        if self._chain is None:
+            if constraint.accept(token := int(real.argmax())):
+                return token
+        elif not self._top_k:
+            return self._from_mask(real, constraint)
+        ids = best_of(real, max(N_CANDIDATES, self._top_k))
+        found = self._from_candidates(ids.astype(np.int32), real[ids], constraint)
+        return self._from_mask(real, constraint) if found is None else found
+
+    def _from_mask(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
+        """The choice from all tokens of a row that may come next."""
         if (mask := constraint.mask()) is None:
             token = self._draw_from_row(real)
         else:
@@ -328,57 +331,41 @@ class Sampler:
         """The choice from the best tokens of a row, as it would be from the whole row; None where they do not
         say what it would be.
 
-        Every other token has a logit of at most the least of theirs.
+        Every other token has a logit of at most the least of theirs. They are offered to the constraint from
+        the best on, until the choice is settled: a mask of all tokens takes as long as some 50 offers.
         """
-        lowest = logits.min()
-        if self._banned is not None:
-            keep = ~np.isin(ids, self._banned)
-            ids, logits = ids[keep], logits[keep]
-        if self._chain is None:
-            highest = logits.max(initial=-np.inf)
-            if highest > lowest and constraint.accept(token := int(ids[logits == highest].min())):
-                return token
-        mask = constraint.mask()
-        complete = False
-        if mask is not None:
-            keep = allowed(mask, ids)
-            ids, logits = ids[keep], logits[keep]
-            complete = len(ids) == count(mask)
-        if self._chain is None:
-            highest = logits.max(initial=-np.inf)
-            if highest <= lowest and not complete:
+        order = logits.argsort()[::-1]
+        if self._chain is None and logits[order[0]] > logits[order[1]]:
+            best = int(ids[order[0]])
+            if best not in self._never and constraint.accept(best):
+                return best
+        if self._chain is None:  # of equal ones the lowest
+            order = np.lexsort((ids, -logits))
+        ranked, values = ids[order].tolist(), logits[order].tolist()
+        lowest = values[-1]
+        settled = Settled(self._params) if self._chain is not None else None
+        allowed: list[int] = []
+        known: list[float] = []
+        for token, logit, following in zip(ranked, values, [*values[1:], lowest], strict=True):
+            if token not in self._never and logit > -math.inf and constraint.validate([token]):
+                allowed.append(token)
+                known.append(logit)
+                if settled is not None:
+                    settled.add(logit)
+            if not known or following == logit:
+                continue
+            if settled is None or settled.whatever_follows(following):
+                break
+        else:  # nothing settles it but that there is no other token
+            mask = constraint.mask()
+            if mask is None or count(mask) > len(allowed) or not allowed:
                 return None
-            token = int(ids[logits == highest].min())
-        elif complete or self._is_certain(logits, float(lowest)):
-            token = self._chain.draw(ids, logits)
+        if self._chain is None:
+            token = allowed[0]
         else:
-            return None
+            token = self._chain.draw(np.array(allowed, np.int32), np.array(known, np.float32))
         self._accept(token, constraint)
         return token
-
-    def _is_certain(self, logits: npt.NDArray[np.float32], lowest: float) -> bool:
-        """Whether top-k, top-p and min-p keep none but tokens of these `logits`, and the same ones, whatever
-        other tokens there are with logits of at most `lowest`.
-
-        Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because
-        the tokens that reach its share of the mass without them, and of the most mass that they could bring,
-        are the same.
-        """
-        params, known = self._params, np.sort(logits[logits > lowest])[::-1].astype(np.float64)
-        n = len(known)
-        if n >= self._top_k or not n:
-            return n > 0
-        weights = np.exp((known - known[0]) / params.temperature)
-        least = math.exp((lowest - known[0]) / params.temperature)
-        kept = most = n
-        if params.top_p < 1.0:
-            mass, unknown = np.cumsum(weights), (self._top_k - n) * least
-            kept = 1 + int(np.searchsorted(mass, (params.top_p - MARGIN) * mass[-1]))
-            most = 1 + int(np.searchsorted(mass, (params.top_p + MARGIN) * (mass[-1] + unknown)))
-            if kept == most:
-                return most <= n
-        bound = params.min_p * (1 - MARGIN)
-        return least < bound and int(np.count_nonzero(weights >= bound)) <= kept
 
     def _accept(self, token: int, constraint: Constraint) -> None:
         if not constraint.accept(token):
@@ -388,6 +375,46 @@ class Sampler:
         """Free llama.cpp's part. Idempotent."""
         if self._chain is not None:
             self._chain.close()
+
+
+class Settled:
+    """Whether top-k, top-p and min-p keep none but tokens that are known, and the same ones, whatever other
+    tokens there are.
+
+    Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because the
+    tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
+    same.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._highest = 0.0
+        self._weights: list[float] = []
+        self._masses: list[float] = []
+        """Of the tokens up to each."""
+
+    def add(self, logit: float) -> None:
+        """The next best token is known."""
+        if not self._weights:
+            self._highest = logit
+        weight = math.exp((logit - self._highest) / self._params.temperature)
+        self._weights.append(weight)
+        self._masses.append(weight + (self._masses[-1] if self._masses else 0.0))
+
+    def whatever_follows(self, logit: float) -> bool:
+        """Where no other token has more than `logit`, which is less than any known."""
+        params, n = self._params, len(self._weights)
+        if n >= params.top_k:
+            return True
+        least = math.exp((logit - self._highest) / params.temperature)
+        kept, mass = n, self._masses[-1]
+        if params.top_p < 1.0:
+            reach = (params.top_p + MARGIN) * (mass + (params.top_k - n) * least)
+            kept = 1 + bisect_left(self._masses, (params.top_p - MARGIN) * mass)
+            if mass >= reach and kept == 1 + bisect_left(self._masses, reach):
+                return True
+        bound = params.min_p * (1 - MARGIN)
+        return least < bound and sum(weight >= bound for weight in self._weights) <= kept
 
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:

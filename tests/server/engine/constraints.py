@@ -22,7 +22,6 @@ class Fickle:
     def __init__(self, n_vocab: int, share: float = 0.3, every: int = 5, seed: int = 0) -> None:
         self.n_vocab, self.share, self.every, self.seed = n_vocab, share, every, seed
         self.tokens: list[int] = []
-        self.prepared: list[bytes] = []
         self.masks = 0
         self._forced_at = -1
 
@@ -56,9 +55,6 @@ class Fickle:
                 return n
             so_far.append(token)
         return len(tokens)
-
-    def prepare(self, draft: Sequence[int]) -> None:
-        assert self.validate(draft) == len(draft)
 
     def _allows(self, tokens: list[int], token: int) -> bool:
         return bool(self._mask(tokens)[token >> 3] >> (token & 7) & 1)
