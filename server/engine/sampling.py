@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .constraint import all_allowed, count
+from .errors import NoTokenLeft
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
-from .logit_rules import LogitRules
+from .logit_rules import NONE_LEFT, LogitRules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -317,6 +318,8 @@ class Sampler:
             ids = all_allowed(mask, real.size)
             logits = real[ids]
             if not logits.size or logits.max() == -np.inf:
+                if isinstance(self._penalties, LogitRules):
+                    raise NoTokenLeft(f"within the format, {NONE_LEFT}")
                 raise FloatingPointError("no token that may come next has a probability")
             if self._top_k and self._chain is not None:
                 best = best_of(logits, self._top_k)

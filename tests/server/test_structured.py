@@ -35,6 +35,18 @@ def http(nano_f32: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+def test_rules_and_a_format_that_leave_no_token(http: httpx.Client) -> None:
+    """What the request brought about is no fault of the server's."""
+    [end] = http.post("/tokenize", json={"content": "<|im_end|>", "parse_special": True}).json()["tokens"]
+    only: dict[str, Any] = {"messages": ASK, "allowed_token_ids": [end], "enable_thinking": False}
+    assert chat(http, **only)["message"]["content"] == ""
+    for more in ({"min_tokens": 3}, {"ignore_eos": True}, {"response_format": {"type": "json_object"}}):
+        answer = post(http, **only, **more)
+        assert answer.status_code == 400, (more, answer.text)
+        assert answer.json()["error"]["param"] == "allowed_token_ids"
+        assert "leave no token" in answer.json()["error"]["message"]
+
+
 @contextmanager
 def served(model: Path, sampling: str) -> Iterator[httpx.Client]:
     server = ServerProcess("--model", model, "--parallel", "8", "--sampling", sampling)
