@@ -20,7 +20,6 @@ from server.chat.constraints import compose, json_format
 from server.chat.errors import PromptError
 from server.engine import Constraint, Engine, EngineSettings, Grammar, InvalidGrammar, SamplingParams
 from server.engine.batch import Batch
-from server.engine.constraint import all_allowed
 from server.engine.grammar import GrammarCompiler
 from server.engine.llama import Model, Rows
 from server.engine.llama.tokenizer import llguidance_tokenizer
@@ -28,7 +27,7 @@ from server.engine.llama.tokenizer import llguidance_tokenizer
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a text": {
         "type": "object",
-        "properties": {"text": {"type": "string", "minLength": 100_000}},
+        "properties": {"text": {"type": "string", "minLength": 10_000}},
         "required": ["text"],
         "additionalProperties": False,
     },
@@ -270,7 +269,7 @@ def _write(model: Model, grammar: Grammar, rng: random.Random, longest: int) -> 
     while len(tokens) < longest:
         if tokens and tokens[-1] in model.eog_ids:
             return b"".join(model.piece(token, special=False) for token in tokens[:-1]).decode()
-        ids = all_allowed(constraint.mask(), model.n_real)
+        ids = np.flatnonzero(constraint.mask()[: model.n_real])
         ends = np.intersect1d(ids, sorted(model.eog_ids))
         # an end is one of very many tokens: sooner, or few documents would ever have one
         token = int(ends[0]) if ends.size and rng.random() < 0.5 else int(rng.choice(ids))

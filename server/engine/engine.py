@@ -281,6 +281,9 @@ class Engine:
             return
         scheduler.reserve(batch)
         lap("reserve")
+        for chunk in batch.chunks:
+            if chunk.samples:
+                chunk.sequence.sampler.prepare(chunk.draft)
         if asynchronous:  # last: the event loop wakes up, and can run while this thread waits
             speculator.meanwhile(batch)
             self._flush()

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from .errors import InvalidGrammar
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLTokenizer
 
-    from .constraint import Bitmask
+    from .constraint import Mask
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class GrammarConstraint:
 
     def __init__(self, matcher: LLMatcher, end: int) -> None:
         self._matcher, self._end = matcher, end
+        self._n = 0
+        """Tokens accepted."""
+        self._masks: dict[int, Mask] = {}
+        """Those made ready, by the number of tokens before."""
         self._ended = False
 
     def forced(self) -> list[int]:
@@ -62,6 +67,7 @@ class GrammarConstraint:
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.consume_tokens(forced):
             self._fail()
+        self._n += len(forced)
         if matcher.is_stopped():
             if matcher.is_error():
                 self._fail()
@@ -73,21 +79,40 @@ class GrammarConstraint:
         """Raises RuntimeError where the grammar turns out to be more than the limits allow."""
         accepted = self._matcher.try_consume_tokens([token]) == 1
         if accepted:
+            self._n += 1
             self._ended = self._matcher.is_stopped() and self._matcher.stop_reason() == "EndOfSentence"
         elif self._matcher.is_error():
             self._fail()
         return accepted
 
-    def mask(self) -> Bitmask:
+    def mask(self) -> Mask:
         """What may come next; ends of a generation where the text is complete."""
-        mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            self._fail()
-        return mask
+        mask = self._masks.pop(self._n, None)
+        return self._compute() if mask is None else mask
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many fit."""
         return self._matcher.validate_tokens(list(tokens))
+
+    def prepare(self, draft: Sequence[int]) -> None:
+        """The masks of this place and of those behind each token of the draft."""
+        self._masks = {self._n: self._compute()}
+        consumed = 0
+        for token in draft:
+            if self._matcher.try_consume_tokens([token]) != 1:
+                break
+            consumed += 1
+            if self._matcher.is_stopped():
+                break
+            self._masks[self._n + consumed] = self._compute()
+        if consumed and not self._matcher.rollback(consumed):
+            self._fail()
+
+    def _compute(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            self._fail()
+        return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _fail(self) -> None:
         raise RuntimeError(f"the grammar can not be followed any further: {self._matcher.get_error()}")

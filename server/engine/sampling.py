@@ -7,12 +7,11 @@ import secrets
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .constraint import all_allowed, count
 from .errors import NoTokenLeft
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
 from .logit_rules import NONE_LEFT, LogitRules
@@ -257,6 +256,11 @@ class Sampler:
             return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         return draft if self._constraint is None else draft[: self._constraint.validate(draft)]
 
+    def prepare(self, draft: Sequence[int]) -> None:
+        """While the device computes the rows after what is pending, and after each token of a draft."""
+        if self._constraint is not None and self._chain is not None and not self._forced:
+            self._constraint.prepare(draft)  # the best token is nearly always allowed, which is asked sooner
+
     def _penalised(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The real tokens' logits of a row after penalties, without banned ones."""
         real = logits[: self._n_real]
@@ -312,19 +316,19 @@ class Sampler:
 
     def _from_mask(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
         """The choice from all tokens of a row that may come next."""
-        if (mask := constraint.mask()) is None:
-            token = self._draw_from_row(real)
+        ids = np.flatnonzero(constraint.mask()[: real.size])
+        logits = real[ids]
+        if not logits.size or logits.max() == -np.inf:
+            if isinstance(self._penalties, LogitRules):
+                raise NoTokenLeft(f"within the format, {NONE_LEFT}")
+            raise FloatingPointError("no token that may come next has a probability")
+        if self._chain is None:
+            token = int(ids[logits.argmax()])
         else:
-            ids = all_allowed(mask, real.size)
-            logits = real[ids]
-            if not logits.size or logits.max() == -np.inf:
-                if isinstance(self._penalties, LogitRules):
-                    raise NoTokenLeft(f"within the format, {NONE_LEFT}")
-                raise FloatingPointError("no token that may come next has a probability")
-            if self._top_k and self._chain is not None:
+            if self._top_k:
                 best = best_of(logits, self._top_k)
                 ids, logits = ids[best], logits[best]
-            token = int(ids[logits.argmax()]) if self._chain is None else self._chain.draw(ids, logits)
+            token = self._chain.draw(ids, logits)
         self._accept(token, constraint)
         return token
 
@@ -334,39 +338,46 @@ class Sampler:
         """The choice from the best tokens of a row, as it would be from the whole row; None where they do not
         say what it would be.
 
-        Every other token has a logit of at most the least of theirs. They are offered to the constraint from
-        the best on, until the choice is settled: a mask of all tokens takes as long as some 50 offers.
+        Every other token has a logit of at most the least of theirs. The best are offered to the constraint
+        one by one, which takes half a microsecond each; for a draw it is its mask that tells.
         """
-        order = logits.argsort()[::-1]
-        if self._chain is None and logits[order[0]] > logits[order[1]]:
-            best = int(ids[order[0]])
+        if self._chain is not None:
+            return self._drawn(self._chain, ids, logits, constraint)
+        order = logits.argsort()
+        if logits[order[-1]] > logits[order[-2]]:
+            best = int(ids[order[-1]])
             if best not in self._never and constraint.accept(best):
                 return best
-        if self._chain is None:  # of equal ones the lowest
-            order = np.lexsort((ids, -logits))
-        ranked, values = ids[order].tolist(), logits[order].tolist()
-        lowest = values[-1]
-        settled = Settled(self._params) if self._chain is not None else None
-        allowed: list[int] = []
-        known: list[float] = []
-        for token, logit, following in zip(ranked, values, [*values[1:], lowest], strict=True):
-            if token not in self._never and logit > -math.inf and constraint.validate([token]):
-                allowed.append(token)
-                known.append(logit)
-                if settled is not None:
-                    settled.add(logit)
-            if not known or following == logit:
-                continue
-            if settled is None or settled.whatever_follows(following):
+        order = np.lexsort((ids, -logits))  # of equal ones the lowest first
+        lowest = logits[order[-1]]
+        for token, logit in zip(ids[order].tolist(), logits[order].tolist(), strict=True):
+            if logit <= lowest:
                 break
-        else:  # nothing settles it but that there is no other token
-            mask = constraint.mask()
-            if mask is None or count(mask) > len(allowed) or not allowed:
+            if token not in self._never and constraint.accept(token):
+                return int(token)
+        return None
+
+    def _drawn(
+        self,
+        chain: SamplerChain,
+        ids: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        constraint: Constraint,
+    ) -> int | None:
+        mask = constraint.mask()
+        if self._banned is not None:
+            mask[self._banned] = False
+        keep = mask[ids]
+        n = np.count_nonzero(keep)
+        if n < len(ids):
+            lowest = logits.min()
+            ids, logits = ids[keep], logits[keep]
+            known = logits[logits > lowest]
+            if not is_settled(self._params, known, float(lowest)) and n < np.count_nonzero(mask):
                 return None
-        if self._chain is None:
-            token = allowed[0]
-        else:
-            token = self._chain.draw(np.array(allowed, np.int32), np.array(known, np.float32))
+        if not n or logits.max() == -np.inf:
+            return None
+        token = chain.draw(ids, logits)
         self._accept(token, constraint)
         return token
 
@@ -380,44 +391,28 @@ class Sampler:
             self._chain.close()
 
 
-class Settled:
-    """Whether top-k, top-p and min-p keep none but tokens that are known, and the same ones, whatever other
-    tokens there are.
+def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
+    """Whether top-k, top-p and min-p keep none but the tokens with the `known` logits, and the same ones,
+    whatever other tokens there are with logits of at most `lowest`, which is below theirs.
 
     Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because the
     tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
     same.
     """
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._highest = 0.0
-        self._weights: list[float] = []
-        self._masses: list[float] = []
-        """Of the tokens up to each."""
-
-    def add(self, logit: float) -> None:
-        """The next best token is known."""
-        if not self._weights:
-            self._highest = logit
-        weight = math.exp((logit - self._highest) / self._params.temperature)
-        self._weights.append(weight)
-        self._masses.append(weight + (self._masses[-1] if self._masses else 0.0))
-
-    def whatever_follows(self, logit: float) -> bool:
-        """Where no other token has more than `logit`, which is less than any known."""
-        params, n = self._params, len(self._weights)
-        if n >= params.top_k:
+    if len(known) >= params.top_k or not len(known):
+        return len(known) > 0
+    logits = sorted(known.tolist(), reverse=True)
+    weights = [math.exp((logit - logits[0]) / params.temperature) for logit in logits]
+    least = math.exp((lowest - logits[0]) / params.temperature)
+    kept = n = len(weights)
+    if params.top_p < 1.0:
+        masses = list(accumulate(weights))
+        reach = (params.top_p + MARGIN) * (masses[-1] + (params.top_k - n) * least)
+        kept = 1 + bisect_left(masses, (params.top_p - MARGIN) * masses[-1])
+        if masses[-1] >= reach and kept == 1 + bisect_left(masses, reach):
             return True
-        least = math.exp((logit - self._highest) / params.temperature)
-        kept, mass = n, self._masses[-1]
-        if params.top_p < 1.0:
-            reach = (params.top_p + MARGIN) * (mass + (params.top_k - n) * least)
-            kept = 1 + bisect_left(self._masses, (params.top_p - MARGIN) * mass)
-            if mass >= reach and kept == 1 + bisect_left(self._masses, reach):
-                return True
-        bound = params.min_p * (1 - MARGIN)
-        return least < bound and sum(weight >= bound for weight in self._weights) <= kept
+    bound = params.min_p * (1 - MARGIN)
+    return least < bound and sum(weight >= bound for weight in weights) <= kept
 
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
