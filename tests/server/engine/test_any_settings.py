@@ -88,7 +88,7 @@ def _params(rng: random.Random) -> SamplingParams:
 def plain(nano_f32: Path) -> list[Answer]:
     """What the requests get one by one, with nothing switched on."""
     off: dict[str, Any] = {"parallel": 1, "speculation": "off", "prefix_cache": False}
-    alone = [Request(one.prompt, one.max_tokens, params=one.params) for one in requests(SEED)]
+    alone = [replace(one, delay=0.0, cancel_after=None) for one in requests(SEED)]
     with running(nano_f32, **EXACT, **off) as engine:
         return asyncio.run(ask_all(engine, alone))
 
