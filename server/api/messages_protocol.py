@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -106,12 +106,24 @@ class CountTokensRequest(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    """The place of `output_config.format` in the beta of structured outputs."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, body: Any) -> Any:
         refuse(body, cls.unsupported)
         return body
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if self.output_format is not None:
+            config = self.output_config or OutputConfig()
+            if config.format not in (None, self.output_format):
+                where = "output_format"
+                raise bad_request(f"{where}: is not output_config.format; give one of them", where)
+            self.output_config = config.model_copy(update={"format": self.output_format})
+        return self
 
     def chat(self) -> ChatRequest:
         """The chat request that means the same. Raises ApiError 400."""

@@ -125,8 +125,11 @@ class ResponsesRequest(BaseModel):
         """The chat request's `tool_choice`."""
         if not isinstance(self.tool_choice, dict):
             return self.tool_choice
+        if self.tool_choice.get("type") == "allowed_tools":
+            return self.tool_choice
         if self.tool_choice.get("type") != "function":
-            raise refused("tool_choice.type", 'of the objects only {"type": "function", "name"} is supported')
+            message = 'of the objects {"type": "function", "name"} and allowed_tools are supported'
+            raise refused("tool_choice.type", message)
         name = text_in(self.tool_choice.get("name"), "tool_choice.name")
         return {"type": "function", "function": {"name": name}}
 

@@ -251,6 +251,7 @@ def named(fields: dict[str, Any]) -> str:
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
