@@ -222,7 +222,7 @@ def schema_suite(
             grammar = grammars.compile(text).result()
         except (InvalidGrammar, PromptError) as error:
             counts["refused"] += 1
-            reason = str(error).splitlines()[0][:60]
+            reason = str(error).splitlines()[0].rpartition("JSON schema: ")[2][:60]
             reasons[reason] = reasons.get(reason, 0) + 1
             continue
         counts["compiled"] += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import refuse
+from server.api.protocol import Refusing
 from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
 from server.chat import plain_text
 
@@ -88,14 +88,13 @@ class OutputConfig(BaseModel):
         }
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(Refusing):
     """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `service_tier`,
     `cache_control` (the prefix cache needs no marks), `context_management`.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 
     model: str | None = None
@@ -108,12 +107,6 @@ class CountTokensRequest(BaseModel):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """The place of `output_config.format` in the beta of structured outputs."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        refuse(body, cls.unsupported)
-        return body
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:

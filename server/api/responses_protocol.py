@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import refuse
+from server.api.protocol import Refusing
 from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
 from server.engine import MAX_LOGPROBS
 
@@ -52,14 +52,13 @@ class TextConfig(BaseModel):
         return {"type": "json_schema", "json_schema": inner}
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Refusing):
     """A conversation to answer. Nothing is kept: each request brings all that was said.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
     `prompt_cache_key`, `service_tier`.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "conversation": (),
         "prompt": (),
@@ -88,13 +87,12 @@ class ResponsesRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
+    def _refuse_memory(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("store"):
             raise refused("store", "this server keeps no responses; leave it out, or false")
         if isinstance(body, dict) and body.get("previous_response_id") is not None:
             where = "previous_response_id"
             raise refused(where, "this server keeps no responses; send the conversation so far as input")
-        refuse(body, cls.unsupported)
         return body
 
     @property

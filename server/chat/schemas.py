@@ -36,6 +36,7 @@ _ONE = {"additionalProperties", "additionalItems", "not", "if", "then", "else", 
 _ONE |= {"unevaluatedProperties", "unevaluatedItems", "items"}
 _MANY = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True,),
@@ -67,9 +68,11 @@ def understood(schema: Any) -> Any:
             found[key] = [understood(one) for one in value]
         elif key in _ONE:
             found[key] = understood(value)
+        elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+            found[key] = int(value)
         else:
             found[key] = value
-    return _named(found)
+    return _named(_depending(found))
 
 
 def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
@@ -80,6 +83,20 @@ def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if not all(owner in schema for owner in _OWNERS.get(key, ())):
         return True
     return any(value is one or (value == one and type(value) is type(one)) for one in _HARMLESS.get(key, ()))
+
+
+def _depending(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a property asks of the others where it is there: it is not, or they are so."""
+    asked: list[Any] = []
+    rest = dict(schema)
+    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        dependents = rest.get(key)
+        if isinstance(dependents, Mapping):
+            del rest[key]
+            for name, wanted in dependents.items():
+                wanted = {"required": wanted} if isinstance(wanted, list) else understood(wanted)
+                asked.append({"anyOf": [{"properties": {name: False}}, wanted]})
+    return {**rest, "allOf": [*rest.get("allOf", []), *asked]} if asked else schema
 
 
 def _named(schema: dict[str, Any]) -> dict[str, Any]:
