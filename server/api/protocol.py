@@ -178,7 +178,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, the tokens so far in every chunk."""
 
 
 class GenerationRequest(StructuredFields, Refusing):
@@ -302,6 +303,11 @@ class GenerationRequest(StructuredFields, Refusing):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has it."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 # --- /v1/completions, and /invocations with a `prompt` -----------------------------------------------------
