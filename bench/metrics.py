@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
     # --- of passes of the engine alone, of a batch of sequences
     "prefill_time": Metric("ms", "lower", "time to read a prompt"),
     "step_time": Metric("ms", "lower", "time of a step"),
+    "sample_time": Metric("ms", "lower", "processor time to choose the tokens of a step"),
     "step_bytes": Metric("GB", "lower", "bytes a decode step moves, by the tensors"),
     # --- of the roofline: computed, never measured
     "predicted_latency": Metric("ms", "lower", "latency, an estimate by the roofline model"),

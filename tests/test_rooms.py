@@ -16,7 +16,7 @@ DOORS = ("server/engine/llama/", "convert/llama/")
 REASONS = {
     "convert/__main__.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/gates/perplexity.py": {"llama_cpp"},  # the same
-    "bench/engine/chains.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
+    "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
     "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 

@@ -89,6 +89,19 @@ async def items(target: Target) -> None:
         before = counted
 
 
+@check("log-probabilities of a response's text: bytes that spell it, alternatives in order")
+async def logprobs(target: Target) -> None:
+    response = await ask(target, include=["message.output_text.logprobs"], top_logprobs=2)
+    [message] = [item for item in response["output"] if item["type"] == "message"]
+    [part] = message["content"]
+    spelled = b"".join(bytes(told["bytes"]) for told in part["logprobs"])
+    equal(spelled.decode("utf-8", "replace"), part["text"], "text that the bytes spell")
+    for told in part["logprobs"]:
+        found = [other["logprob"] for other in told["top_logprobs"]]
+        equal(len(found), 2, "alternatives")
+        expect(found == sorted(found, reverse=True), f"top_logprobs: want the likeliest first, got {found}")
+
+
 @check("refused: what would need a memory of earlier responses, and tools that are no functions")
 async def refusals(target: Target) -> None:
     await target.needs("POST", PATH)

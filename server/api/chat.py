@@ -147,7 +147,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    usage = {"usage": None} if served.include_usage else {}
+    plain = not served.continuous_usage
     started: set[int] = set()
     logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
@@ -161,7 +161,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
-        return {**served.envelope(CHUNK, [choice]), **usage}
+        return {**served.envelope(CHUNK, [choice]), **served.usage_of_chunk()}
 
     @cache
     def frame(index: int, field: str) -> Frame:
@@ -175,7 +175,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             last = chunk(index, {}, served.check(replies[index].finish_reason), told)
             if left:
                 yield event(last)
-        elif index in started and told is None and isinstance(part, Reasoning | Content):
+        elif plain and index in started and told is None and isinstance(part, Reasoning | Content):
             [(field, text)] = delta_of(part).items()
             yield frame(index, field).filled(text)
         else:

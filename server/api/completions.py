@@ -112,12 +112,14 @@ async def text_of(generation: TextGeneration) -> str:
 
 async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
     """The response as events: texts, a finish reason for each choice, usage where asked for."""
-    usage = {"usage": None} if served.include_usage else {}
 
     def chunk(
         index: int, text: str, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        return {**served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]), **usage}
+        return {
+            **served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]),
+            **served.usage_of_chunk(),
+        }
 
     @cache
     def frame(index: int) -> Frame:
@@ -135,7 +137,7 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
             echoed.add(index)
             yield event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
         if text is not None:
-            if scored:
+            if scored or served.continuous_usage:
                 yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
             else:
                 yield frame(index).filled(text)

@@ -13,7 +13,14 @@ from starlette.exceptions import HTTPException
 
 from server.api.record import record_of, shown_path
 from server.chat import PromptError
-from server.engine import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
+from server.engine import (
+    EngineDead,
+    GenerationError,
+    InvalidPrompt,
+    NoTokenLeft,
+    PromptTooLong,
+    QueueFull,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +129,8 @@ def from_exception(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
         case EngineDead():
             return ApiError(503, "the engine has stopped", code="engine_dead")
+        case NoTokenLeft():
+            return bad_request(str(error), "allowed_token_ids", "invalid_value")
         case GenerationError():
             return ApiError(500, f"generation failed: {error}", code="generation_failed")
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,6 +82,55 @@ class ChatLogprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return self._names.entry(token, logprob, with_id=self._with_id)
+
+
+class ResponseLogprobs:
+    """Of the texts of one response: what is its reasoning or in its calls is left out.
+
+    The parts of the reply must be shown to it in order. A token counts for the first text that it has a part
+    in.
+    """
+
+    def __init__(self, n_top: int | None, vocab: Vocab, generation: TextGeneration) -> None:
+        """`n_top` alternatives to each token; None where nothing was asked for."""
+        self._n_top, self._vocab, self._generation = n_top, vocab, generation
+        self._names = TokenNames(vocab)
+        self._tokens: list[TokenLogprobs] = []
+        self._ends: list[int] = []
+        """Bytes up to the end of each token."""
+        self._written = bytearray()
+        self._place = self._told = 0
+        """Bytes and tokens that were shown, or told."""
+
+    def of(self, text: str) -> list[dict[str, Any]]:
+        """The tokens of a text, which comes next."""
+        if self._n_top is None:
+            return []
+        start = self.skip(text)
+        first = max(self._told, bisect_right(self._ends, start))
+        self._told = max(first, bisect_left(self._ends, self._place) + 1)
+        return [
+            {
+                **self._names.entry(told.token, told.logprob, with_id=False),
+                "top_logprobs": [
+                    self._names.entry(*other, with_id=False) for other in told.top[: self._n_top]
+                ],
+            }
+            for told in self._tokens[first : self._told]
+        ]
+
+    def skip(self, text: str) -> int:
+        """Something else comes next: where it begins."""
+        for told in self._generation.new_logprobs():
+            self._written += self._vocab.token_bytes(told.token)
+            self._tokens.append(told)
+            self._ends.append(len(self._written))
+        part = text.encode("utf-8", "surrogatepass")
+        start = self._written.find(part, self._place)
+        if start < 0:  # U+FFFD stands for something in it
+            start, part = self._place, bytes(self._written[self._place :])
+        self._place = start + len(part)
+        return start
 
 
 class CompletionLogprobs:

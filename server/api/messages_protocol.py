@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import refuse
+from server.api.protocol import Refusing
 from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
 from server.chat import plain_text
 
@@ -88,14 +88,13 @@ class OutputConfig(BaseModel):
         }
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(Refusing):
     """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `service_tier`,
     `cache_control` (the prefix cache needs no marks), `context_management`.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 
     model: str | None = None
@@ -106,12 +105,18 @@ class CountTokensRequest(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    """The place of `output_config.format` in the beta of structured outputs."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        refuse(body, cls.unsupported)
-        return body
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if self.output_format is not None:
+            config = self.output_config or OutputConfig()
+            if config.format not in (None, self.output_format):
+                where = "output_format"
+                raise bad_request(f"{where}: is not output_config.format; give one of them", where)
+            self.output_config = config.model_copy(update={"format": self.output_format})
+        return self
 
     def chat(self) -> ChatRequest:
         """The chat request that means the same. Raises ApiError 400."""

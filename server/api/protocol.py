@@ -100,6 +100,30 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 Field -> the values that ask for nothing special, besides null."""
 
 
+class Refusing(BaseModel):
+    """A body whose fields are acted on or refused; those that nobody knows are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Field -> the values that ask for nothing special, besides null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
+        for field, value in body.items() if isinstance(body, dict) else ():
+            if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
+                raise bad_request(
+                    f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
+                )
+        return body
+
+
+def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
+    # 0 == False in Python, but "logprobs": 0 asks for the chosen token's
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
+
+
 # --- every endpoint that generates -------------------------------------------------------------------------
 
 
@@ -154,13 +178,13 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, the tokens so far in every chunk."""
 
 
-class GenerationRequest(StructuredFields):
+class GenerationRequest(StructuredFields, Refusing):
     """How to generate. Unknown fields are ignored, null counts as absent, and types are not coerced."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = Field(None, max_length=LONGEST_NAME)
@@ -200,13 +224,6 @@ class GenerationRequest(StructuredFields):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     cache_report: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
-        refuse(body, cls.unsupported)
-        return body
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -287,19 +304,10 @@ class GenerationRequest(StructuredFields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-
-def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError 400 naming the first of the `unsupported` fields that asks for something."""
-    for field, value in body.items() if isinstance(body, dict) else ():
-        if field in unsupported and value is not None and not _in(value, unsupported[field]):
-            raise bad_request(
-                f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
-            )
-
-
-def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
-    # 0 == False in Python, but "logprobs": 0 asks for the chosen token's
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has it."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 # --- /v1/completions, and /invocations with a `prompt` -----------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from server.api.chat import begin
+from server.api.logprobs import ResponseLogprobs
 from server.api.sse import Dialect, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -42,7 +44,7 @@ class Answer:
         self._served = served
         self._reply = reply
         self._vocab = vocab
-        self._output = Output()
+        self._output = Output(ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation))
         self._sent = 0
 
     async def collect(self) -> dict[str, Any]:
@@ -113,6 +115,7 @@ class Answer:
             "text": {"format": (text.format if text else None) or {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
             "tools": asked.tools or [],
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
@@ -136,8 +139,9 @@ class Answer:
 class Output:
     """A response's items in the making. What is done to it is told in events, which must be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: ResponseLogprobs) -> None:
         self.items: list[Item] = []
+        self._logprobs = logprobs
 
     @property
     def reasoning(self) -> str:
@@ -149,6 +153,7 @@ class Output:
         """The next part of the reply."""
         match part:
             case Reasoning(text):
+                self._logprobs.skip(text)
                 yield from self._text("reasoning", text)
             case Content(text):
                 yield from self._text("message", text)
@@ -160,6 +165,7 @@ class Output:
                 self.items[-1]["arguments"] += text
                 yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": text}
                 if part.last:
+                    self._logprobs.skip("</tool_call>")
                     yield from self.close("completed")
 
     def close(self, status: Status) -> Iterator[Event]:
@@ -174,7 +180,11 @@ class Output:
         else:
             [part] = item["content"]
             place = {**self._place(), "content_index": 0}
-            yield {"type": f"{_stream_of(item)}.done", **place, "text": part["text"], **_logprobs(item)}
+            yield {
+                "type": f"{_stream_of(item)}.done",
+                **place,
+                **{key: part[key] for key in ("text", "logprobs") if key in part},
+            }
             yield {"type": "response.content_part.done", **place, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
@@ -191,11 +201,16 @@ class Output:
             yield from self._open({**item, "content": []})
             item = self.items[-1]
             place = {**self._place(), "content_index": 0}
-            yield {"type": "response.content_part.added", **place, "part": dict(part)}
+            yield {"type": "response.content_part.added", **place, "part": deepcopy(part)}
             item["content"].append(part)
-        item["content"][0]["text"] += text
+        [part] = item["content"]
+        part["text"] += text
+        told: Item = {}
+        if kind == "message":
+            told = {"logprobs": self._logprobs.of(text)}
+            part["logprobs"] += told["logprobs"]
         place = {**self._place(), "content_index": 0}
-        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **_logprobs(item)}
+        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **told}
 
     def _open(self, item: Item) -> Iterator[Event]:
         self.items.append({**item, "status": "in_progress"})
@@ -209,10 +224,6 @@ class Output:
 def _stream_of(item: Item) -> str:
     """The name of the events that carry an item's text."""
     return "response.reasoning_text" if item["type"] == "reasoning" else "response.output_text"
-
-
-def _logprobs(item: Item) -> dict[str, Any]:
-    return {"logprobs": []} if item["type"] == "message" else {}
 
 
 def _id(prefix: str) -> str:

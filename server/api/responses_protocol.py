@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import refuse
+from server.api.protocol import Refusing
 from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,21 +52,19 @@ class TextConfig(BaseModel):
         return {"type": "json_schema", "json_schema": inner}
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Refusing):
     """A conversation to answer. Nothing is kept: each request brings all that was said.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
     `prompt_cache_key`, `service_tier`.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "conversation": (),
         "prompt": (),
         "background": (False,),
         "truncation": ("disabled",),
         "context_management": ([],),
-        "top_logprobs": (0,),
     }
 
     model: str | None = None
@@ -81,23 +80,26 @@ class ResponsesRequest(BaseModel):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     metadata: dict[str, Any] | None = None
     user: str | None = None
     stream: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
+    def _refuse_memory(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("store"):
             raise refused("store", "this server keeps no responses; leave it out, or false")
         if isinstance(body, dict) and body.get("previous_response_id") is not None:
             where = "previous_response_id"
             raise refused(where, "this server keeps no responses; send the conversation so far as input")
-        include = body.get("include") if isinstance(body, dict) else None
-        if isinstance(include, list) and "message.output_text.logprobs" in include:
-            raise refused("include", "message.output_text.logprobs is not supported by this server")
-        refuse(body, cls.unsupported)
         return body
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """Alternatives to each token of the text that are wanted with theirs; None: no log-probabilities."""
+        included = "message.output_text.logprobs" in (self.include or [])
+        return (self.top_logprobs or 0) if included or self.top_logprobs else None
 
     def chat(self) -> ChatRequest:
         """The chat request that means the same. Raises ApiError 400."""
@@ -107,6 +109,8 @@ class ResponsesRequest(BaseModel):
             **{name: getattr(self, name) for name in same},
             "messages": list(self._messages()),
             "max_tokens": self.max_output_tokens,
+            "logprobs": None if self.n_top_logprobs is None else True,
+            "top_logprobs": self.n_top_logprobs,
             "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
             "tool_choice": self._tool_choice(),
             "response_format": text.response_format(),
@@ -119,8 +123,11 @@ class ResponsesRequest(BaseModel):
         """The chat request's `tool_choice`."""
         if not isinstance(self.tool_choice, dict):
             return self.tool_choice
+        if self.tool_choice.get("type") == "allowed_tools":
+            return self.tool_choice
         if self.tool_choice.get("type") != "function":
-            raise refused("tool_choice.type", 'of the objects only {"type": "function", "name"} is supported')
+            message = 'of the objects {"type": "function", "name"} and allowed_tools are supported'
+            raise refused("tool_choice.type", message)
         name = text_in(self.tool_choice.get("name"), "tool_choice.name")
         return {"type": "function", "function": {"name": name}}
 

@@ -52,7 +52,7 @@ class ServedRequest:
         self.id = f"{prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
-        self.include_usage = request.include_usage
+        self.include_usage, self.continuous_usage = request.include_usage, request.continuous_usage
         self._stream = bool(request.stream)
         self._metrics = service.metrics
         self._service = service
@@ -151,6 +151,12 @@ class ServedRequest:
                 "mean_accepted_length": round(accepted / steps, 3),
             }
         return usage
+
+    def usage_of_chunk(self) -> dict[str, Any]:
+        """What a chunk has of it: nothing, null before the last one, or the tokens so far."""
+        if not self.include_usage:
+            return {}
+        return {"usage": self.usage() if self.continuous_usage else None}
 
     def extras(self) -> dict[str, Any]:
         """llama-server's `timings` extension, for requests with a single answer."""

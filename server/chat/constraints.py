@@ -15,6 +15,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from .errors import PromptError
+from .schemas import ANNOTATIONS, TEXTS, understood
 from .tool_calls import resolve
 
 if TYPE_CHECKING:
@@ -29,12 +30,6 @@ NO_END = f"({ANY} & ~({ANY} /<\\/think>/ {ANY}))"
 NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
 NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
 """Text that a tool's parameter of several types could not take for a value of another one."""
-
-ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
-    *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
-}
-"""Keywords that ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +155,7 @@ class _Parameters:
         schema = function.get("parameters")
         if schema is not None and not isinstance(schema, Mapping):
             raise PromptError(f"{where} must be a JSON schema, an object", where)
-        self._root: Mapping[str, Any] = schema or {}
+        self._root: Mapping[str, Any] = understood(schema or {})
 
     def rules(self) -> list[str]:
         """Lark."""
@@ -225,6 +220,11 @@ class _Parameters:
             if not _may_be_text(resolve(schema["$ref"], self._root), self._root):
                 return [], [dict(schema)]
             return self._split(resolve(schema["$ref"], self._root), where, depth + 1)
+        if "oneOf" in schema and not _may_be_text(schema, self._root):
+            return [], [dict(schema)]
+        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
+            self._refuse_others(schema, {"allOf"}, where)
+            return self._split(schema["allOf"][0], f"{where}.allOf[0]", depth + 1)
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 self._refuse_others(schema, {key}, where)
@@ -260,11 +260,13 @@ class _Parameters:
         return ([self._text(schema, where)] if "string" in names else []), others
 
     def _text(self, schema: Mapping[str, Any], where: str) -> str:
-        if "format" in schema:
-            raise PromptError(
-                f"{where}.format cannot be enforced in a tool's parameter; use pattern", f"{where}.format"
-            )
         parts = []
+        if (format_ := schema.get("format")) is not None:
+            if format_ not in TEXTS:
+                place = f"{where}.format"
+                message = f"{place}: {format_!r} cannot be enforced in a tool's parameter; use pattern"
+                raise PromptError(message, place)
+            parts.append(f"/{TEXTS[format_]}/")
         if (pattern := schema.get("pattern")) is not None:
             parts.append(_search(str(pattern)))
         least, most = schema.get("minLength"), schema.get("maxLength")
@@ -324,7 +326,7 @@ def _json(schema: Mapping[str, Any], *, white_space: str = WHITE_SPACE, flexible
     options = {"lenient": False, "whitespace_flexible": flexible}
     if flexible:
         options["whitespace_pattern"] = white_space  # type: ignore[assignment]
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return "%json " + json.dumps({**understood(schema), "x-guidance": options}, ensure_ascii=False)
 
 
 def _literal(text: str) -> str:

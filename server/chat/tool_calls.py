@@ -14,8 +14,8 @@ Values are bare text: their types come from the tool's JSON schema.
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +205,7 @@ def _typed(text: str, types: set[str]) -> Any:
     # Python's spellings too: the template writes a history's scalars that way.
     word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
     try:
-        value = json.loads(word, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(word, parse_constant=_no_json, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, float) and value.is_integer() and types.isdisjoint({"number"}):
@@ -232,11 +232,14 @@ def _names(value: object) -> set[str]:
     return {names[type(value)]}
 
 
+def _no_json(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not JSON")
-    return value
+    """JSON has no largest number, but every reader does: 1e999 is written as that."""
+    most = sys.float_info.max
+    return min(max(float(text), -most), most)
 
 
 def _list(value: object) -> list[Any]:

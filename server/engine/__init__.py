@@ -16,6 +16,7 @@ from .errors import (
     InvalidGrammar,
     InvalidPrompt,
     ModelLoadError,
+    NoTokenLeft,
     PromptTooLong,
     QueueFull,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Logprobs",
     "MemoryPlan",
     "ModelLoadError",
+    "NoTokenLeft",
     "Prompt",
     "PromptTooLong",
     "QueueFull",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
-Bitmask = bytes
-"""A bit for each token, the lowest of a byte first: 1 where the token may come next."""
+Mask = npt.NDArray[np.bool_]
+"""For each token of the vocabulary, perhaps for some more, whether it may come next."""
 
 
 class Constraint(Protocol):
@@ -31,8 +30,8 @@ class Constraint(Protocol):
     def accept(self, token: int) -> bool:
         """Whether `token` may come next; if so, it has. Raises whatever keeps the answer from going on."""
 
-    def mask(self) -> Bitmask | None:
-        """Which tokens may come next, at least one; None where all may."""
+    def mask(self) -> Mask:
+        """Which tokens may come next, at least one. It is the caller's to change."""
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of the tokens of a draft may come next, one after the other."""
@@ -40,19 +39,3 @@ class Constraint(Protocol):
     def prepare(self, draft: Sequence[int]) -> None:
         """While the device computes: make ready the masks of this place and of those after a valid draft's
         tokens, which `mask` may be asked for next."""
-
-
-def allowed(mask: Bitmask, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """Which of `ids` may come next."""
-    bytes_ = np.frombuffer(mask, np.uint8)[ids >> 3]
-    return np.asarray(bytes_ >> (ids & 7).astype(np.uint8) & 1, bool)
-
-
-def all_allowed(mask: Bitmask, n: int) -> npt.NDArray[np.intp]:
-    """All of the first `n` tokens that may come next, in order."""
-    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=n, bitorder="little"))
-
-
-def count(mask: Bitmask) -> int:
-    """How many tokens may come next."""
-    return int.from_bytes(mask, "little").bit_count()

@@ -18,6 +18,7 @@ from .errors import (
     GenerationError,
     InvalidPrompt,
     NoMemorySlot,
+    NoTokenLeft,
     PromptTooLong,
     QueueFull,
 )
@@ -309,6 +310,8 @@ class Engine:
             self._generated_tokens += len(output.tokens)
             if output.done is None:
                 self._news.append(output)
+            elif isinstance(output.done, NoTokenLeft):
+                self._finish(output.sequence, output.done, [])
             elif isinstance(output.done, Exception):
                 log.error("a sequence failed in its sampler", exc_info=output.done)
                 self._finish(output.sequence, GenerationError(f"sampling failed: {output.done}"), [])

@@ -49,6 +49,10 @@ class GenerationError(EngineError):
     """This generation ended before it was complete, through no doing of its caller."""
 
 
+class NoTokenLeft(GenerationError):
+    """What its request says about tokens leaves none that could come next."""
+
+
 class LlamaError(EngineError):
     """A call into llama.cpp failed; the message carries what llama.cpp logged about it."""
 

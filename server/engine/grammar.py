@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from .errors import InvalidGrammar
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLTokenizer
 
-    from .constraint import Bitmask
+    from .constraint import Mask
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class GrammarConstraint:
         self._matcher, self._end = matcher, end
         self._n = 0
         """Tokens accepted."""
-        self._masks: dict[int, Bitmask] = {}
+        self._masks: dict[int, Mask] = {}
         """Those made ready, by the number of tokens before."""
         self._ended = False
 
@@ -84,12 +85,10 @@ class GrammarConstraint:
             self._fail()
         return accepted
 
-    def mask(self) -> Bitmask:
+    def mask(self) -> Mask:
         """What may come next; ends of a generation where the text is complete."""
         mask = self._masks.pop(self._n, None)
-        if mask is None:
-            mask = self._compute()
-        return mask
+        return self._compute() if mask is None else mask
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many fit."""
@@ -109,11 +108,11 @@ class GrammarConstraint:
         if consumed and not self._matcher.rollback(consumed):
             self._fail()
 
-    def _compute(self) -> Bitmask:
-        mask = self._matcher.compute_bitmask()
+    def _compute(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             self._fail()
-        return mask
+        return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _fail(self) -> None:
         raise RuntimeError(f"the grammar can not be followed any further: {self._matcher.get_error()}")

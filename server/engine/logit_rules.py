@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .errors import NoTokenLeft
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
     from .sampling import Penalties, SamplingParams
+
+
+NONE_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"
+)
 
 
 class LogitRules:
@@ -46,7 +53,7 @@ class LogitRules:
         return bool(some) or params.allowed_token_ids is not None
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Change a row [n_real] in place. Raises ValueError where no token is left."""
+        """Change a row [n_real] in place. Raises NoTokenLeft."""
         if self._biased.size:
             logits[self._biased] += self._bias
         if self._banned is not None:
@@ -57,7 +64,7 @@ class LogitRules:
         if self._until_end > 0:
             logits[self._ends] = -np.inf
         if logits.max() == -np.inf:
-            raise ValueError("allowed_token_ids, bad_words and min_tokens together leave no token to choose")
+            raise NoTokenLeft(NONE_LEFT)
         if self._penalties is not None:
             self._penalties.apply(logits)
 

@@ -65,7 +65,8 @@ class Generation:
     async def __anext__(self) -> list[int]:
         while not self._arrived:
             if isinstance(self._done, Exception):
-                raise GenerationError(str(self._done)) from self._done
+                kind = type(self._done) if isinstance(self._done, GenerationError) else GenerationError
+                raise kind(str(self._done)) from self._done
             if self._done is not None:
                 self.finish_reason = self._done
                 raise StopAsyncIteration

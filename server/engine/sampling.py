@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import secrets
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .constraint import all_allowed, allowed, count
+from .errors import NoTokenLeft
 from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
-from .logit_rules import LogitRules
+from .logit_rules import NONE_LEFT, LogitRules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,6 +127,8 @@ class Sampler:
         self._n_real = vocab.n_real
         ends = sorted(vocab.eog_ids - params.stop_token_ids)
         self._banned = np.array(ends, np.intp) if params.ignore_eos else None
+        self._never = frozenset(ends) if params.ignore_eos else frozenset()
+        """The same."""
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self._penalties: Penalties | LogitRules | None = (
             Penalties(params, vocab.n_real, prompt) if penalised else None
@@ -283,20 +286,16 @@ class Sampler:
     # --- with a constraint ---------------------------------------------------------------------------------
 
     def _constrained(self, rows: Rows, row: int, constraint: Constraint) -> int:
-        kind, token = rows.kinds[row], None
-        if kind is not DeviceSampler.ROW:
+        if rows.kinds[row] is not DeviceSampler.ROW:
             token = self._from_candidates(*rows.candidates(row), constraint)
-            real = None
-        else:
-            real = self._penalised(rows.logits(row))
-        if token is None:
-            if real is None:
+            if token is None:
                 logits = rows.fetch(row)
                 if logits is None:
                     self.need = DeviceSampler.ROW
                     raise RowNotKept
-                real = self._penalised(logits)
-            token = self._from_row(real, constraint)
+                token = self._from_mask(self._penalised(logits), constraint)
+        else:
+            token = self._from_row(self._penalised(rows.logits(row)), constraint)
         self._count(token)
         self._force(constraint)
         return token
@@ -308,19 +307,30 @@ class Sampler:
 
     def _from_row(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
         """The choice from a whole row."""
-        if self._chain is None and constraint.accept(token := int(real.argmax())):
-            return token
-        if (mask := constraint.mask()) is None:
-            token = self._draw_from_row(real)
+        if self._chain is None:
+            if constraint.accept(token := int(real.argmax())):
+                return token
+        elif not self._top_k:
+            return self._from_mask(real, constraint)
+        ids = best_of(real, max(N_CANDIDATES, self._top_k))
+        found = self._from_candidates(ids.astype(np.int32), real[ids], constraint)
+        return self._from_mask(real, constraint) if found is None else found
+
+    def _from_mask(self, real: npt.NDArray[np.float32], constraint: Constraint) -> int:
+        """The choice from all tokens of a row that may come next."""
+        ids = np.flatnonzero(constraint.mask()[: real.size])
+        logits = real[ids]
+        if not logits.size or logits.max() == -np.inf:
+            if isinstance(self._penalties, LogitRules):
+                raise NoTokenLeft(f"within the format, {NONE_LEFT}")
+            raise FloatingPointError("no token that may come next has a probability")
+        if self._chain is None:
+            token = int(ids[logits.argmax()])
         else:
-            ids = all_allowed(mask, real.size)
-            logits = real[ids]
-            if not logits.size or logits.max() == -np.inf:
-                raise FloatingPointError("no token that may come next has a probability")
-            if self._top_k and self._chain is not None:
+            if self._top_k:
                 best = best_of(logits, self._top_k)
                 ids, logits = ids[best], logits[best]
-            token = int(ids[logits.argmax()]) if self._chain is None else self._chain.draw(ids, logits)
+            token = self._chain.draw(ids, logits)
         self._accept(token, constraint)
         return token
 
@@ -330,57 +340,48 @@ class Sampler:
         """The choice from the best tokens of a row, as it would be from the whole row; None where they do not
         say what it would be.
 
-        Every other token has a logit of at most the least of theirs.
+        Every other token has a logit of at most the least of theirs. The best are offered to the constraint
+        one by one, which takes half a microsecond each; for a draw it is its mask that tells.
         """
-        lowest = logits.min()
-        if self._banned is not None:
-            keep = ~np.isin(ids, self._banned)
-            ids, logits = ids[keep], logits[keep]
-        if self._chain is None:
-            highest = logits.max(initial=-np.inf)
-            if highest > lowest and constraint.accept(token := int(ids[logits == highest].min())):
-                return token
+        if self._chain is not None:
+            return self._drawn(self._chain, ids, logits, constraint)
+        order = logits.argsort()
+        if logits[order[-1]] > logits[order[-2]]:
+            best = int(ids[order[-1]])
+            if best not in self._never and constraint.accept(best):
+                return best
+        order = np.lexsort((ids, -logits))  # of equal ones the lowest first
+        lowest = logits[order[-1]]
+        for token, logit in zip(ids[order].tolist(), logits[order].tolist(), strict=True):
+            if logit <= lowest:
+                break
+            if token not in self._never and constraint.accept(token):
+                return int(token)
+        return None
+
+    def _drawn(
+        self,
+        chain: SamplerChain,
+        ids: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        constraint: Constraint,
+    ) -> int | None:
         mask = constraint.mask()
-        complete = False
-        if mask is not None:
-            keep = allowed(mask, ids)
+        if self._banned is not None:
+            mask[self._banned] = False
+        keep = mask[ids]
+        n = np.count_nonzero(keep)
+        if n < len(ids):
+            lowest = logits.min()
             ids, logits = ids[keep], logits[keep]
-            complete = len(ids) == count(mask)
-        if self._chain is None:
-            highest = logits.max(initial=-np.inf)
-            if highest <= lowest and not complete:
+            known = logits[logits > lowest]
+            if not is_settled(self._params, known, float(lowest)) and n < np.count_nonzero(mask):
                 return None
-            token = int(ids[logits == highest].min())
-        elif complete or self._is_certain(logits, float(lowest)):
-            token = self._chain.draw(ids, logits)
-        else:
+        if not n or logits.max() == -np.inf:
             return None
+        token = chain.draw(ids, logits)
         self._accept(token, constraint)
         return token
-
-    def _is_certain(self, logits: npt.NDArray[np.float32], lowest: float) -> bool:
-        """Whether top-k, top-p and min-p keep none but tokens of these `logits`, and the same ones, whatever
-        other tokens there are with logits of at most `lowest`.
-
-        Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because
-        the tokens that reach its share of the mass without them, and of the most mass that they could bring,
-        are the same.
-        """
-        params, known = self._params, np.sort(logits[logits > lowest])[::-1].astype(np.float64)
-        n = len(known)
-        if n >= self._top_k or not n:
-            return n > 0
-        weights = np.exp((known - known[0]) / params.temperature)
-        least = math.exp((lowest - known[0]) / params.temperature)
-        kept = most = n
-        if params.top_p < 1.0:
-            mass, unknown = np.cumsum(weights), (self._top_k - n) * least
-            kept = 1 + int(np.searchsorted(mass, (params.top_p - MARGIN) * mass[-1]))
-            most = 1 + int(np.searchsorted(mass, (params.top_p + MARGIN) * (mass[-1] + unknown)))
-            if kept == most:
-                return most <= n
-        bound = params.min_p * (1 - MARGIN)
-        return least < bound and int(np.count_nonzero(weights >= bound)) <= kept
 
     def _accept(self, token: int, constraint: Constraint) -> None:
         if not constraint.accept(token):
@@ -390,6 +391,30 @@ class Sampler:
         """Free llama.cpp's part. Idempotent."""
         if self._chain is not None:
             self._chain.close()
+
+
+def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
+    """Whether top-k, top-p and min-p keep none but the tokens with the `known` logits, and the same ones,
+    whatever other tokens there are with logits of at most `lowest`, which is below theirs.
+
+    Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because the
+    tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
+    same.
+    """
+    if len(known) >= params.top_k or not len(known):
+        return len(known) > 0
+    logits = sorted(known.tolist(), reverse=True)
+    weights = [math.exp((logit - logits[0]) / params.temperature) for logit in logits]
+    least = math.exp((lowest - logits[0]) / params.temperature)
+    kept = n = len(weights)
+    if params.top_p < 1.0:
+        masses = list(accumulate(weights))
+        reach = (params.top_p + MARGIN) * (masses[-1] + (params.top_k - n) * least)
+        kept = 1 + bisect_left(masses, (params.top_p - MARGIN) * masses[-1])
+        if masses[-1] >= reach and kept == 1 + bisect_left(masses, reach):
+            return True
+    bound = params.min_p * (1 - MARGIN)
+    return least < bound and sum(weight >= bound for weight in weights) <= kept
 
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:

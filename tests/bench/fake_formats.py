@@ -89,6 +89,8 @@ def chat_of_response(body: Body) -> Body:
     chat = {name: body[name] for name in same if name in body}
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
+    if "message.output_text.logprobs" in body.get("include", []):
+        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
     return {
         **chat,
         "messages": messages,
@@ -104,7 +106,9 @@ def response_of(answer: Body) -> Body:
     if thought:
         part = {"type": "reasoning_text", "text": thought}
         output.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [part]})
-    part = {"type": "output_text", "text": choice["message"]["content"], "annotations": []}
+    told = (choice.get("logprobs") or {}).get("content", [])
+    text = choice["message"]["content"]
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
     output.append({"type": "message", "id": "msg_1", "role": "assistant", "content": [part]})
     usage = answer["usage"]
     whole = choice["finish_reason"] == "stop"

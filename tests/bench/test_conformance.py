@@ -348,6 +348,7 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
         ["responses.incomplete"],
     ),
     ("never reasons", Script(on_request=without("reasoning")), ["responses.reasoning"]),
+    ("tells no alternatives", Script(on_request=without("top_logprobs")), ["responses.logprobs"]),
     ("ignores instructions", Script(on_request=without("instructions")), ["responses.items"]),
     ("pretends to remember", Script(on_request=without("previous_response_id")), ["responses.refusals"]),
     (

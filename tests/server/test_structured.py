@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.server.serving import served
 
@@ -32,6 +34,18 @@ ASK = [{"role": "user", "content": "What is 2+2?"}]
 def http(nano_f32: Path) -> Iterator[httpx.Client]:
     with served("--model", nano_f32, "--parallel", "8", "--sampling", "host") as client:
         yield client
+
+
+def test_rules_and_a_format_that_leave_no_token(http: httpx.Client) -> None:
+    """What the request brought about is no fault of the server's."""
+    [end] = http.post("/tokenize", json={"content": "<|im_end|>", "parse_special": True}).json()["tokens"]
+    only: dict[str, Any] = {"messages": ASK, "allowed_token_ids": [end], "enable_thinking": False}
+    assert chat(http, **only)["message"]["content"] == ""
+    for more in ({"min_tokens": 3}, {"ignore_eos": True}, {"response_format": {"type": "json_object"}}):
+        answer = post(http, **only, **more)
+        assert answer.status_code == 400, (more, answer.text)
+        assert answer.json()["error"]["param"] == "allowed_token_ids"
+        assert "leave no token" in answer.json()["error"]["message"]
 
 
 def post(http: httpx.Client, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
@@ -207,6 +221,49 @@ def test_strict_tools_leave_the_choice_and_bind_the_arguments(http: httpx.Client
         assert "<tool_call>" not in (found["message"]["content"] or "")
 
 
+def test_formats_in_the_words_of_other_protocols(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    format_ = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    for field in ({"output_format": format_}, {"output_config": {"format": format_}}):
+        [block] = post(http, "/v1/messages", messages=ASK, **field).json()["content"]
+        assert set(json.loads(block["text"])) == {"a"}
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("go", "stop")]
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
+    body = {"input": "What is 2+2?", "tools": tools, "tool_choice": chosen, "max_output_tokens": 99}
+    found = http.post("/v1/responses", json=body).json()["output"]
+    assert {item["name"] for item in found if item["type"] == "function_call"} == {"stop"}
+
+
+def test_what_pydantic_writes_can_be_enforced(http: httpx.Client) -> None:
+    """Types that people use: a discriminated union, a date, a path, a dictionary by literal names."""
+
+    class Closed(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+    class Cat(Closed):
+        kind: Literal["cat"]
+
+    class Dog(Closed):
+        kind: Literal["dog"]
+        born: date
+
+    class Home(Closed):
+        pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+        since: date
+        folder: Annotated[str, Field(max_length=9, json_schema_extra={"format": "path"})]
+        rooms: dict[Literal["kitchen", "bath"], Annotated[int, Field(ge=0, le=9)]]
+
+    schema = Home.model_json_schema()
+    tool = {"name": "add", "strict": True, "parameters": schema}
+    for seed in range(3):
+        fields = {"temperature": 1, "seed": seed, "max_tokens": 600, "enable_thinking": False}
+        found = chat(http, json_schema=schema, **fields)
+        Home.model_validate_json(found["message"]["content"])
+        called = chat(http, tools=[{"type": "function", "function": tool}], tool_choice="required", **fields)
+        for call in called["message"]["tool_calls"]:
+            Home.model_validate_json(call["function"]["arguments"])
+
+
 def test_a_schema_or_a_call(http: httpx.Client) -> None:
     for seed in range(6):
         fields = {"temperature": 1, "seed": seed, "max_tokens": 600}
@@ -264,7 +321,7 @@ def test_what_cannot_be_enforced_is_refused(
     [
         ({"type": "string", "format": "email"}, "format"),
         ({"type": "string", "contentEncoding": "base64", "not": {}}, "not"),
-        ({"allOf": [{"type": "string"}]}, "allOf"),
+        ({"allOf": [{"type": "string"}, {"minLength": 3}]}, "allOf"),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ],

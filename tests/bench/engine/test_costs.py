@@ -49,11 +49,17 @@ def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert message in capsys.readouterr().err
 
 
-def test_grammar(nano_f32: Path, tmp_path: Path) -> None:
-    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2", "--out", str(tmp_path)]
-    assert main(["grammar-cost", str(nano_f32), *options]) == 0
-    found = cells(load([tmp_path]), "step_time")
-    assert all(found[f"{n} answers, greedy, {way}"] == 2 for n in (1, 2) for way in ("free", "to a schema"))
+def test_grammar(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2", "--least-ms", "30"]
+    assert main(["grammar-cost", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
+    results = load([tmp_path])
+    found = cells(results, "step_time")
+    ways = ("free", "a text", "nested lists")
+    assert all(found[f"{n} answers, greedy, {way}"] == 2 for n in (1, 2) for way in ways)
+    assert (
+        results.frame.query("metric == 'step_time'")["value"].median() > 25
+    )  # they arrive now sooner, now later
+    assert "times as long as free" in capsys.readouterr().out
 
 
 def test_schema_suite(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"skip_special_tokens": 0}, "skip_special_tokens"),
     ({"best_of": 3, "n": 2}, "best_of"),
     ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
-    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"n_cmpl": 2}, "n_cmpl"),

@@ -168,6 +168,18 @@ def test_a_stream_never_shows_a_part_of_a_stop_string(start: Start) -> None:
         assert "ab STO ST ".startswith(shown)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": HI})]
+)
+def test_usage_so_far_in_every_chunk(start: Start, path: str, fields: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = events(start("abcd"), path, **fields, stream_options=options)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4, 4]
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+    *chunks, _ = events(start("abcd"), path, **fields, stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in chunks)
+
+
 def test_stream(start: Start) -> None:
     server = start("héllo 🌍\u2028!")
     *chunks, done = events(server, "/v1/completions", prompt="x", stream_options={"include_usage": True})

@@ -357,6 +357,11 @@ def text_of(fields: dict[str, Any]) -> str:
         ({"temperature": -1}, "temperature"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_format": {"type": "xml"}}, "output_config.format.type"),
+        (
+            {"output_format": {"type": "json_schema"}, "output_config": {"format": {"type": "xml"}}},
+            "output_format",
+        ),
     ],
     ids=text_of,
 )

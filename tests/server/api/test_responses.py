@@ -75,6 +75,28 @@ def test_an_answer(start: Start) -> None:
     assert prompt.text == f"<|im_start|>system\nBe brief.<|im_end|>\n{USER}{EMPTY_THINK}"
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "reasoning": {"effort": "low"}, "tools": [TOOL]}
+
+
+def test_logprobs_of_the_text_alone(start: Start) -> None:
+    """Neither of the reasoning, in which the same letters come, nor of the tags, nor of the calls."""
+    server = start(f"OK. Hm.\n</think>\n\nOK é.\n{CALL}")
+    for fields, n in (({}, 0), ({"top_logprobs": 2}, 2)):
+        whole = ask(server, **LOGPROBS, **fields)
+        [part] = next(item for item in whole["output"] if item["type"] == "message")["content"]
+        told = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
+        assert told.decode() == part["text"] == "OK é."
+        assert all(one["logprob"] < 0 and len(one["top_logprobs"]) == n for one in part["logprobs"])
+        assert whole["top_logprobs"] == n
+        streamed = events(server, **LOGPROBS, **fields)
+        deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+        assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
+        [done] = [event for event in streamed if event["type"] == "response.output_text.done"]
+        assert done["logprobs"] == part["logprobs"]
+    assert ask(server, top_logprobs=1)["top_logprobs"] == 1
+    assert [one.params.logprobs for one in server.engine.submissions] == [0, 0, 2, 2, 1]
+
+
 def test_the_events_of_a_stream_in_order(start: Start) -> None:
     got = events(start(REPLY), reasoning={"effort": "low", "summary": "auto"}, tools=[TOOL])
     kinds: list[str] = []
@@ -223,11 +245,13 @@ def named(fields: dict[str, Any]) -> str:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": "message.output_text.logprobs"}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),

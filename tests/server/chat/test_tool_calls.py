@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def typed(text: str, schema: Any, **root: Any) -> Any:
         ({"type": "integer"}, "null", None),
         ({"type": "number"}, "5", 5),
         ({"type": "number"}, "-1.5e3", -1500.0),
-        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "1e999", sys.float_info.max),
+        ({"type": "object"}, '{"a": [-1e999]}', {"a": [-sys.float_info.max]}),
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "integer"}, "9" * 5000, "9" * 5000),
         ({"type": "boolean"}, "true", True),

@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from server.engine.constraint import Mask
+
 FIRST, LAST = 256, 2000
 """Ordinary tokens of nano."""
 
@@ -22,7 +24,6 @@ class Fickle:
     def __init__(self, n_vocab: int, share: float = 0.3, every: int = 5, seed: int = 0) -> None:
         self.n_vocab, self.share, self.every, self.seed = n_vocab, share, every, seed
         self.tokens: list[int] = []
-        self.prepared: list[bytes] = []
         self.masks = 0
         self._forced_at = -1
 
@@ -45,7 +46,7 @@ class Fickle:
             self.tokens.append(token)
         return ok
 
-    def mask(self) -> bytes:
+    def mask(self) -> Mask:
         self.masks += 1
         return self._mask(self.tokens)
 
@@ -61,14 +62,14 @@ class Fickle:
         assert self.validate(draft) == len(draft)
 
     def _allows(self, tokens: list[int], token: int) -> bool:
-        return bool(self._mask(tokens)[token >> 3] >> (token & 7) & 1)
+        return bool(self._mask(tokens)[token])
 
-    def _mask(self, tokens: list[int]) -> bytes:
+    def _mask(self, tokens: list[int]) -> Mask:
         rng = np.random.default_rng([self.seed, *tokens[-4:], len(tokens)])
         bits = np.zeros(self.n_vocab, bool)
         bits[FIRST:LAST] = rng.random(LAST - FIRST) < self.share
         bits[rng.integers(FIRST, LAST, 3)] = True
-        return np.packbits(bits, bitorder="little").tobytes()
+        return bits
 
     def _rng(self, tokens: list[int], what: str) -> random.Random:
         return random.Random(f"{self.seed} {what} {tokens[-4:]} {len(tokens)}")

@@ -57,6 +57,8 @@ class Request:
     """Tokens after which its listener leaves."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(ignore_eos=True))
     stream: bool = True
+    grammar: str | None = None
+    """What the answer is kept to, in llguidance's Lark."""
 
 
 @dataclass
@@ -75,8 +77,13 @@ async def ask(engine: Engine, request: Request) -> Answer:
 
 def submit(engine: Engine, request: Request) -> Generation:
     """Submit one request, now."""
+    grammar = None if request.grammar is None else engine.grammars.compile(request.grammar).result()
     return engine.submit(
-        engine.prompt(request.prompt), request.params, request.max_tokens, stream=request.stream
+        engine.prompt(request.prompt),
+        request.params,
+        request.max_tokens,
+        stream=request.stream,
+        constraint=None if grammar is None else grammar.begin(),
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
+from server.chat.constraints import compose, json_format, regex_format
 from server.engine import Engine, SamplingParams
 from server.engine.sequence_ids import SequenceIds
 from server.engine.speculation.mtp import MtpDrafter
@@ -23,6 +25,24 @@ if TYPE_CHECKING:
 LONGEST = 150
 TURN = (3585, 332, 198, 3608, 258, 3609, 258)
 """What the template has an answer begin with: <|im_start|>assistant, and thinking switched off."""
+
+LISTS = {"type": "array", "items": {"enum": [17, 170, "one", "oneself", None]}, "minItems": 3}
+RECORD = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer"}, "of": {"type": "string"}},
+    "required": ["kind", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    compose(format_, thinking=thinking)
+    for format_ in (
+        json_format(LISTS, "schema"),
+        json_format(RECORD, "schema", flexible=False),
+        regex_format("([a-f]{3} )+[0-9]", "regex"),
+    )
+    for thinking in (False, True)
+]
+"""Few tokens to choose from, many that are forced; or free up to `</think>`."""
 
 SEED = 9
 
@@ -46,6 +66,10 @@ def requests(seed: int) -> list[Request]:
         leaves = rng.choice([None, None, 1, 20])
         found.append(Request(prompt[:LONGEST], rng.choice([1, 2, 40, 100]), rng.uniform(0, 0.2), leaves))
         found[-1].params = _params(rng)
+    for request in found:
+        request.grammar = rng.choice([None, None, None, *GRAMMARS])
+        if request.grammar is not None:
+            request.params = replace(request.params, ignore_eos=False)
     return found
 
 
@@ -64,7 +88,7 @@ def _params(rng: random.Random) -> SamplingParams:
 def plain(nano_f32: Path) -> list[Answer]:
     """What the requests get one by one, with nothing switched on."""
     off: dict[str, Any] = {"parallel": 1, "speculation": "off", "prefix_cache": False}
-    alone = [Request(one.prompt, one.max_tokens, params=one.params) for one in requests(SEED)]
+    alone = [replace(one, delay=0.0, cancel_after=None) for one in requests(SEED)]
     with running(nano_f32, **EXACT, **off) as engine:
         return asyncio.run(ask_all(engine, alone))
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from server.engine import SamplingParams
-from server.engine.constraint import all_allowed, allowed, count
 from server.engine.llama import DeviceSampler
 from server.engine.sampling import RowNotKept, Sampler
 from tests.server.engine.constraints import Fickle
@@ -20,7 +19,7 @@ from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, st
 
 if TYPE_CHECKING:
     from server.engine import Engine
-    from server.engine.constraint import Constraint
+    from server.engine.constraint import Constraint, Mask
     from server.engine.llama import Rows
     from server.engine.vocab import Vocab
 
@@ -30,22 +29,13 @@ DRAWN = SamplingParams(temperature=1.0, top_k=20, top_p=0.8, seed=5, ignore_eos=
 GREEDY = SamplingParams(ignore_eos=True)
 
 
-def test_bits() -> None:
-    bits = np.zeros(3712, bool)
-    bits[[0, 7, 8, 3000]] = True
-    mask = np.packbits(bits, bitorder="little").tobytes()
-    assert allowed(mask, np.array([0, 1, 7, 8, 9, 2999, 3000])).tolist() == [1, 0, 1, 1, 0, 0, 1]
-    assert all_allowed(mask, 2999).tolist() == [0, 7, 8]
-    assert count(mask) == 4
-
-
 def alone(model: Path, prompt: list[int], constraint: Fickle) -> list[int]:
     """By the book: the best of what is allowed, a token at a time, forced ones written down."""
     reference = Alone(model, **EXACT)
     answer = constraint.forced()
     while len(answer) < N:
         row = reference.logits([*prompt, *answer], 512)[-1]
-        ids = all_allowed(constraint.mask(), row.size)
+        ids = np.flatnonzero(constraint.mask()[: row.size])
         answer.append(int(ids[row[ids].argmax()]))
         assert constraint.accept(answer[-1])
         answer += constraint.forced()
@@ -222,15 +212,25 @@ class HostRows(DeviceRows):
 class Fixed(Choice):
     """A mask and nothing else."""
 
-    def __init__(self, mask: bytes) -> None:
+    def __init__(self, mask: Mask) -> None:
         super().__init__([])
         self._mask = mask
 
     def accept(self, token: int) -> bool:
-        return bool(self._mask[token >> 3] >> (token & 7) & 1)
+        return bool(self._mask[token])
 
-    def mask(self) -> bytes:  # type: ignore[override]
-        return self._mask
+    def validate(self, tokens: list[int]) -> int:  # type: ignore[override]
+        return next((n for n, token in enumerate(tokens) if not self.accept(token)), len(tokens))
+
+    def mask(self) -> Mask:  # type: ignore[override]
+        return self._mask.copy()
+
+
+class ByTheBook(Sampler):
+    """Looks at nothing but the whole row under the mask."""
+
+    def _from_candidates(self, *_: Any) -> None:
+        return None
 
 
 @pytest.mark.parametrize("share", [0.9, 0.3, 0.05, 0.003])
@@ -248,7 +248,6 @@ def test_candidates_give_what_the_row_gives(share: float, spread: float, ties: b
         bits = np.zeros(1024, bool)
         bits[:1000] = rng.random(1000) < share
         bits[rng.integers(0, 999)] = True
-        mask = np.packbits(bits, bitorder="little").tobytes()
         # of equal logits at the edge of top-k either may be kept, so with ties only the best is compared
         top_k = 0 if trial % 4 == 0 else 1 if ties else int(rng.choice([1, 5, 20, 63]))
         params = SamplingParams(
@@ -260,14 +259,15 @@ def test_candidates_give_what_the_row_gives(share: float, spread: float, ties: b
             ignore_eos=bool(trial % 3 == 0),
         )
         chosen = []
-        for rows in (HostRows(logits), DeviceRows(logits)):
-            sampler = Sampler(params, cast("Vocab", SmallVocab()), [1], cast("Constraint", Fixed(mask)))
+        ways = (ByTheBook, HostRows(logits)), (Sampler, HostRows(logits)), (Sampler, DeviceRows(logits))
+        for make, rows in ways:
+            sampler = make(params, cast("Vocab", SmallVocab()), [1], cast("Constraint", Fixed(bits)))
             chosen.append(sampler.sample(cast("Rows", rows), 0))
             sampler.close()
             fetched += rows.fetched
         tries += 1
         assert bits[chosen[0]]
-        assert chosen[0] == chosen[1], (trial, params)
+        assert chosen[0] == chosen[1] == chosen[2], (trial, params)
     if share >= 0.3 and spread == 6.0:
         assert fetched < 0.3 * tries, "rows are fetched although enough candidates survive"
 
@@ -277,7 +277,7 @@ def test_a_row_that_is_gone_is_asked_for_whole() -> None:
     logits[:64] = 1.0
     bits = np.zeros(1024, bool)
     bits[500] = True
-    constraint = cast("Constraint", Fixed(np.packbits(bits, bitorder="little").tobytes()))
+    constraint = cast("Constraint", Fixed(bits))
     sampler = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint)
     assert sampler.need is DeviceSampler.TOP_K
     with pytest.raises(RowNotKept):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams
+from server.engine import NoTokenLeft, SamplingParams
 from server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
 
@@ -76,7 +76,7 @@ def test_an_end_that_is_asked_for_is_not_ignored() -> None:
 
 
 def test_nothing_is_left() -> None:
-    with pytest.raises(ValueError, match="leave no token to choose"):
+    with pytest.raises(NoTokenLeft, match="leave no token to choose"):
         choices(SamplingParams(allowed_token_ids=(6,), min_tokens=1), [RISING])
 
 

@@ -1,0 +1,117 @@
+"""Schemas in the words that a grammar knows: the same values fit them."""
+
+from __future__ import annotations
+
+import re
+from datetime import date, datetime, time, timedelta
+from ipaddress import IPv4Address
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+from jsonschema import Draft7Validator, Draft202012Validator
+
+from server.chat.schemas import TEXTS, understood
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VALUES: list[Any] = [
+    *(None, True, 0, 3.5, "", "a", "ab", "path", [], [1], [1, 1], ["a", 2], {}, {"a": 1}, {"b": "x"}),
+    *({"a": "x", "b": 2}, {"ab": 1}, {"b": 1}, {"not": 3, "if": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("schema", "gone"),
+    [
+        ({"then": {"type": "null"}}, "then"),
+        ({"if": {"type": "null"}}, "if"),
+        ({"type": "array", "maxContains": 1}, "maxContains"),
+        ({"type": "array", "uniqueItems": False}, "uniqueItems"),
+        ({"type": "object", "unevaluatedProperties": True}, "unevaluatedProperties"),
+        ({"dependentRequired": {}}, "dependentRequired"),
+        ({"type": "string", "format": "path"}, "format"),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+            "propertyNames",
+        ),
+        ({"type": "object", "propertyNames": {"type": "string", "pattern": "^a"}}, "propertyNames"),
+        ({"type": "string", "minLength": 2.0}, "2.0"),
+        ({"dependentRequired": {"a": ["b"], "b": []}}, "dependent"),
+        ({"allOf": [True], "dependentSchemas": {"a": {"maxProperties": 1}, "b": False}}, "dependent"),
+        ({"dependencies": {"a": ["b"], "b": {"required": ["a"]}, "ab": True}}, "dependencies"),
+        ({"items": {"items": {"uniqueItems": False}}, "anyOf": [{"then": {}}, {"type": "null"}]}, "then"),
+        ({"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"format": "int64"}}}, "int64"),
+    ],
+)
+def test_what_asks_for_nothing_goes(schema: dict[str, Any], gone: str) -> None:
+    found = understood(schema)
+    assert gone not in str(found)
+    check = Draft7Validator if gone == "dependencies" else Draft202012Validator
+    before, after = check(schema), check(found)
+    for value in VALUES:
+        assert after.is_valid(value) == before.is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {}},
+        {"if": {}, "then": {"type": "null"}},
+        {"uniqueItems": True},
+        {"unevaluatedProperties": False},
+        {"unevaluatedItems": 1},
+        {"contains": {}, "maxContains": 1},
+        {"type": "string", "format": "weird"},
+        {"propertyNames": {"maxLength": 3}},
+        {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}},
+        {"enum": [{"then": 1, "format": "path"}], "default": {"uniqueItems": False}},
+        {"properties": {"then": {}, "uniqueItems": {"type": "null"}, "format": {}}},
+        {"properties": {"a": False}, "items": True},
+    ],
+)
+def test_what_asks_for_something_stays(schema: dict[str, Any]) -> None:
+    assert understood(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("format_", "read", "good", "bad"),
+    [
+        (
+            "date",
+            date.fromisoformat,
+            ["1999-12-31", "2000-02-29", "2024-02-29", "1000-01-01"],
+            ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "0000-01-01", "2024-1-1"],
+        ),
+        (
+            "time",
+            time.fromisoformat,
+            ["00:00:00Z", "23:59:59.123+05:30", "12:00:00-11:00"],
+            ["24:00:00Z", "12:60:00Z", "12:00:00", "12:00Z"],
+        ),
+        (
+            "date-time",
+            datetime.fromisoformat,
+            ["2024-02-29T23:59:59Z"],
+            ["2023-02-29T00:00:00Z", "2024-01"],
+        ),
+        ("uuid", UUID, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000", "x"]),
+        ("ipv4", IPv4Address, ["0.0.0.0", "255.249.199.9"], ["256.0.0.0", "1.2.3", "01.2.3.4"]),
+    ],
+)
+def test_formats_as_texts(
+    format_: str, read: Callable[[str], object], good: list[str], bad: list[str]
+) -> None:
+    for text in good:
+        assert re.fullmatch(TEXTS[format_], text), text
+        read(text)
+    for text in bad:
+        assert not re.fullmatch(TEXTS[format_], text), text
+
+
+def test_every_day_of_some_centuries_is_a_date() -> None:
+    day = date(1599, 1, 1)
+    for _ in range(365 * 500):
+        assert re.fullmatch(TEXTS["date"], day.isoformat()), day
+        day += timedelta(days=1)
