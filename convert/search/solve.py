@@ -44,7 +44,8 @@ def choose(
         integrality=np.ones(flat.size),
         bounds=Bounds(0, 1),
         constraints=constraints,
-        options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+        # presolve would save little, and prints a line of its own to the terminal
+        options={"mip_rel_gap": GAP, "time_limit": SECONDS, "presolve": False},
     )
     if found.x is None:
         return None

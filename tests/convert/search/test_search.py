@@ -1,4 +1,4 @@
-"""A recipe searched from end to end: on a random checkpoint, interrupted, resumed, for each kind of target."""
+"""A recipe searched from end to end: on a random checkpoint, interrupted, resumed, for each target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from convert.llama import Runtime
 from convert.recipes import load_recipe
 from convert.search import Paths, Target, measure, search
 from convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
-from convert.search.measure import Meter
+from convert.search.measure import Meter, Reading
+from convert.search.record import Record
 from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
@@ -140,14 +141,18 @@ def test_bits_divergence_and_time_are_kept_to(base: Path, tmp_path: Path) -> Non
     assert layout.read_bytes(fastest) <= layout.read_bytes(by_divergence)
 
 
-def test_what_is_known_of_another_model_is_forgotten(base: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    paths = Paths(base, text, None, tmp_path / "record.json")
-    (tmp_path / "record.json").write_text('{"made_from": "a", "errors": 3}')
-    for made_from in ("a", "b"):
-        search(paths, Target(bits_per_weight=7.0), used_experts=None, made_from=made_from, runtime=RUNTIME)
-        assert json.loads(paths.record.read_text())["made_from"] == made_from
+def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Path) -> None:
+    path, types = tmp_path / "record.json", {"blk.0.ffn_up.weight": Type.Q2_K}
+    path.write_text('{"made_from": "a", "errors": 3}')
+    record = Record(path, "a")
+    assert record.reading(types) is None
+    record.errors["blk.0.ffn_up.weight"] = {Type.Q2_K: 0.1}
+    record.add("ffn_up 0 at Q2_K", types, Reading(0.1, 0.5, 0.9), 2.0)
+    again = Record(path, "a")
+    assert again.reading(types) == Reading(0.1, 0.5, 0.9)
+    assert (again.errors, again.count, again.seconds) == (record.errors, 1, 2.0)
+    assert again.reading({"blk.0.ffn_up.weight": Type.Q4_K}) is None
+    assert Record(path, "b").reading(types) is None
 
 
 def test_experts_are_groups_and_are_read_by_share(tmp_path: Path) -> None:
