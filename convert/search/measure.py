@@ -107,8 +107,7 @@ class Meter:
         Inputs are taken as the imatrix has them: columns uncorrelated, of known mean square.
         """
         values = self._weights.values(matrix.name)
-        step = max(1, values.size // SAMPLE_ELEMENTS)
-        values = values[:, ::step] if values.shape[1] >= step else values[::step]
+        values = values[:, :: max(1, values.size // SAMPLE_ELEMENTS)]  # of every expert, a row at least
         weights, columns = self._columns(matrix.name, values.shape)
         whole = float(np.einsum("mij,mj->", np.square(values), weights, dtype=np.float64))
         found = {}

@@ -100,6 +100,10 @@ def test_a_reading_is_that_of_a_file(
         assert meter.measure(types, mtp={m.name for m in layout.matrices if m.mtp}) == reading
         errors = meter.errors(layout.matrices[0], (Type.Q2_K, Type.Q4_K, Type.Q8_0))
         assert errors[Type.Q2_K] > errors[Type.Q4_K] > errors[Type.Q8_0] > 0
+        monkeypatch.setattr(measure, "SAMPLE_ELEMENTS", 1 << 13)
+        sampled = meter.errors(layout.matrices[0], (Type.Q4_K,))
+        assert sampled[Type.Q4_K] != errors[Type.Q4_K]
+        assert sampled[Type.Q4_K] == pytest.approx(errors[Type.Q4_K], rel=0.3)
     with Model(f16, RUNTIME) as model:
         ids = model.tokenize(PROMPTS.read_text(encoding="utf-8"))[:1024]
         text.write_bytes(model.detokenize(ids) + b"\n" * 200)

@@ -155,7 +155,8 @@ def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Pat
     assert Record(path, "b").reading(types) is None
 
 
-def test_experts_are_groups_and_are_read_by_share(tmp_path: Path) -> None:
+def test_experts_are_groups_and_are_read_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SAMPLE_ELEMENTS", 64)  # fewer than an expert has
     source = write_checkpoint(tmp_path / "Random-MoE", layers=4, experts="fused", tied=False)
     assert (
         run(source, tmp_path / "out", "--target-bpw", "7", "--no-kld", "--target-ms", "1", "--for", "l4") == 1
