@@ -114,7 +114,10 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     assert gguf.stat().st_mtime_ns == before
 
 
-def test_bits_divergence_and_time_are_kept_to(base: Path, tmp_path: Path) -> None:
+def test_bits_divergence_and_time_are_kept_to(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["convert.search.search"], "TOLERANCE", 0.0)  # groups are measured again
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     paths = Paths(base, text, None, tmp_path / "record.json")
@@ -126,6 +129,10 @@ def test_bits_divergence_and_time_are_kept_to(base: Path, tmp_path: Path) -> Non
 
     by_bits, one = found(Target(bits_per_weight=7.0))
     assert 6.5 < layout.bits_per_weight(by_bits) <= 7.0
+    known = json.loads(paths.record.read_text())["readings"].values()
+    assert sum(each["what"].startswith("all but ") for each in known) == len(
+        {m.group for m in layout.matrices if not m.mtp}
+    )
     limit = 2 * one.reading.mean
     by_divergence, two = found(Target(divergence=limit))
     assert 0 < two.reading.mean <= limit
