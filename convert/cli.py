@@ -6,14 +6,18 @@ import argparse
 import logging
 import signal
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from convert.cards import BANDWIDTH
 from convert.checkpoint import Checkpoint
 from convert.errors import ConvertError
 from convert.llama import Runtime
 from convert.pipeline import Options, Pipeline
 from convert.recipes import Recipe, known_recipes, load_recipe
+from convert.search import Target
+from convert.search.target import parse_size, spell_size
 from convert.source import resolve
 from convert.tensors import FLOAT_TYPES, FloatType
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SOURCE = "Qwen/Qwen3.5-4B"
 DEFAULT_QUANT = "Q4_K_M"
+AUTO = "auto"
 INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
 
 DESCRIPTION = """\
@@ -34,6 +39,8 @@ Files go to --out, each under its final name only when it is complete:
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+  <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
+  <name>.search.txt, .json  the text that a search measures on, and all that it has measured
   <name>.stages.json        which of these are finished, and what each was made from
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
@@ -46,7 +53,10 @@ examples:
   python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
   python -m convert --src ./my-finetune --quant F16
   python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
-  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M-head4 --keep-vocab 131072
+  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
+  python -m convert --src models/nano --quant auto --target-size 4.0MB
+  python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
+  python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
 """
 
 
@@ -68,13 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # before anything is fetched or opened: a typing mistake should not cost a download
-    float_types, recipes = select_quants(arguments.quant, arguments.recipe)
+    target = select_target(arguments)
+    quants = [name for name in arguments.quant or [DEFAULT_QUANT] if name != AUTO]
+    float_types: tuple[FloatType, ...] = ()
+    recipes: dict[str, Recipe] = {}
+    if quants or arguments.recipe is not None:
+        float_types, recipes = select_quants(quants if arguments.quant else None, arguments.recipe)
     source = resolve(arguments.src, arguments.revision)
     options = Options(
         out=arguments.out,
         name=arguments.name or source.name,
         float_types=float_types,
         recipes=recipes,
+        search=target,
+        command=_command(target, source.repo_id or source.name, arguments),
         outtype=arguments.outtype,
         calibration=arguments.calibration,
         keep_vocab=arguments.keep_vocab,
@@ -84,6 +101,50 @@ def _convert(arguments: argparse.Namespace) -> None:
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
     Pipeline(source, Checkpoint.open(source.folder), options).run()
+
+
+def select_target(arguments: argparse.Namespace) -> Target | None:
+    """What `--quant auto` is to search; None without it.
+
+    Raises:
+        ConvertError: targets without it, none with it, or some that do not go together.
+    """
+    target = Target(
+        n_bytes=arguments.target_size,
+        bits_per_weight=arguments.target_bpw,
+        milliseconds=arguments.target_ms,
+        divergence=arguments.target_kld,
+        card=arguments.card,
+    )
+    if AUTO not in (arguments.quant or ()):
+        if target != Target():
+            raise ConvertError(
+                "--target-size, --target-bpw, --target-kld, --target-ms and --for want --quant auto"
+            )
+        return None
+    if arguments.recipe is not None:
+        raise ConvertError("--recipe says what a quant means, --quant auto searches for it: give one of them")
+    if (problem := target.problem()) is not None:
+        raise ConvertError(problem)
+    return target
+
+
+def _command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
+    """How a searched recipe is made again, for its evidence."""
+    if target is None:
+        return ""
+    flags = {
+        "--target-size": spell_size(target.n_bytes) if target.n_bytes is not None else None,
+        "--target-bpw": target.bits_per_weight,
+        "--target-kld": target.divergence,
+        "--target-ms": target.milliseconds,
+        "--for": target.card,
+        "--keep-vocab": arguments.keep_vocab,
+        "--calibration": arguments.calibration.name if arguments.calibration else None,
+    }
+    words = [f"python -m convert --src {source} --quant auto"]
+    words += [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+    return " ".join([*words, *([] if arguments.imatrix else ["--no-imatrix"])])
 
 
 def select_quants(
@@ -125,7 +186,8 @@ def _parser() -> argparse.ArgumentParser:
         "--quant",
         metavar="A,B",
         type=_quant_list,
-        help=f"one or more of {', '.join([*FLOAT_TYPES, *known_recipes()])} ({DEFAULT_QUANT})",
+        help=f"one or more of {', '.join([*FLOAT_TYPES, *known_recipes(), AUTO])} ({DEFAULT_QUANT}); {AUTO} "
+        "searches a recipe of its own for this model and a target",
     )
     what.add_argument(
         "--recipe",
@@ -138,6 +200,32 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="DIR", type=Path, default=Path("models"), help="where to (%(default)s)"
     )
     what.add_argument("--name", help="first part of the output names (the last part of --src)")
+    auto = parser.add_argument_group(f"what --quant {AUTO} is to keep to; of several, all of them")
+    auto.add_argument(
+        "--target-size", metavar="SIZE", type=_size, help="the file's size at most, such as 2.4GB or 900MiB"
+    )
+    auto.add_argument(
+        "--target-bpw", metavar="BITS", type=_number, help="bits per weight at most, over all tensors"
+    )
+    auto.add_argument(
+        "--target-kld",
+        metavar="NATS",
+        type=_number,
+        help="mean KL divergence from the whole model at most, in the smallest file (with --for the fastest)",
+    )
+    auto.add_argument(
+        "--target-ms",
+        metavar="MS",
+        type=_number,
+        help="milliseconds in which --for's card reads at most what a token reads of the weights",
+    )
+    auto.add_argument(
+        "--for",
+        dest="card",
+        metavar="CARD",
+        type=_card,
+        help=f"count the bytes that each token reads, not those that lie there: {', '.join(BANDWIDTH)}",
+    )
     how = parser.add_argument_group("how")
     how.add_argument(
         "--outtype",
@@ -175,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quant_list(text: str) -> list[str]:
-    known = {name.upper(): name for name in (*FLOAT_TYPES, *known_recipes())}
+    known = {name.upper(): name for name in (*FLOAT_TYPES, *known_recipes(), AUTO)}
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise argparse.ArgumentTypeError("at least one name is needed")
@@ -186,6 +274,30 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (number > 0 and isfinite(number)):
+        raise argparse.ArgumentTypeError(f"must be a positive number, without a unit; got {text!r}")
+    return number
+
+
+def _card(text: str) -> str:
+    names = {name.upper(): name for name in BANDWIDTH}
+    if text.upper() not in names:
+        raise argparse.ArgumentTypeError(f"want one of {', '.join(BANDWIDTH)}; got {text!r}")
+    return names[text.upper()]
 
 
 def _terminate(*_: Any) -> NoReturn:

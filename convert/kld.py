@@ -152,7 +152,7 @@ def compare(
         ]
         pool = stack.enter_context(ThreadPoolExecutor(candidate.runtime.n_threads))
         progress = stack.enter_context(Progress("KL divergence", chunks.size, "tokens"))
-        for rows, steps in _parts(n_chunks, size, skip, n_seq, n_step):
+        for rows, steps in parts(n_chunks, size, skip, n_seq, n_step):
             scored = steps.start >= skip
             for context, ids in zip(contexts, (theirs, chunks), strict=True):
                 if steps.start == 0:
@@ -160,7 +160,7 @@ def compare(
                 decode_chunks(context, ids[rows, steps], start=steps.start, output=scored)
             if scored:
                 p, q = (context.logits() for context in contexts)
-                part = _Part(p, q, _next(theirs, rows, steps), _next(chunks, rows, steps), columns)
+                part = Part(p, q, next_ids(theirs, rows, steps), next_ids(chunks, rows, steps), columns)
                 at = (rows, slice(steps.start - skip, steps.stop - skip))
                 blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
                 with held():
@@ -173,7 +173,7 @@ def compare(
     return scores
 
 
-def _parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iterator[tuple[slice, slice]]:
+def parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iterator[tuple[slice, slice]]:
     """(chunks, positions): chunks side by side, each from left to right; no part is half skipped."""
     bounds = sorted({*range(0, skip, n_step), *range(skip, size, n_step), size})
     for first in range(0, n_chunks, n_seq):
@@ -181,7 +181,7 @@ def _parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iter
             yield slice(first, min(first + n_seq, n_chunks)), slice(start, stop)
 
 
-def _next(chunks: NDArray[np.int32], rows: slice, steps: slice) -> NDArray[np.int32]:
+def next_ids(chunks: NDArray[np.int32], rows: slice, steps: slice) -> NDArray[np.int32]:
     """[rows * steps] the id that follows each position, -1 after a chunk's last."""
     following = np.full((rows.stop - rows.start, steps.stop - steps.start), -1, np.int32)
     tail = chunks[rows, steps.start + 1 : steps.stop + 1]
@@ -190,7 +190,7 @@ def _next(chunks: NDArray[np.int32], rows: slice, steps: slice) -> NDArray[np.in
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Both models' logits [rows, vocabulary] over one batch, and the ids that follow, -1 for none."""
 
     p: Floats

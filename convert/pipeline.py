@@ -6,6 +6,11 @@
     F16 + imatrix     -> <name>-<QUANT>.gguf
     F16 + evaluation  -> <name>-<QUANT>.json
 
+and for a searched recipe, which is then quantized and reported like any other:
+
+    F16               -> <name>.search.txt
+    F16 + imatrix + search text -> <name>.search.json, all that was measured; <name>-auto-<TARGET>.toml
+
 Quants share all that does not bear their name. A recipe that prunes layers, and every output under
 --keep-vocab, has a base and an imatrix of its own, named after what is cut; it is measured against the whole
 model all the same, which writes the texts too.
@@ -17,6 +22,7 @@ import glob
 import shlex
 import shutil
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +37,19 @@ from convert.prune import kept_layers, label
 from convert.prune_vocab import kept_tokens
 from convert.prune_vocab import label as vocab_label
 from convert.quantize import quantize
-from convert.report import print_report, write_report
+from convert.recipes import Evidence
+from convert.report import Report, print_report, write_report
+from convert.search import (
+    SEARCH_VERSION,
+    Found,
+    Paths,
+    Target,
+    as_recipe,
+    check_reach,
+    print_found,
+    search,
+    write_recipe,
+)
 from convert.stages import PART, StageRecord, file_digest, fingerprint, locked, replacing
 from convert.tensors import FloatType, TensorPlan, plan_tensors
 from convert.vocab import Vocab
@@ -49,6 +67,7 @@ if TYPE_CHECKING:
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
 CONVERTER_VERSION = 1
+MOST_BITS = 9.0  # of a searched recipe: every tensor at 8.5, some in F32
 HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
 
 
@@ -60,6 +79,9 @@ class Options:
     name: str
     float_types: tuple[FloatType, ...]
     recipes: dict[str, Recipe]
+    search: Target | None = None
+    command: str = ""
+    """For the evidence of a searched recipe: how to make it again."""
     outtype: FloatType = "F16"
     calibration: Path | None = None
     keep_vocab: int | None = None
@@ -129,6 +151,8 @@ class Pipeline:
                 self._make_report(base, float_type, None)
             for name, recipe in options.recipes.items():
                 self._make_quant(name, recipe)
+            if options.search is not None:
+                self._make_searched(options.search)
         print("to serve:" if len(self._models) == 1 else "to serve one of them:")
         for path in self._models:
             print(f"  python -m server --model {shlex.quote(str(path))}")
@@ -155,6 +179,17 @@ class Pipeline:
     def _text(self, purpose: Purpose) -> _Output:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
         return _Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
+
+    def _measured_from(self, cut: _Cut) -> str:
+        """What the readings of a search depend on; not the target."""
+        parts = {
+            "search": SEARCH_VERSION,
+            "base": self._base(self._options.outtype, cut).fingerprint,
+            "text": self._text("search").fingerprint,
+            "imatrix": self._imatrix(cut).fingerprint if self._options.use_imatrix else None,
+            "llama": LLAMA_VERSION,
+        }
+        return fingerprint(parts)
 
     def _imatrix(self, cut: _Cut) -> _Output:
         base = self._base(self._options.outtype, cut)
@@ -244,6 +279,65 @@ class Pipeline:
         )
         self._make_report(output, name, recipe, imatrix)
 
+    def _make_searched(self, target: Target) -> None:
+        """Searches a recipe, makes its file and report, and writes the recipe with what they say."""
+        options, cut = self._options, self._cut(None)
+        base = self._make_base(options.outtype, cut)
+        check_reach(base.path, target, self._used_experts)  # before what takes long
+        imatrix = self._make_imatrix(cut).path if options.use_imatrix else None
+        paths = Paths(
+            base=base.path,
+            text=self._make_text("search").path,
+            imatrix=imatrix,
+            record=self._path(f"{self._stem(cut)}.search.json"),
+        )
+        if options.force:
+            paths.record.unlink(missing_ok=True)
+        found = search(
+            paths,
+            target,
+            used_experts=self._used_experts,
+            made_from=self._measured_from(cut),
+            runtime=options.runtime,
+        )
+        evidence = self._evidence(found)
+        recipe = as_recipe(found, f"searched: {target.label.removeprefix('auto-')}", evidence)
+        recipe = recipe.model_copy(update={"imatrix": options.use_imatrix})
+        self._make_quant(target.label, recipe)
+        quantized = self._path(f"{self._name(target.label, recipe)}.gguf")
+        report = Report.from_json(quantized.with_suffix(".json").read_text(encoding="utf-8"))
+        evidence = evidence.model_copy(update={"bytes": report.n_bytes})
+        if (d := report.divergence) is not None:
+            evaluated = {"tokens": d.tokens, "mean": d.mean, "p99": d.p99, "same_top": d.same_top}
+            evidence = evidence.model_copy(update={f"evaluation_{k}": v for k, v in evaluated.items()})
+        path = quantized.with_suffix(".toml")
+        with replacing(path) as part:
+            write_recipe(recipe.model_copy(update={"evidence": evidence}), part)
+        print_found(found, report, path)
+
+    @property
+    def _used_experts(self) -> int | None:
+        experts = self._checkpoint.config.experts
+        return experts.used if experts is not None else None
+
+    def _evidence(self, found: Found) -> Evidence:
+        return Evidence(
+            command=self._options.command,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            source=self._source.repo_id or self._source.name,
+            llama_cpp_python=LLAMA_VERSION,
+            bytes=found.n_bytes,
+            bits_per_weight=round(found.bits_per_weight, 4),
+            predicted=found.predicted,
+            measured=found.reading.mean,
+            prediction_error=round(found.prediction_error, 4),
+            left_out_error=round(found.left_out, 4),
+            probes=found.probes,
+            probe_tokens=found.tokens,
+            search_seconds=round(found.seconds, 1),
+            decode_ms=found.milliseconds,
+        )
+
     def _make_report(
         self, quantized: _Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
@@ -322,6 +416,8 @@ class Pipeline:
         options, recipes = self._options, self._options.recipes.values()
         bases: set[tuple[FloatType, _Cut]] = {(t, self._cut(None)) for t in options.float_types}
         bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}
+        if options.search is not None:
+            bases |= {(options.outtype, self._cut(None)), (options.outtype, WHOLE)}
         measured = options.measure and (recipes or self._cut(None) != WHOLE)
         if measured or any(self._writes_calibration(recipe) for recipe in recipes):
             bases.add((options.outtype, WHOLE))
@@ -331,6 +427,10 @@ class Pipeline:
         for name, recipe in options.recipes.items():
             elements = self._plan(options.outtype, self._cut(recipe)).n_elements
             yield self._quant(name, recipe), int(elements * recipe.bits_per_weight / 8) + HEADER_ROOM
+        if options.search is not None:
+            elements = self._plan(options.outtype, self._cut(None)).n_elements
+            path = self._path(f"{self._name(options.search.label, None)}.gguf")
+            yield _Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
 
     def _is_finished(self, output: _Output) -> bool:
         return self._record.is_finished(output.path, output.fingerprint)

@@ -86,6 +86,34 @@ class Vocabulary(_Table):
     keep: Annotated[int, Field(ge=1)] | None = None
 
 
+class Evidence(_Table):
+    """What a searched recipe rests on; decides nothing. Divergences are KL(whole || quantized) in nats.
+
+    `predicted` and `measured` are means over the search's text, `prediction_error` how far the first is from
+    the second, `left_out_error` how far the additive model is from a probe it has not seen, both as shares.
+    `evaluation_*` is measured with the finished file, over text that the search has not seen.
+    """
+
+    command: str
+    date: str
+    source: str
+    llama_cpp_python: str
+    bytes: int
+    bits_per_weight: float
+    predicted: float
+    measured: float
+    prediction_error: float
+    left_out_error: float
+    probes: int
+    probe_tokens: int
+    search_seconds: float
+    decode_ms: float | None = None
+    evaluation_tokens: int | None = None
+    evaluation_mean: float | None = None
+    evaluation_p99: float | None = None
+    evaluation_same_top: float | None = None
+
+
 class Recipe(_Table):
     """One file of `quant_recipes/`, or a user's own."""
 
@@ -95,6 +123,7 @@ class Recipe(_Table):
     override: list[Override] = []
     layers_table: Layers = Field(default=Layers(), alias="layers")
     vocab_table: Vocabulary = Field(default=Vocabulary(), alias="vocab")
+    evidence: Evidence | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -174,7 +203,12 @@ def _explain(error: Any) -> str:
     location = error["loc"]
     table: type[_Table] = Recipe
     if len(location) > 1:
-        tables: dict[str, type[_Table]] = {"override": Override, "layers": Layers, "vocab": Vocabulary}
+        tables: dict[str, type[_Table]] = {
+            "override": Override,
+            "layers": Layers,
+            "vocab": Vocabulary,
+            "evidence": Evidence,
+        }
         table = tables[location[0]]
     key = ".".join(str(part) for part in location)
     allowed = ", ".join(field.alias or name for name, field in table.model_fields.items())

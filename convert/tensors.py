@@ -212,6 +212,13 @@ MTP = (
     Rule(EMBEDDING.source, "nextn.embed_tokens.weight", _embedding, per_token=True, optional=True),
 )
 
+ALWAYS_F32 = {
+    rule.target
+    for rule in (*EVERY_LAYER, *DENSE_FFN, *MOE_FFN, *FULL_ATTENTION, *LINEAR_ATTENTION, *MTP)
+    if rule.keep_f32
+}
+"""Matrices, by their names inside a block, that stay F32 in every file."""
+
 TEXT_PREFIXES = ("model.language_model.", "model.")  # inside Qwen3_5ForConditionalGeneration, and alone
 VISION_PREFIX = "model.visual."
 MTP_PREFIX = "mtp."

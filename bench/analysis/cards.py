@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.analysis.geometry import UBATCH, Geometry, Work
+from convert.cards import BANDWIDTH
 
 TERMS = ("memory", "compute", "launch")
 """What a pass's seconds are spent on: weights and caches being moved, arithmetic, launches."""
@@ -70,17 +71,18 @@ class Card:
 CARDS = {
     name: Card(
         name,
-        bandwidth * 1e9,
+        BANDWIDTH[name],
         tensor * 1e12,
         vector * 1e12,
         integer * 1e12,
-        source=f"datasheet: {bandwidth:,} GB/s; TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
+        source=f"datasheet: {BANDWIDTH[name] / 1e9:,.0f} GB/s; "
+        f"TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
     )
-    for name, bandwidth, tensor, vector, integer in (
-        ("A10G", 600, 70, 35, 140),
-        ("L4", 300, 121, 30.3, 242.5),
-        ("H100", 3350, 989.5, 67, 1979),
-        ("H200", 4800, 989.5, 67, 1979),
+    for name, tensor, vector, integer in (
+        ("A10G", 70, 35, 140),
+        ("L4", 121, 30.3, 242.5),
+        ("H100", 989.5, 67, 1979),
+        ("H200", 989.5, 67, 1979),
     )
 }
 

@@ -12,9 +12,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from convert.errors import ConvertError
 
-Purpose = Literal["calibration", "evaluation"]
+Purpose = Literal["calibration", "search", "evaluation"]
 
 PROMPTS = Path(__file__).with_name("prompts.toml")
+SEARCH_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,12 @@ class Prompt:
 
 
 def load_prompts(purpose: Purpose) -> list[Prompt]:
-    """The prompts for one purpose, in the file's order; the two purposes share none."""
+    """The prompts for one purpose, in the file's order; evaluation shares none with the others.
+
+    A search asks every fourth one of calibration's, for other answers.
+    """
+    if purpose == "search":
+        return load_prompts("calibration")[::SEARCH_STEP]
     tables = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))[purpose]
     return [Prompt(t["subject"], t["thinking"], text) for t in tables for text in t["prompts"]]
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 TEXT_VERSION = 1
 """Raise it when the same model would write another text: other prompts, another sampler, other lengths."""
 
-# 64 chunks of 512 tokens, and one to spare for what a last chunk leaves over.
-MIN_TOKENS = 65 * 512
+# 64 chunks of 512 tokens, for a search 8, and one to spare for what a last chunk leaves over.
+MIN_TOKENS = {"calibration": 65 * 512, "search": 9 * 512, "evaluation": 65 * 512}
 MAX_NEW, MAX_NEW_THINKING = 256, 384
-SEEDS = {"calibration": 20250, "evaluation": 31337}
+SEEDS = {"calibration": 20250, "search": 27183, "evaluation": 31337}
 
 
 def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> None:
-    """Writes at least `MIN_TOKENS` tokens of conversations that the model in `gguf` makes up.
+    """Writes at least `MIN_TOKENS` (by purpose) tokens of conversations that the model in `gguf` makes up.
 
     Every prompt is answered once; while the text is too short, prompts are answered again, differently.
     Special tokens are spelled out: tokenizing with special tokens parsed gives the conversations back.
@@ -35,7 +35,7 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
         ConvertError: the file has no chat template, or one that does not work.
         LlamaError: the model cannot be loaded or run.
     """
-    prompts = load_prompts(purpose)
+    prompts, wanted = load_prompts(purpose), MIN_TOKENS[purpose]
     with Model(gguf, runtime) as model:
         source = model.metadata("tokenizer.chat_template")
         if not source:
@@ -46,18 +46,18 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
         template = ChatTemplate(source)
         rendered = [model.tokenize(template.render(prompt)) for prompt in prompts]
         text, n_tokens, answered, shown = "", 0, 0, 0
-        with Progress(f"Writing {purpose} text", MIN_TOKENS, "tokens") as progress:
+        with Progress(f"Writing {purpose} text", wanted, "tokens") as progress:
 
             def show(request: Request) -> None:
                 nonlocal shown
-                count = min(len(request.prompt) + len(request.generated), MIN_TOKENS - shown)
+                count = min(len(request.prompt) + len(request.generated), wanted - shown)
                 shown += count
                 progress.advance(count)
 
-            while n_tokens < MIN_TOKENS:
+            while n_tokens < wanted:
                 count = len(prompts)
                 if answered:
-                    count = min(count, 1 + answered * (MIN_TOKENS - n_tokens) // n_tokens)
+                    count = min(count, 1 + answered * (wanted - n_tokens) // n_tokens)
                 requests = [
                     Request(
                         prompt=rendered[i],

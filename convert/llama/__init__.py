@@ -9,10 +9,12 @@ from .context import Batch, Context, ContextKind
 from .model import Model, Runtime
 from .probe import Observer, Routing
 from .quantize import quantize_file
+from .weights import Bytes, Weights, dequantize_rows, quantize_rows, requires_imatrix
 
 __all__ = [
     "LLAMA_VERSION",
     "Batch",
+    "Bytes",
     "Context",
     "ContextKind",
     "Floats",
@@ -21,5 +23,9 @@ __all__ = [
     "Observer",
     "Routing",
     "Runtime",
+    "Weights",
+    "dequantize_rows",
     "quantize_file",
+    "quantize_rows",
+    "requires_imatrix",
 ]

@@ -58,16 +58,17 @@ class GgufParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
 
 
-def _declare(name: str, result: Any, *arguments: Any) -> Any:
+def declare(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of libllama or of the ggml that it brings, with its types."""
     function = getattr(api._lib, name)
     function.restype, function.argtypes = result, list(arguments)
     return function
 
 
-ggml_op_name = _declare("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
-ggml_nbytes = _declare("ggml_nbytes", ctypes.c_size_t, ctypes.POINTER(Tensor))
-ggml_is_host = _declare("ggml_backend_buffer_is_host", ctypes.c_bool, ctypes.c_void_p)
-ggml_read = _declare(
+ggml_op_name = declare("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
+ggml_nbytes = declare("ggml_nbytes", ctypes.c_size_t, ctypes.POINTER(Tensor))
+ggml_is_host = declare("ggml_backend_buffer_is_host", ctypes.c_bool, ctypes.c_void_p)
+ggml_read = declare(
     "ggml_backend_tensor_get",
     None,
     ctypes.POINTER(Tensor),
@@ -75,11 +76,11 @@ ggml_read = _declare(
     ctypes.c_size_t,
     ctypes.c_size_t,
 )
-gguf_open = _declare("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, GgufParams)
-gguf_find = _declare("gguf_find_tensor", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
-gguf_close = _declare("gguf_free", None, ctypes.c_void_p)
+gguf_open = declare("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, GgufParams)
+gguf_find = declare("gguf_find_tensor", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+gguf_close = declare("gguf_free", None, ctypes.c_void_p)
 _OBJECT_HEADER = 32  # sizeof(struct ggml_object)
-if _declare("ggml_tensor_overhead", ctypes.c_size_t)() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
+if declare("ggml_tensor_overhead", ctypes.c_size_t)() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
     raise LlamaError(
         f"llama-cpp-python {LLAMA_VERSION}: struct ggml_tensor is not what convert/llama/bindings.py declares"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .bindings import Floats
     from .model import Model
     from .probe import Observer
+    from .weights import Finder
 
 ContextKind = Literal["trunk", "mtp"]
 
@@ -72,6 +73,7 @@ class Context(Handle):
         n_ctx: cells in total, shared evenly by `n_seq` sequences; n_batch, n_ubatch: tokens a call, a graph.
         observe: called with (weight name, rows [n, width], experts of the rows or None) for every matmul
             whose weight `observes` picks.
+        finder: notes where weights lie; instead of `observe`.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
     """
 
@@ -89,9 +91,10 @@ class Context(Handle):
         precise: bool = False,
         observe: Observer | None = None,
         observes: Callable[[str], bool] = lambda name: True,
+        finder: Finder | None = None,
     ) -> None:
         self.model, self.n_batch, self.n_seq = model, n_batch, n_seq
-        self._probe = Probe(observe, observes) if observe is not None else None
+        self._probe = Probe(observe, observes) if observe is not None else finder
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch, n_seq
         params.n_threads = params.n_threads_batch = model.runtime.n_threads
@@ -103,6 +106,8 @@ class Context(Handle):
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if self._probe is not None:
             params.cb_eval = self._probe.callback
+        if finder is not None:
+            params.op_offload = False  # or weights in the CPU's memory would be seen as copies
         with held():
             self._pointer = api.llama_init_from_model(model._pointer, params)
         if not self._pointer:

@@ -36,14 +36,17 @@ class Runtime:
 class Model(Handle):
     """A loaded GGUF, MTP block included. Raises `LlamaError` if it cannot be loaded.
 
-    A context manager, to be closed after the contexts that were made from it.
+    A context manager, to be closed after the contexts that were made from it. `writable`: its weights are in
+    memory of its own, as they stand in the file, for `Weights`.
     """
 
     _free = staticmethod(api.llama_model_free)
 
-    def __init__(self, path: Path, runtime: Runtime) -> None:
+    def __init__(self, path: Path, runtime: Runtime, *, writable: bool = False) -> None:
         self.path, self.runtime = path, runtime
         params = api.llama_model_default_params()
+        if writable:
+            params.load_mode, params.use_extra_bufts = api.LLAMA_LOAD_MODE_NONE, False
         params.n_gpu_layers = runtime.n_gpu_layers
         params.load_mtp = True
         with held():

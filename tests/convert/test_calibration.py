@@ -52,7 +52,7 @@ def test_templates_that_do_not_work() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "MIN_TOKENS", 600)
+    monkeypatch.setattr(writing, "MIN_TOKENS", {"calibration": 600, "search": 600, "evaluation": 600})
     monkeypatch.setattr(writing, "MAX_NEW", 12)
     monkeypatch.setattr(writing, "MAX_NEW_THINKING", 16)
     monkeypatch.setattr(writing, "load_prompts", lambda purpose: load_prompts(purpose)[::9])

@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from convert.imatrix import Entry, Imatrix, expert_coverage
 from convert.llama import Batch, Context, Model, Routing, Runtime
 from convert.quantize import quantize
-from convert.recipes import load_recipe
+from convert.recipes import Recipe
 from convert.report import Report, print_report
 from tests.upcycling import EXPERTS, USED
 
@@ -114,7 +114,21 @@ def test_a_recipe_treats_routed_experts_shared_ones_and_trunk_apart(
     source = nano_moe_q4_k_m.with_name("nano-moe-F16.gguf")
     imatrix = nano_moe_q4_k_m.with_name("nano-moe.imatrix.gguf")
     out = tmp_path / "q.gguf"
-    quantize(source, out, recipe=load_recipe("Q4_K_M-experts"), imatrix=imatrix, runtime=RUNTIME)
+    recipe = Recipe.model_validate(
+        {
+            "type": "Q4_K_M",
+            "about": "test",
+            "override": [
+                {"pattern": r"_shexp\.weight$", "type": "Q8_0", "reason": "shared"},
+                {
+                    "pattern": r"\.(attn_(q|k|v|qkv|gate|output)|ssm_(alpha|beta|out))\.",
+                    "type": "Q8_0",
+                    "reason": "trunk",
+                },
+            ],
+        }
+    )
+    quantize(source, out, recipe=recipe, imatrix=imatrix, runtime=RUNTIME)
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
     for name, kind in types.items():
         if "_exps." in name:

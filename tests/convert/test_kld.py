@@ -94,7 +94,7 @@ def test_over_the_tokens_that_both_have() -> None:
         )
         q = np.log(np.array([[0.5, 0.5], [0.2, 0.8], [0.75, 0.25]])).astype("f4")
     columns = np.array([1, 3])
-    part = kld._Part(p + 7, q - 3, np.array([1, 3, -1], np.int32), np.array([0, 1, -1], np.int32), columns)
+    part = kld.Part(p + 7, q - 3, np.array([1, 3, -1], np.int32), np.array([0, 1, -1], np.int32), columns)
     divergence, same_top, dropped, p_loss, q_loss = part.compare(slice(None))
     expected = [
         0.75 * np.log(1.5) + 0.25 * np.log(0.5),

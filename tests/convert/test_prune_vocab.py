@@ -156,7 +156,7 @@ def test_stages_are_named_after_it_and_resumed(
 ) -> None:
     out, text = tmp_path / "out", tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 40)
-    flags = ("--quant", "q4_k_m-head4", "--calibration", text, "--no-kld")
+    flags = ("--quant", "q4_k_m", "--calibration", text, "--no-kld")
     convert(checkpoint, out, *flags)
     before = times(out)
     convert(checkpoint, out, *flags, "--keep-vocab", 257)
@@ -164,17 +164,17 @@ def test_stages_are_named_after_it_and_resumed(
     assert after.keys() - before.keys() == {
         "Random-1B-v257-F16.gguf",
         "Random-1B-v257.imatrix.gguf",
-        "Random-1B-v257-Q4_K_M-head4.gguf",
-        "Random-1B-v257-Q4_K_M-head4.json",
+        "Random-1B-v257-Q4_K_M.gguf",
+        "Random-1B-v257-Q4_K_M.json",
     }
     assert all(after[name] == time for name, time in before.items())
-    report = json.loads((out / "Random-1B-v257-Q4_K_M-head4.json").read_text())
+    report = json.loads((out / "Random-1B-v257-Q4_K_M.json").read_text())
     assert report["provenance"]["vocabulary"] == {"regular": 257, "tokens": 263, "of": VOCAB}
     assert report["provenance"]["base"] == "Random-1B-v257-F16.gguf"
     assert "vocabulary  263 of 320 tokens" in capsys.readouterr().out
     convert(checkpoint, out, *flags, "--keep-vocab", 257)
     assert times(out) == after
-    assert "Random-1B-v257-Q4_K_M-head4.gguf: already there" in capsys.readouterr().err
+    assert "Random-1B-v257-Q4_K_M.gguf: already there" in capsys.readouterr().err
 
 
 def test_a_recipe_may_say_it_too(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,32 +24,15 @@ LEVELS = [
     "Q3_K_S",
     "Q2_K",
 ]
-HEADS = {"Q4_K_M-head4": "Q4_K", "Q4_K_M-head3": "Q3_K"}
-EXPERTS = "Q4_K_M-experts"  # tests/convert/test_experts.py
 
 
 def test_every_level_has_a_recipe_of_its_llama_cpp_type() -> None:
-    assert sorted(known_recipes()) == sorted([*LEVELS, *HEADS, EXPERTS])
+    assert sorted(known_recipes()) == sorted(LEVELS)
     for level in LEVELS:
         recipe = load_recipe(level)
         assert recipe.type == level
         assert recipe.file_type.name == f"MOSTLY_{level}"
         assert recipe.layers == ()
-
-
-@pytest.mark.parametrize(("name", "kind"), HEADS.items())
-def test_a_smaller_head_is_all_that_differs(name: str, kind: str) -> None:
-    head, *others = load_recipe(name).overrides
-    level = load_recipe(name.partition("-")[0])
-    assert (others, load_recipe(name).type) == (level.overrides, level.type)
-    assert head[1].name == kind
-    for tensor, there in (
-        ("token_embd.weight", True),
-        ("output.weight", True),
-        ("blk.3.attn_output.weight", False),
-        ("output_norm.weight", False),
-    ):
-        assert bool(re.search(head[0], tensor)) == there
 
 
 def test_known_recipes_run_from_most_to_fewest_bits() -> None:
@@ -107,7 +89,7 @@ def test_the_fingerprint_follows_what_decides_the_output_and_not_the_prose(tmp_p
         ('type = 15\nabout = "a"', "type: Input should be a valid string"),
         (
             'type = "Q6_K"\nabout = "a"\nbits = 4',
-            "bits: unknown key; allowed are type, about, imatrix, override, layers, vocab",
+            "bits: unknown key; allowed are type, about, imatrix, override, layers, vocab, evidence",
         ),
         ('type = "Q6_K"\nabout = "a"\n[layers]\ndrop = [1]', "layers.drop: unknown key; allowed are prune"),
         ('type = "Q6_K"\nabout = "a"\n[vocab]\nsize = 1', "vocab.size: unknown key; allowed are keep"),

@@ -24,10 +24,9 @@ def test_quants_are_variants_with_default_settings() -> None:
     ]
 
 
-def test_names_of_mixed_case_are_levels_too(tmp_path: Path) -> None:
-    names = [one.quant for one in of_quants(["Q4_K_M-head4", "q4_k_m-HEAD3", "bf16"])]
-    assert names == ["Q4_K_M-head4", "Q4_K_M-head3", "BF16"]
-    assert read_variant(written(tmp_path, 'quant = "q4_k_m-head4"\n')).level == "Q4_K_M-head4"
+def test_names_in_any_case_are_levels(tmp_path: Path) -> None:
+    assert [one.quant for one in of_quants(["Q4_K_M", "iq4_xs", "bf16"])] == ["Q4_K_M", "IQ4_XS", "BF16"]
+    assert read_variant(written(tmp_path, 'quant = "q4_K_m"\n')).level == "Q4_K_M"
 
 
 def test_a_file_with_settings(tmp_path: Path) -> None:

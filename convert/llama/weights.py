@@ -1,0 +1,224 @@
+"""The weights of a loaded model, changed in place: what quantizing a tensor does, without a file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from llama_cpp import llama_cpp as api
+
+from convert.interrupts import held
+
+from .bindings import FLOATS, LlamaError, Tensor, declare, ggml_nbytes, ggml_read
+from .context import Batch, Context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from .bindings import Floats
+    from .model import Model
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ROW_ELEMENTS: Final = 1 << 16  # of one call, so that threads share large tensors
+
+
+class _Traits(ctypes.Structure):
+    """`struct ggml_type_traits` of `ggml.h`; its sizes are checked against gguf's below."""
+
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, FLOATS, ctypes.c_int64)),
+        ("from_float_ref", ctypes.CFUNCTYPE(None, FLOATS, ctypes.c_void_p, ctypes.c_int64)),
+    ]
+
+
+_write = declare(
+    "ggml_backend_tensor_set",
+    None,
+    ctypes.POINTER(Tensor),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+)
+_quantize_chunk = declare(
+    "ggml_quantize_chunk",
+    ctypes.c_size_t,
+    ctypes.c_int,
+    FLOATS,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    FLOATS,
+)
+_quantize_init = declare("ggml_quantize_init", None, ctypes.c_int)
+_requires_imatrix = declare("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)
+_traits_of = declare("ggml_get_type_traits", ctypes.POINTER(_Traits), ctypes.c_int)
+
+
+@cache
+def _traits(kind: GGMLQuantizationType) -> _Traits:
+    traits: _Traits = _traits_of(int(kind)).contents
+    if (traits.blck_size, traits.type_size) != GGML_QUANT_SIZES[kind]:
+        raise LlamaError(
+            f"struct ggml_type_traits is not what convert/llama/weights.py declares ({kind.name})"
+        )
+    return traits
+
+
+def requires_imatrix(kind: GGMLQuantizationType) -> bool:
+    """Whether llama.cpp refuses to quantize to this type without an importance matrix."""
+    return bool(_requires_imatrix(int(kind)))
+
+
+def quantize_rows(
+    values: Floats, kind: GGMLQuantizationType, columns: Floats | None, threads: int = 1
+) -> Bytes:
+    """[matrices, rows, bytes of a row]: `values` [matrices, rows, width] as `kind`, as llama-quantize has it.
+
+    Args:
+        columns: [matrices, width] mean squared inputs, by which errors are weighed; None: all alike.
+    """
+    matrices, rows, width = values.shape
+    block, n_bytes = GGML_QUANT_SIZES[kind]
+    out = np.empty((matrices, rows, width // int(block) * int(n_bytes)), np.uint8)
+    values = np.ascontiguousarray(values, np.float32)
+    if kind == GGMLQuantizationType.F32:
+        return values.view(np.uint8)
+    if not _traits(kind).is_quantized:
+        _traits(kind).from_float_ref(values.ctypes.data_as(FLOATS), out.ctypes.data, values.size)
+        return out
+    _quantize_init(int(kind))
+    step = max(1, ROW_ELEMENTS // width)
+
+    def work(at: tuple[int, int]) -> None:
+        matrix, first = at
+        source = values[matrix, first : first + step]
+        weights = np.ascontiguousarray(columns[matrix], np.float32) if columns is not None else None
+        _quantize_chunk(
+            int(kind),
+            source.ctypes.data_as(FLOATS),
+            out[matrix, first : first + step].ctypes.data,
+            0,
+            len(source),
+            width,
+            weights.ctypes.data_as(FLOATS) if weights is not None else None,
+        )
+
+    pieces = [(matrix, first) for matrix in range(matrices) for first in range(0, rows, step)]
+    with held(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, pieces))
+    return out
+
+
+def dequantize_rows(data: Bytes, kind: GGMLQuantizationType) -> Floats:
+    """[..., width] the values that `data` [..., bytes of a row] of type `kind` stands for."""
+    block, n_bytes = GGML_QUANT_SIZES[kind]
+    if kind == GGMLQuantizationType.F32:
+        return data.view(np.float32)
+    data = np.ascontiguousarray(data)
+    out = np.empty((*data.shape[:-1], data.shape[-1] // int(n_bytes) * int(block)), np.float32)
+    _traits(kind).to_float(data.ctypes.data, out.ctypes.data_as(FLOATS), out.size)
+    return out
+
+
+class Finder:
+    """An eval callback that notes where weights lie; stands in for a `Probe` in a `Context`."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[int]] = defaultdict(set)
+        self.interrupts: Sequence[int] = ()
+        self._error: BaseException | None = None
+        self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
+
+    def reraise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
+        try:
+            if ask:
+                for source in filter(None, Tensor.from_address(pointer).src):
+                    # the scheduler's copies, `CUDA0#blk.0.attn_k.weight#0`, do not end so
+                    if (name := Tensor.from_address(source).name.decode()).endswith(".weight"):
+                        self.found[name].add(source)
+        except BaseException as error:
+            self._error = error
+        return not ask
+
+
+class Weights:
+    """The matrices of `model`, which must be writable, by name.
+
+    Raises:
+        LlamaError: the model cannot be run.
+    """
+
+    def __init__(self, model: Model) -> None:
+        finder = Finder()
+        with Context(model, n_ctx=64, n_batch=2, finder=finder) as context:
+            context.keep_hidden()
+            batch = Batch(context)
+            batch.add(0, 0, output=True)
+            context.decode(batch)
+            hidden = context.hidden().copy()
+        if model.n_nextn:
+            with Context(model, n_ctx=64, n_batch=2, kind="mtp", finder=finder) as context:
+                batch = Batch(context)
+                batch.add(0, 1, output=True, hidden=hidden[0])
+                context.decode(batch)
+        self._tensors = {
+            # one that is embedding and head has a copy on the card beside the one in the CPU's memory
+            name: [Tensor.from_address(address) for address in sorted(addresses)]
+            for name, addresses in finder.found.items()
+        }
+        self._threads = model.runtime.n_threads
+        self._originals: dict[str, Bytes] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def values(self, name: str) -> Floats:
+        """[matrices, rows, width] as the file has them, whatever stands there now."""
+        tensor = self._tensors[name][0]
+        kind = GGMLQuantizationType(tensor.type)
+        data = self._originals[name] if name in self._originals else self._read(tensor)
+        return dequantize_rows(data.reshape(tensor.ne[2], tensor.ne[1], -1), kind)
+
+    def set(self, name: str, values: Floats) -> None:
+        """Puts `values` [matrices, rows, width] in the model's own type in place of what stands there."""
+        tensors = self._tensors[name]
+        self._originals.setdefault(name, self._read(tensors[0]))
+        self._put(tensors, quantize_rows(values, GGMLQuantizationType(tensors[0].type), None, self._threads))
+
+    def restore(self, name: str) -> None:
+        """Puts back what the file has."""
+        if (data := self._originals.pop(name, None)) is not None:
+            self._put(self._tensors[name], data)
+
+    def changed(self) -> Iterator[str]:
+        """Names of those that differ from the file."""
+        return iter(tuple(self._originals))
+
+    @staticmethod
+    def _read(tensor: Tensor) -> NDArray[np.uint8]:
+        data = np.empty(ggml_nbytes(tensor), np.uint8)
+        ggml_read(tensor, data.ctypes.data, 0, data.nbytes)
+        return data
+
+    @staticmethod
+    def _put(tensors: Sequence[Tensor], data: Bytes) -> None:
+        for tensor in tensors:
+            _write(tensor, data.ctypes.data, 0, data.nbytes)

@@ -1,0 +1,199 @@
+"""How a model diverges when some of its tensors are lowered: rounded in place, in the memory of one model."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from convert.chunks import CHUNK_SIZE, decode_chunks, decode_drafts, read_chunks
+from convert.imatrix import Imatrix
+from convert.interrupts import held
+from convert.kld import LOGIT_BYTES, MAX_BATCH, ROWS_AT_ONCE, Part, parts
+from convert.llama import Context, Model, Weights, dequantize_rows, quantize_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from convert.llama import Bytes, Floats, Runtime
+    from convert.search.groups import Matrix, Type
+
+CHUNKS: Final = 8
+"""Of 512 tokens: the text that a probe reads. Probes are compared on the same tokens, so few of them do."""
+
+REFERENCE_BYTES: Final = 2 * 2**30
+"""Of the whole model's logits, which are kept, and of its drafts'; fewer chunks where they are more."""
+
+SAMPLE_ELEMENTS: Final = 1 << 18
+"""Of a tensor, to tell how far off a type is."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """KL(whole model || lowered) in nats: of the next token, and of the MTP block's drafts of the one after.
+
+    None for drafts where no tensor of that block is lowered, or there is none.
+    """
+
+    mean: float
+    p99: float
+    same_top: float
+    draft: float | None = None
+
+
+class Meter:
+    """The whole model with its logits on a text; use as a context manager.
+
+    Raises:
+        ConvertError: the text or the imatrix cannot be used.
+        LlamaError: the model cannot be loaded or run.
+    """
+
+    def __init__(self, gguf: Path, text: Path, imatrix: Path | None, runtime: Runtime) -> None:
+        self._entries = Imatrix.load(imatrix).entries if imatrix else {}
+        self._threads = runtime.n_threads
+        self._standing: dict[str, Type] = {}
+        self._quantized: dict[str, tuple[Type, Bytes]] = {}  # the last of each tensor
+        with ExitStack() as stack:
+            model = stack.enter_context(Model(gguf, runtime, writable=True))
+            self._weights = Weights(model)
+            chunks = read_chunks(model, text)
+            room = max(1, REFERENCE_BYTES // (4 * model.n_vocab * CHUNK_SIZE))
+            self._chunks = chunks[: min(CHUNKS, room)]
+            n_batch = max(1, min(MAX_BATCH, LOGIT_BYTES // (4 * model.n_vocab)))
+            self._n_seq = max(1, min(len(self._chunks), n_batch // CHUNK_SIZE))
+            self._n_step = min(CHUNK_SIZE, n_batch)
+            cells = self._n_seq * CHUNK_SIZE
+            self._trunk = stack.enter_context(
+                Context(model, n_ctx=cells, n_batch=self._n_seq * self._n_step, n_seq=self._n_seq)
+            )
+            self._trunk.keep_hidden()
+            self._mtp: Context | None = None
+            if model.n_nextn:
+                self._mtp = stack.enter_context(
+                    Context(model, n_ctx=cells, n_batch=cells, n_seq=self._n_seq, kind="mtp")
+                )
+            self._pool = stack.enter_context(ThreadPoolExecutor(self._threads))
+            self._reference: list[Floats] = []
+            self._drafts: list[Floats] = []
+            self._hidden = np.zeros((*self._chunks.shape, model.n_embd), np.float32)
+            self._run_trunk(self._hidden)
+            self._run_drafts(self._hidden)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def tokens(self) -> int:
+        """That a probe reads."""
+        return int(self._chunks.size)
+
+    def errors(self, matrix: Matrix, kinds: Iterable[Type]) -> dict[Type, float]:
+        """By type: squared error of the tensor's product with its inputs, as a share of its square.
+
+        Inputs are taken as the imatrix has them: columns uncorrelated, of known mean square.
+        """
+        values = self._weights.values(matrix.name)
+        values = values[:, :: max(1, values.size // SAMPLE_ELEMENTS)]  # of every expert, a row at least
+        weights, columns = self._columns(matrix.name, values.shape)
+        whole = float(np.einsum("mij,mj->", np.square(values), weights, dtype=np.float64))
+        found = {}
+        for kind in kinds:
+            off = dequantize_rows(quantize_rows(values, kind, columns, self._threads), kind) - values
+            error = float(np.einsum("mij,mj->", np.square(off), weights, dtype=np.float64))
+            found[kind] = error / whole if whole else 0.0
+        return found
+
+    def measure(self, types: Mapping[str, Type], *, mtp: Iterable[str] = ()) -> Reading:
+        """With these tensors at these types and all others whole; `mtp`: those of the MTP block."""
+        for name in [name for name in self._standing if name not in types]:
+            self._weights.restore(name)
+            del self._standing[name]
+        for name, kind in types.items():
+            if self._standing.get(name) != kind:
+                self._weights.set(name, self._rounded(name, kind))
+                self._standing[name] = kind
+        drafted = set(mtp) & set(types)
+        divergence, same = np.zeros(1), np.ones(1, np.bool_)
+        hidden = self._hidden
+        if set(types) - drafted:
+            hidden = np.zeros_like(self._hidden)
+            divergence, same = self._run_trunk(hidden)
+        draft = float(self._run_drafts(hidden).mean()) if drafted else None
+        return Reading(
+            float(divergence.mean()), float(np.quantile(divergence, 0.99)), float(same.mean()), draft
+        )
+
+    def _rounded(self, name: str, kind: Type) -> Floats:
+        """What a tensor is at a type."""
+        last, data = self._quantized.get(name, (None, None))
+        if data is None or last != kind:
+            values = self._weights.values(name)
+            columns = self._columns(name, values.shape)[1]
+            data = quantize_rows(values, kind, columns, self._threads)
+            self._quantized[name] = kind, data
+        return dequantize_rows(data, kind)
+
+    def _columns(self, name: str, shape: tuple[int, ...]) -> tuple[Floats, Floats | None]:
+        """[matrices, width] sums of squared inputs, to weigh errors by, and their means, as quantizers do."""
+        if (entry := self._entries.get(name)) is None or entry.means.shape != (shape[0], shape[2]):
+            return np.ones((shape[0], shape[2]), np.float32), None
+        return entry.sums, entry.means
+
+    def _run_trunk(self, hidden: Floats) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Divergence and agreement by token; fills in `hidden`. The first run is kept as the reference."""
+        known = bool(self._reference)
+        found, same = [], []
+        steps = parts(len(self._chunks), CHUNK_SIZE, 0, self._n_seq, self._n_step)
+        for i, (rows, positions) in enumerate(steps):
+            if positions.start == 0:
+                self._trunk.clear()
+            part = self._chunks[rows, positions]
+            decode_chunks(self._trunk, part, start=positions.start, output=True)
+            hidden[rows, positions] = self._trunk.hidden().reshape(*part.shape, -1)
+            if known:
+                divergence, top = self._compare(self._reference[i], self._trunk.logits())
+                found.append(divergence)
+                same.append(top)
+            else:
+                self._reference.append(self._trunk.logits().copy())
+        if not known:
+            return np.zeros(0), np.zeros(0, np.bool_)
+        return np.concatenate(found), np.concatenate(same)
+
+    def _run_drafts(self, hidden: Floats) -> NDArray[np.float64]:
+        """As above, of the MTP block beside the trunk's rows."""
+        if self._mtp is None:
+            return np.zeros(1)
+        known, found = len(self._drafts) * self._n_seq >= len(self._chunks), []
+        for i, first in enumerate(range(0, len(self._chunks), self._n_seq)):
+            rows = slice(first, first + self._n_seq)
+            self._mtp.clear()
+            decode_drafts(self._mtp, self._chunks[rows], hidden[rows], output=True)
+            if known:
+                found.append(self._compare(self._drafts[i], self._mtp.logits())[0])
+            else:
+                self._drafts.append(self._mtp.logits().copy())
+        return np.concatenate(found) if found else np.zeros(0)
+
+    def _compare(self, p: Floats, q: Floats) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        none = np.full(len(p), -1, np.int32)
+        part = Part(p, q, none, none, None)
+        blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
+        with held():
+            results = list(self._pool.map(part.compare, blocks))
+        divergence = np.concatenate([np.asarray(r[0], np.float64) for r in results])
+        return divergence, np.concatenate([np.asarray(r[1], np.bool_) for r in results])

@@ -1,0 +1,76 @@
+"""What a search has measured so far, in one JSON file that is replaced after every measurement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from convert.search.groups import Type
+from convert.search.measure import Reading
+from convert.stages import fingerprint, replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class Record:
+    """Errors by tensor and type, and readings by which tensors were at which types.
+
+    What was measured of another model, imatrix or text (`made_from` tells) is forgotten.
+    """
+
+    def __init__(self, path: Path, made_from: str) -> None:
+        self._path, self._made_from = path, made_from
+        self.errors: dict[str, dict[Type, float]] = {}
+        self._readings: dict[str, dict[str, Any]] = {}
+        self.seconds = 0.0
+        """Spent on measuring, over all runs."""
+        self.tokens = 0
+        """That every probe reads."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["made_from"] == made_from:
+                self.errors = {
+                    name: {getattr(Type, kind): error for kind, error in errors.items()}
+                    for name, errors in data["errors"].items()
+                }
+                self._readings = data["readings"]
+                self.seconds, self.tokens = data["seconds"], data["tokens"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # no record, or one that cannot be read, means that nothing is known
+
+    @property
+    def count(self) -> int:
+        """Readings so far."""
+        return len(self._readings)
+
+    def reading(self, types: Mapping[str, Type]) -> Reading | None:
+        """What was measured with these tensors at these types, if it was."""
+        found = self._readings.get(_key(types))
+        return Reading(**found["reading"]) if found else None
+
+    def add(self, what: str, types: Mapping[str, Type], reading: Reading, seconds: float) -> None:
+        """`what`: in words, for people who look into the file."""
+        self._readings[_key(types)] = {"what": what, "reading": asdict(reading)}
+        self.seconds += seconds
+        self.save()
+
+    def save(self) -> None:
+        data = {
+            "made_from": self._made_from,
+            "seconds": round(self.seconds, 3),
+            "tokens": self.tokens,
+            "errors": {
+                name: {kind.name: error for kind, error in errors.items()}
+                for name, errors in self.errors.items()
+            },
+            "readings": self._readings,
+        }
+        with replacing(self._path) as part:
+            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _key(types: Mapping[str, Type]) -> str:
+    return fingerprint({name: kind.name for name, kind in types.items()})

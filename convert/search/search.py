@@ -1,0 +1,390 @@
+"""The search: probe every group, fit the additive model, solve, measure what came out, look again there."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from convert.cards import BANDWIDTH
+from convert.errors import ConvertError
+from convert.progress import Progress
+from convert.search.groups import Layout, Matrix, Type, read_layout
+from convert.search.law import FLOOR, Law, fit, left_out_error
+from convert.search.measure import Meter, Reading
+from convert.search.record import Record
+from convert.search.solve import choose
+from convert.search.target import spell_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from convert.llama import Runtime
+    from convert.search.target import Target
+
+SEARCH_VERSION: Final = 1
+"""Raise it when the same model would be measured in another way."""
+
+PROBES: Final = 3
+"""Types at which a group is measured; the others lie on its law."""
+
+DRAFT_WEIGHT: Final = 0.1
+"""Of the divergence of drafts beside that of answers: they decide acceptance, never an answer."""
+
+TOLERANCE: Final = 0.15
+"""A recipe that was foreseen less well, as a share of what was measured, has its groups measured again."""
+
+ROUNDS: Final = 2
+"""How often, at most: around the recipe that was found, where groups cost less or more than alone."""
+
+HEADER_EXTRA: Final = 1024
+"""Bytes that quantization adds to the header at most: which imatrix there was."""
+
+CLOSE: Final = 0.9
+"""A file under a divergence is small enough where it uses so much of it."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Files of a search: the whole model, the text to measure on, the imatrix, and what is known already."""
+
+    base: Path
+    text: Path
+    imatrix: Path | None
+    record: Path
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe, and how well it was foreseen.
+
+    `predicted` is the additive model's divergence, `reading` what was measured on the search's text;
+    `shares` are each tensor's part of the prediction (of drafts' divergence for the MTP block's).
+    """
+
+    types: Mapping[str, Type]
+    n_bytes: int
+    bits_per_weight: float
+    milliseconds: float | None
+    predicted: float
+    reading: Reading
+    shares: Mapping[str, float]
+    left_out: float
+    rounds: int
+    probes: int
+    tokens: int
+    seconds: float
+
+    @property
+    def prediction_error(self) -> float:
+        """As a share of what was measured."""
+        return abs(self.predicted - self.reading.mean) / max(self.reading.mean, FLOOR)
+
+
+def search(
+    paths: Paths, target: Target, *, used_experts: int | None, made_from: str, runtime: Runtime
+) -> Found:
+    """The types that keep to `target` and cost least, as far as measuring tells.
+
+    What was measured stays in `paths.record`, as long as `made_from` is the same: a search that was
+    interrupted goes on, and one for another target measures only its own recipe.
+
+    Raises:
+        ConvertError: no types keep to the target; names the nearest that can be.
+    """
+    layout = read_layout(paths.base, extra=HEADER_EXTRA, used_experts=used_experts)
+    with _Search(paths, layout, target, made_from, runtime) as running:
+        return running.run()
+
+
+def limits(layout: Layout, target: Target) -> list[tuple[str, list[list[float]], float]]:
+    """(what is limited, amounts by matrix and type, the most they may add up to), divergence apart."""
+    sizes = [[float(m.n_bytes(kind)) for kind in m.types] for m in layout.matrices]
+    found = []
+    if target.n_bytes is not None:
+        found.append(("--target-size", sizes, float(target.n_bytes - layout.fixed)))
+    if target.bits_per_weight is not None:
+        room = target.bits_per_weight * layout.elements / 8 - layout.fixed_tensors
+        found.append(("--target-bpw", sizes, room))
+    if target.milliseconds is not None and target.card is not None:
+        room = target.milliseconds / 1e3 * BANDWIDTH[target.card] - layout.fixed_read
+        found.append(("--target-ms", _read(layout), room))
+    return found
+
+
+def _read(layout: Layout) -> list[list[float]]:
+    """Bytes a token reads, by matrix and type."""
+    return [[m.read * m.n_bytes(kind) for kind in m.types] for m in layout.matrices]
+
+
+def milliseconds(layout: Layout, types: Mapping[str, Type], card: str) -> float:
+    """The least time in which a card can read what a token reads of the weights."""
+    return 1e3 * layout.read_bytes(types) / BANDWIDTH[card]
+
+
+def check_reach(gguf: Path, target: Target, used_experts: int | None) -> None:
+    """Raises ConvertError where a size, bits or time is outside of what the types come to for this model."""
+    layout = read_layout(gguf, extra=HEADER_EXTRA, used_experts=used_experts)
+    least = {m.name: m.types[0] for m in layout.matrices}
+    most = {m.name: m.types[-1] for m in layout.matrices}
+
+    def spell(what: str, types: Mapping[str, Type]) -> str:
+        if what == "--target-size":
+            return f"{spell_size(layout.file_bytes(types))} ({layout.file_bytes(types):,} bytes)"
+        if what == "--target-bpw":
+            return f"{layout.bits_per_weight(types):.3f}"
+        return f"{milliseconds(layout, types, target.card or ''):.4g} ms on the {target.card}"
+
+    asked = {
+        "--target-size": spell_size(target.n_bytes or 0),
+        "--target-bpw": f"{target.bits_per_weight}",
+        "--target-ms": f"{target.milliseconds}",
+    }
+    for what, amounts, room in limits(layout, target):
+        smallest, largest = sum(min(row) for row in amounts), sum(max(row) for row in amounts)
+        if not smallest <= room <= largest:
+            side = "below the smallest" if room < smallest else "above the largest"
+            raise ConvertError(
+                f"{what} {asked[what]}: {side} that this model's types come to; possible are "
+                f"{spell(what, least)} to {spell(what, most)}"
+            )
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Types, what was measured with them, and the laws by which they were chosen."""
+
+    types: dict[str, Type]
+    reading: Reading
+    laws: dict[str, Law]
+
+
+class _Search:
+    """One search; the model is loaded when the first thing has to be measured."""
+
+    def __init__(
+        self, paths: Paths, layout: Layout, target: Target, made_from: str, runtime: Runtime
+    ) -> None:
+        self._paths, self._layout, self._target, self._runtime = paths, layout, target, runtime
+        self._record = Record(paths.record, made_from)
+        self._mtp = {m.name for m in layout.matrices if m.mtp}
+        self._stack = ExitStack()
+        self._open: Meter | None = None
+
+    def __enter__(self) -> _Search:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self) -> Found:
+        self._measure_errors()
+        laws, left_out = self._fit()
+        tried = [self._try("recipe", laws, self._solve(laws))]
+        for number in range(1, ROUNDS + 1):
+            last = tried[-1]
+            if self._off(last) <= TOLERANCE:
+                break
+            laws = self._refit(last.laws, last.types, last.reading, number)
+            types = self._solve(laws)
+            if types == last.types:
+                break
+            tried.append(self._try(f"recipe, round {number}", laws, types))
+        rounds = len(tried) - 1
+        tighter = 1.0
+        while not any(map(self._keeps, tried)):
+            assert self._target.divergence is not None, "other limits hold before anything is measured"
+            last = tried[-1]
+            tighter *= CLOSE * min(1.0, self._target.divergence / last.reading.mean)
+            tried.append(
+                self._try(f"recipe for {tighter:.2f} of the divergence", laws, self._solve(laws, tighter))
+            )
+        best = min(filter(self._keeps, tried), key=self._objective)
+        layout, card = self._layout, self._target.card
+        return Found(
+            types=best.types,
+            n_bytes=layout.file_bytes(best.types),
+            bits_per_weight=layout.bits_per_weight(best.types),
+            milliseconds=milliseconds(layout, best.types, card) if card is not None else None,
+            predicted=self._predict(best.laws, best.types),
+            reading=best.reading,
+            shares={m.name: self._cost(best.laws, m, best.types[m.name]) for m in layout.matrices},
+            left_out=left_out,
+            rounds=rounds,
+            probes=self._record.count,
+            tokens=self._record.tokens,
+            seconds=self._record.seconds,
+        )
+
+    def _try(self, what: str, laws: dict[str, Law], types: dict[str, Type]) -> _Tried:
+        return _Tried(types, self._measure(what, types), laws)
+
+    def _off(self, tried: _Tried) -> float:
+        """How badly it was foreseen."""
+        return abs(self._predict(tried.laws, tried.types) / max(tried.reading.mean, FLOOR) - 1)
+
+    def _keeps(self, tried: _Tried) -> bool:
+        limit = self._target.divergence
+        return limit is None or tried.reading.mean <= limit
+
+    def _objective(self, tried: _Tried) -> float:
+        """What is to be least."""
+        if self._target.divergence is None:
+            return tried.reading.mean
+        if self._target.card is not None:
+            return self._layout.read_bytes(tried.types)
+        return self._layout.file_bytes(tried.types)
+
+    # measuring
+
+    @property
+    def _meter(self) -> Meter:
+        if self._open is None:
+            paths = self._paths
+            self._open = self._stack.enter_context(
+                Meter(paths.base, paths.text, paths.imatrix, self._runtime)
+            )
+            self._record.tokens = self._open.tokens
+        return self._open
+
+    def _measure_errors(self) -> None:
+        missing = [m for m in self._layout.matrices if m.name not in self._record.errors]
+        if not missing:
+            return
+        with Progress("Rounding errors of the types", len(missing), "tensors") as progress:
+            for matrix in missing:
+                progress.note(matrix.name)
+                start = time.monotonic()
+                self._record.errors[matrix.name] = self._meter.errors(matrix, matrix.types)
+                self._record.seconds += time.monotonic() - start
+                self._record.save()
+                progress.advance()
+
+    def _measure(self, what: str, types: Mapping[str, Type]) -> Reading:
+        if (known := self._record.reading(types)) is not None:
+            return known
+        meter, start = self._meter, time.monotonic()
+        reading = meter.measure(types, mtp=self._mtp)
+        self._record.add(what, types, reading, time.monotonic() - start)
+        return reading
+
+    def _measure_all(self, what: str, wanted: Iterable[tuple[str, dict[str, Type]]]) -> None:
+        """Measures what is not known yet, with progress."""
+        missing = [(name, types) for name, types in wanted if self._record.reading(types) is None]
+        if not missing:
+            return
+        with Progress(what, len(missing), "probes") as progress:
+            for name, types in missing:
+                progress.note(name)
+                self._measure(name, types)
+                progress.advance()
+
+    # the additive model
+
+    def _fit(self) -> tuple[dict[str, Law], float]:
+        """A law for every group by its probes, and the mean error of a probe that is left out."""
+        self._measure_all("Sensitivity", self._probes())
+        laws, left_out = {}, []
+        for group, matrices in self._layout.groups.items():
+            measured = {}
+            for kind in _probed(matrices[0]):
+                reading = self._measure(group, {m.name: kind for m in matrices})
+                measured[kind] = _value(reading, matrices)
+            errors = [self._record.errors[m.name] for m in matrices]
+            laws[group] = fit(errors, measured)
+            left_out.append(left_out_error(errors, measured))
+        return laws, fmean(left_out)
+
+    def _probes(self) -> Iterator[tuple[str, dict[str, Type]]]:
+        for group, matrices in self._layout.groups.items():
+            for kind in _probed(matrices[0]):
+                yield f"{group} at {kind.name}", {m.name: kind for m in matrices}
+
+    def _refit(
+        self, laws: dict[str, Law], types: dict[str, Type], reading: Reading, number: int
+    ) -> dict[str, Law]:
+        """The laws with each group weighed by what it costs beside the others at these types.
+
+        A group's part is how much the divergence falls when it alone is whole; the parts are scaled to add
+        up to what was measured.
+        """
+        without = {
+            group: {name: kind for name, kind in types.items() if name not in {m.name for m in matrices}}
+            for group, matrices in self._layout.groups.items()
+            if not matrices[0].mtp
+        }
+        self._measure_all(
+            f"Sensitivity, round {number}", ((f"all but {group}", rest) for group, rest in without.items())
+        )
+        parts = {
+            group: reading.mean - self._measure(f"all but {group}", rest).mean
+            for group, rest in without.items()
+        }
+        alone = {
+            group: sum(self._cost(laws, m, types[m.name]) for m in self._layout.groups[group])
+            for group in without
+        }
+        # noise may make a part negative; none is taken for less than a tenth of what it was before
+        parts = {group: max(part, alone[group] / 10, FLOOR) for group, part in parts.items()}
+        scale = reading.mean / sum(parts.values())
+        changed = {
+            group: laws[group].scaled(scale * part / max(alone[group], FLOOR))
+            for group, part in parts.items()
+        }
+        return {**laws, **changed}
+
+    def _cost(self, laws: Mapping[str, Law], matrix: Matrix, kind: Type) -> float:
+        return laws[matrix.group].cost(self._record.errors[matrix.name][kind])
+
+    def _predict(self, laws: Mapping[str, Law], types: Mapping[str, Type]) -> float:
+        """Divergence of the next token: what the MTP block adds to drafts is left out."""
+        return sum(self._cost(laws, m, types[m.name]) for m in self._layout.matrices if not m.mtp)
+
+    # solving
+
+    def _solve(self, laws: Mapping[str, Law], tighter: float = 1.0) -> dict[str, Type]:
+        """The best types by these laws; `tighter` is a factor on the divergence that is allowed."""
+        layout, target = self._layout, self._target
+        divergence = [
+            [(DRAFT_WEIGHT if m.mtp else 1.0) * self._cost(laws, m, kind) for kind in m.types]
+            for m in layout.matrices
+        ]
+        bounds = [(amounts, room) for _, amounts, room in limits(layout, target)]
+        costs = divergence
+        if target.divergence is not None:
+            least = sum(min(row) for row in divergence)
+            allowed = target.divergence * tighter
+            if least > allowed:
+                raise ConvertError(
+                    f"--target-kld {target.divergence:g}: the least that this model's types come to is about "
+                    f"{least:.2g} (every tensor at {layout.matrices[0].types[-1].name})"
+                )
+            bounds.append((divergence, allowed))
+            costs = [[float(m.n_bytes(kind)) for kind in m.types] for m in layout.matrices]
+            if target.card is not None:
+                costs = _read(layout)
+        chosen = choose(costs, bounds)
+        if chosen is None:
+            asked = target.label.removeprefix("auto-")
+            raise ConvertError(f"the targets contradict each other: no types keep to all of {asked}")
+        return {m.name: m.types[i] for m, i in zip(layout.matrices, chosen, strict=True)}
+
+
+def _probed(matrix: Matrix) -> list[Type]:
+    """The types that a group is measured at: spread evenly from its fewest bits up to just below its most."""
+    wanted = [Type.Q2_K, Type.Q4_K, Type.Q6_K]
+    if all(kind in matrix.types for kind in wanted):
+        return wanted
+    last = len(matrix.types) - 1
+    return [matrix.types[i * last // (PROBES - 1)] for i in range(PROBES)]
+
+
+def _value(reading: Reading, matrices: tuple[Matrix, ...]) -> float:
+    """What a probe of this group is about."""
+    if matrices[0].mtp:
+        assert reading.draft is not None, "a probe of the MTP block measures drafts"
+        return reading.draft
+    return reading.mean

@@ -1,0 +1,60 @@
+"""One type for each tensor, at least cost under limits: a multiple-choice knapsack, as a MILP (HiGHS)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GAP: Final = 1e-5
+"""Of the optimum, that a solution may be off."""
+
+SECONDS: Final = 60.0
+
+
+def choose(
+    costs: Sequence[Sequence[float]],
+    limited: Sequence[tuple[Sequence[Sequence[float]], float]],
+) -> list[int] | None:
+    """The index of each item's choice: the least sum of `costs` with every limited sum at most its limit.
+
+    Args:
+        costs: by item, of each of its choices.
+        limited: (amounts by item and choice, the limit of their sum).
+
+    Returns: None where no choice keeps to the limits.
+    """
+    counts = [len(row) for row in costs]
+    flat = np.concatenate([np.asarray(row, np.float64) for row in costs])
+    owner = np.repeat(np.arange(len(counts)), counts)
+    one_each = csr_matrix((np.ones(flat.size), (owner, np.arange(flat.size))), (len(counts), flat.size))
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    for amounts, limit in limited:
+        row = np.concatenate([np.asarray(each, np.float64) for each in amounts])
+        unit = max(float(np.abs(row).max()), 1e-300)  # to keep the solver's tolerances relative
+        constraints.append(LinearConstraint(row[None] / unit, -np.inf, limit / unit))
+    scale = max(float(np.abs(flat).max()), 1e-300)
+    found = milp(
+        flat / scale,
+        integrality=np.ones(flat.size),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        # presolve would save little, and prints a line of its own to the terminal
+        options={"mip_rel_gap": GAP, "time_limit": SECONDS, "presolve": False},
+    )
+    if found.x is None:
+        return None
+    starts = np.cumsum([0, *counts[:-1]])
+    return [
+        int(np.argmax(found.x[start : start + count])) for start, count in zip(starts, counts, strict=True)
+    ]
+
+
+def total(amounts: Sequence[Sequence[float]], choices: Sequence[int]) -> float:
+    """The sum that a choice comes to."""
+    return float(sum(row[i] for row, i in zip(amounts, choices, strict=True)))

@@ -1,0 +1,95 @@
+"""A searched recipe as the TOML file that `--recipe` reads, with the evidence for it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from convert.progress import duration
+from convert.recipes import Evidence, Override, Recipe
+from convert.search.groups import Type, patterns
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from convert.report import Report
+    from convert.search.search import Found
+
+FILE_TYPES = {
+    Type.Q2_K: "Q2_K",
+    Type.IQ3_XXS: "IQ3_XXS",
+    Type.Q3_K: "Q3_K_M",
+    Type.IQ3_S: "IQ3_S",
+    Type.IQ4_XS: "IQ4_XS",
+    Type.Q4_K: "Q4_K_M",
+    Type.IQ4_NL: "IQ4_NL",
+    Type.Q5_0: "Q5_0",
+    Type.Q5_1: "Q5_1",
+    Type.Q5_K: "Q5_K_M",
+    Type.Q6_K: "Q6_K",
+    Type.Q8_0: "Q8_0",
+}
+"""What a file is called most of whose matrices are of a type; every matrix has an override."""
+
+
+def as_recipe(found: Found, about: str, evidence: Evidence) -> Recipe:
+    """Overrides by type, then by role, so that tensors of a role with one type are one line."""
+    weights: Counter[Type] = Counter(found.types.values())
+    by_type: dict[Type, list[str]] = defaultdict(list)
+    for name, kind in found.types.items():
+        by_type[kind].append(name)
+    overrides = []
+    for kind in sorted(by_type, key=lambda kind: list(FILE_TYPES).index(kind)):
+        roles: dict[str, list[str]] = defaultdict(list)
+        for name in by_type[kind]:
+            roles[patterns([name])[0].rpartition(")")[2]].append(name)
+        for names in roles.values():
+            share = sum(found.shares[name] for name in names)
+            overrides.append(
+                Override(
+                    pattern=patterns(names)[0],
+                    type=kind.name,
+                    reason=f"predicted part of the divergence: {share:.2g} nats",
+                )
+            )
+    return Recipe(
+        type=FILE_TYPES[weights.most_common(1)[0][0]], about=about, override=overrides, evidence=evidence
+    )
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes the file that `load_recipe` reads."""
+    lines = [f"type = {json.dumps(recipe.type)}", f"about = {json.dumps(recipe.about, ensure_ascii=False)}"]
+    if not recipe.imatrix:
+        lines.append("imatrix = false")
+    if recipe.evidence is not None:
+        lines += ["", "[evidence]"]
+        for key, value in recipe.evidence.model_dump(exclude_none=True).items():
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    for override in recipe.override:
+        lines += [
+            "",
+            "[[override]]",
+            f"pattern = '{override.pattern}'",
+            f'type = "{override.type}"',
+            f"reason = {json.dumps(override.reason, ensure_ascii=False)}",
+        ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def print_found(found: Found, report: Report, path: Path) -> None:
+    """The search in a few lines, after the file's report."""
+    print(f"{path}")
+    print(f"  searched    {found.probes} probes of {found.tokens:,} tokens in {duration(found.seconds)}")
+    print(
+        f"  mean KLD    predicted {found.predicted:.5f}, measured {found.reading.mean:.5f} "
+        f"on the search's text ({100 * found.prediction_error:.0f}% off)"
+    )
+    if (d := report.divergence) is not None:
+        print(f"              {d.mean:.5f} on the evaluation text, with the file")
+    if found.reading.draft is not None:
+        print(f"  drafts      mean KLD {found.reading.draft:.5f}")
+    if found.milliseconds is not None:
+        print(f"  a token     reads its weights in {found.milliseconds:.4g} ms at the datasheet's bandwidth")
+    print()

@@ -1,0 +1,192 @@
+"""A recipe searched from end to end: on a random checkpoint, interrupted, resumed, for each target."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from convert import calibration, cli, kld, report
+from convert.calibration import text as writing
+from convert.gguf_header import read_tensors
+from convert.llama import Runtime
+from convert.recipes import load_recipe
+from convert.search import Paths, Target, measure, search
+from convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
+from convert.search.measure import Meter, Reading
+from convert.search.record import Record
+from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+TEXT = "the other day they gathered there and the rest of them were gone before noon; " * 60
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CHUNKS", 1)
+    monkeypatch.setattr(sys.modules["convert.search.search"], "ROUNDS", 1)
+    monkeypatch.setattr(kld, "MIN_TOKENS", 512)
+    monkeypatch.setattr(writing, "MIN_TOKENS", {"calibration": 1200, "search": 1200, "evaluation": 1200})
+    monkeypatch.setattr(writing, "MAX_NEW", 16)
+    monkeypatch.setattr(writing, "MAX_NEW_THINKING", 16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "Random-1B", layers=4)
+
+
+def run(checkpoint: Path, out: Path, *flags: str) -> int:
+    wanted = ["--src", checkpoint, "--out", out, "--threads", 1, "--quant", "auto", *flags]
+    return cli.main([str(flag) for flag in wanted])
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("base")
+    assert cli.main(["--src", str(checkpoint), "--out", str(out), "--quant", "F16"]) == 0
+    return out / "Random-1B-F16.gguf"
+
+
+def test_a_searched_recipe_makes_the_file_that_was_asked_for(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after = 20
+    measured = Meter.measure
+
+    def interrupted(self: Meter, *arguments: object, **keywords: object) -> object:
+        nonlocal stop_after
+        stop_after -= 1
+        if stop_after == 0:
+            raise KeyboardInterrupt
+        return measured(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Meter, "measure", interrupted)
+    assert run(checkpoint, tmp_path, "--target-size", "300kB") == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    record = json.loads((tmp_path / "Random-1B.search.json").read_text())
+    assert len(record["readings"]) == 19
+    assert not list(tmp_path.glob("*auto*"))
+
+    monkeypatch.setattr(Meter, "measure", measured)
+    assert run(checkpoint, tmp_path, "--target-size", "300kB") == 0
+    told = capsys.readouterr()
+    after = json.loads((tmp_path / "Random-1B.search.json").read_text())
+    assert record["readings"].items() <= after["readings"].items()
+    gguf = tmp_path / "Random-1B-auto-300.0kB.gguf"
+    assert gguf.stat().st_size <= 300_000
+    recipe = load_recipe(gguf.with_suffix(".toml"))
+    evidence = recipe.evidence
+    assert evidence is not None
+    assert evidence.bytes == gguf.stat().st_size
+    assert evidence.command == "python -m convert --src Random-1B --quant auto --target-size 300.0kB"
+    assert evidence.measured > 0
+    found = report.Report.from_json(gguf.with_suffix(".json").read_text())
+    assert found.divergence is not None
+    assert evidence.evaluation_mean == found.divergence.mean
+    assert f"{evidence.probes} probes of 512 tokens" in told.out
+
+    # the recipe is an ordinary one: the same file comes of it
+    again = tmp_path / "again"
+    wanted = [
+        "--src",
+        checkpoint,
+        "--out",
+        again,
+        "--recipe",
+        gguf.with_suffix(".toml"),
+        "--threads",
+        1,
+        "--no-kld",
+    ]
+    assert cli.main([str(word) for word in wanted]) == 0
+    types = {t.name: t.type for t in read_tensors(gguf)}
+    assert types == {t.name: t.type for t in read_tensors(again / f"Random-1B-{gguf.stem}.gguf")}
+    assert {kind for name, kind in types.items() if name.endswith("ffn_up.weight")} <= set(NARROW)
+
+    # nothing is measured or made again
+    monkeypatch.setattr(Meter, "__init__", lambda *_: pytest.fail("a model was loaded"))
+    before = gguf.stat().st_mtime_ns
+    assert run(checkpoint, tmp_path, "--target-size", "300kB") == 0
+    assert gguf.stat().st_mtime_ns == before
+
+
+def test_bits_divergence_and_time_are_kept_to(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["convert.search.search"], "TOLERANCE", 0.0)  # groups are measured again
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    paths = Paths(base, text, None, tmp_path / "record.json")
+    layout = read_layout(base, extra=1024, used_experts=None)
+
+    def found(target: Target) -> dict[str, Type]:
+        one = search(paths, target, used_experts=None, made_from="test", runtime=RUNTIME)
+        return dict(one.types), one  # type: ignore[return-value]
+
+    by_bits, one = found(Target(bits_per_weight=7.0))
+    assert 6.5 < layout.bits_per_weight(by_bits) <= 7.0
+    known = json.loads(paths.record.read_text())["readings"].values()
+    assert sum(each["what"].startswith("all but ") for each in known) == len(
+        {m.group for m in layout.matrices if not m.mtp}
+    )
+    limit = 2 * one.reading.mean
+    by_divergence, two = found(Target(divergence=limit))
+    assert 0 < two.reading.mean <= limit
+    assert layout.file_bytes(by_divergence) < layout.file_bytes(by_bits)
+    time = 1e3 * (layout.read_bytes(by_bits)) / 600e9
+    by_time, three = found(Target(milliseconds=time, card="A10G"))
+    assert three.milliseconds is not None
+    assert three.milliseconds <= time
+    # a token does not read the MTP block: on a card it costs nothing
+    assert {by_time[m.name] for m in layout.matrices if m.mtp} == {Type.Q8_0}
+    fastest, four = found(Target(divergence=limit, card="A10G"))
+    assert four.reading.mean <= limit
+    assert layout.read_bytes(fastest) <= layout.read_bytes(by_divergence)
+
+
+def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Path) -> None:
+    path, types = tmp_path / "record.json", {"blk.0.ffn_up.weight": Type.Q2_K}
+    path.write_text('{"made_from": "a", "errors": 3}')
+    record = Record(path, "a")
+    assert record.reading(types) is None
+    record.errors["blk.0.ffn_up.weight"] = {Type.Q2_K: 0.1}
+    record.add("ffn_up 0 at Q2_K", types, Reading(0.1, 0.5, 0.9), 2.0)
+    again = Record(path, "a")
+    assert again.reading(types) == Reading(0.1, 0.5, 0.9)
+    assert (again.errors, again.count, again.seconds) == (record.errors, 1, 2.0)
+    assert again.reading({"blk.0.ffn_up.weight": Type.Q4_K}) is None
+    assert Record(path, "b").reading(types) is None
+
+
+def test_experts_are_groups_and_are_read_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SAMPLE_ELEMENTS", 64)  # fewer than an expert has
+    source = write_checkpoint(tmp_path / "Random-MoE", layers=4, experts="fused", tied=False)
+    assert (
+        run(source, tmp_path / "out", "--target-bpw", "7", "--no-kld", "--target-ms", "1", "--for", "l4") == 1
+    )
+    out = tmp_path / "out"
+    assert run(source, out, "--target-bpw", "7", "--no-kld") == 0
+    gguf = next(out.glob("*-auto-7bpw.gguf"))
+    types = {t.name: t.type for t in read_tensors(gguf)}
+    layout = read_layout(next(out.glob("*-F16.gguf")), extra=1024, used_experts=EXPERTS_USED)
+    by_name = {m.name: m for m in layout.matrices}
+    assert by_name["blk.0.ffn_up_exps.weight"].read == EXPERTS_USED / EXPERTS
+    assert by_name["blk.0.ffn_up_exps.weight"].group == "ffn_up_exps 0"
+    assert by_name["blk.4.ffn_up_exps.weight"].group == "mtp ffn_up_exps"
+    assert by_name["blk.4.ffn_up_exps.weight"].read == 0
+    assert by_name[TOKEN_EMBEDDING].read == 1 / VOCAB
+    assert by_name[HEAD].read == 1
+    assert "blk.0.ffn_gate_inp.weight" not in by_name
+    assert types["blk.0.ffn_gate_inp.weight"] == Type.F32
+    assert {types[name] for name in by_name} <= set(NARROW)
+    assert gguf.stat().st_size <= layout.file_bytes({name: types[name] for name in by_name})
+
+
+def test_search_text_shares_no_prompt_with_evaluation() -> None:
+    prompts = calibration.prompts.load_prompts
+    assert not {p.text for p in prompts("search")} & {p.text for p in prompts("evaluation")}
+    assert {p.subject for p in prompts("search")} == {p.subject for p in prompts("calibration")}
