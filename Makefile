@@ -31,7 +31,7 @@ PATCHES    ?= 1
 NATIVE     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference lint clean
+.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference test-image lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -79,6 +79,9 @@ fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and request
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
+
+test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot, and its server (root, mmdebstrap, ten minutes)
+	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
 
 SOAK_PORT ?= 8099
 MINUTES   ?= 30

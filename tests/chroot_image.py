@@ -26,24 +26,44 @@ HOST_VARIABLES = re.compile(
     r"(?i)PIP_(CERT|INDEX_URL|EXTRA_INDEX_URL|DEFAULT_TIMEOUT)|SSL_CERT_FILE|\w+_proxy"
 )
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 
 @dataclass
 class Stage:
     """One FROM, and what was said after it."""
 
     root: Path
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
     arguments: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = "0"
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
-    ports: list[str] = field(default_factory=list)
 
     def expand(self, text: str) -> str:
         """`$NAME` and `${NAME}` of ENV and ARG."""
         values = {**self.arguments, **self.env}
         return re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], ""), text)
+
+    def read(self, name: str, rest: str) -> None:
+        """An instruction that changes no files. Raises SystemExit for one that is not known."""
+        match name:
+            case "ARG":
+                self.arguments |= dict([rest.split("=", 1)])
+            case "ENV":
+                pairs = (word.partition("=") for word in shlex.split(rest))
+                self.env |= {key: self.expand(value) for key, _, value in pairs}
+            case "USER":
+                self.user = rest
+            case "ENTRYPOINT":
+                self.entrypoint = json.loads(rest)
+            case "CMD":
+                self.command = json.loads(rest)
+            case "HEALTHCHECK" | "EXPOSE" | "RUN" | "COPY":
+                pass
+            case _:
+                raise SystemExit(f"{name}: not known here")
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
         """As root inside, with /proc and /dev."""
@@ -51,10 +71,9 @@ class Stage:
             'mount --bind "$0" "$0" && cd "$0" && mount -t proc proc proc && mount --rbind /dev dev && '
             'exec chroot . /bin/sh -c \'cd "$0" && exec "$@"\' "$@"'
         )
-        environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **variables}
         return subprocess.run(
             ["unshare", "-m", "sh", "-c", script, str(self.root), self.workdir, *command],
-            env={**environment, **self.env},
+            env={**variables, **self.env},
             check=False,
         )
 
@@ -87,13 +106,7 @@ def build(dockerfile: Path, context: Path, folder: Path) -> Stage:
             given |= dict([rest.split("=", 1)])
             continue
         stage = stages[-1]
-        if name == "ARG":
-            stage.arguments |= dict([rest.split("=", 1)])
-        elif name == "ENV":
-            stage.env |= {
-                key: stage.expand(value) for key, _, value in (w.partition("=") for w in shlex.split(rest))
-            }
-        elif name == "WORKDIR":
+        if name == "WORKDIR":
             stage.workdir = rest
             inside(stage, rest).mkdir(parents=True, exist_ok=True)
         elif name == "COPY":
@@ -104,14 +117,8 @@ def build(dockerfile: Path, context: Path, folder: Path) -> Stage:
             done = stage.run("/bin/sh", "-ec", rest, **passed, **stage.arguments)
             if done.returncode != 0:
                 raise SystemExit(f"RUN {rest}\nended with status {done.returncode}")
-        elif name == "USER":
-            stage.user = rest
-        elif name in ("ENTRYPOINT", "CMD"):
-            setattr(stage, {"ENTRYPOINT": "entrypoint", "CMD": "command"}[name], json.loads(rest))
-        elif name == "EXPOSE":
-            stage.ports.append(rest)
-        elif name != "HEALTHCHECK":
-            raise SystemExit(f"{name}: not known here")
+        else:
+            stage.read(name, rest)
     return stages[-1]
 
 
@@ -154,11 +161,14 @@ def network(stage: Stage) -> None:
             shutil.copyfile(host, there)
 
 
-def start(image: Stage, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    """The image's process, as `docker run --read-only image ARGUMENTS` starts it."""
+def start(
+    image: Stage, *arguments: str, model: Path | None = None, **variables: str
+) -> subprocess.Popen[bytes]:
+    """Its process, as `docker run --read-only [-v MODEL:/opt/ml/model:ro] image ARGUMENTS` starts it."""
+    mounted = f"mount --bind {shlex.quote(str(model))} opt/ml/model && " if model else ""
     script = (
         'mount --bind "$0" "$0" && cd "$0" && mount -t proc proc proc && mount --rbind /dev dev && '
-        'mount -o remount,bind,ro "$0" && exec chroot --userspec="$1:$1" . '
+        f'{mounted}mount -o remount,bind,ro "$0" && exec chroot --userspec="$1:$1" . '
         '/bin/sh -c \'cd "$0" && exec "$@"\' "$2" "${@:3}"'
     )
     command = [*image.entrypoint, *(arguments or image.command)]
