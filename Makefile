@@ -127,6 +127,9 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 	$(PIP) install -e '.[bench,dev,reference]'
 	@touch $@
 
-# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured.
+# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made in the cache,
+# where `qwen-serve serve nano` and other clones find it.
+KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out models --no-kld --calibration convert/calibration/prompts.toml
+	$(PY) -m convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml
+	@cp '$(KEPT_NANO)/$(notdir $@)' '$@.part' && mv '$@.part' '$@'

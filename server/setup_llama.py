@@ -251,7 +251,9 @@ def _build_wheel(build: Build, work: Path) -> None:
         _follow([*pip, "install", "--target", str(work / "tools"), *tools], os.environ, "build tools", output)
         _follow([*pip, *fetch, build.requirement], environment, "llama.cpp's sources", output)
         with tarfile.open(next(work.glob("*.tar.gz"))) as tar:
-            tar.extractall(work, filter="data")
+            # a method of Python 3.11.4 and later
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            tar.extractall(work)
         (sources,) = (path.parent for path in work.glob("*/pyproject.toml"))
         _follow([*pip, *make, str(sources)], environment, "llama.cpp", output)
     log.unlink()

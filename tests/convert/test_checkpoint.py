@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,14 @@ def test_another_architecture_is_refused(architecture: str | None) -> None:
 def test_layer_types_follow_from_the_interval() -> None:
     config = ModelConfig.from_json(model_config(layer_types=None, full_attention_interval=2))
     assert config.layer_types == (LINEAR, FULL) * 4
+
+
+def test_a_copy_has_the_same_fingerprint(checkpoint: Path, tmp_path: Path) -> None:
+    first = Checkpoint.open(checkpoint).fingerprint()
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy", copy_function=shutil.copyfile))
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    assert Checkpoint.open(copy).fingerprint() == first
 
 
 def test_the_fingerprint_changes_with_texts_and_weights(checkpoint: Path, tmp_path: Path) -> None:
