@@ -73,7 +73,7 @@ class Stage:
         )
         return subprocess.run(
             ["unshare", "-m", "sh", "-c", script, str(self.root), self.workdir, *command],
-            env={**variables, **self.env},
+            env={**self.arguments, **self.env, **variables},
             check=False,
         )
 
@@ -114,7 +114,7 @@ def build(dockerfile: Path, context: Path, folder: Path) -> Stage:
         elif name == "RUN":
             network(stage)
             passed = {key: value for key, value in os.environ.items() if HOST_VARIABLES.fullmatch(key)}
-            done = stage.run("/bin/sh", "-ec", rest, **passed, **stage.arguments)
+            done = stage.run("/bin/sh", "-ec", rest, **passed)
             if done.returncode != 0:
                 raise SystemExit(f"RUN {rest}\nended with status {done.returncode}")
         else:
