@@ -22,46 +22,16 @@ NANO        := models/nano-Q4_K_M.gguf
 MODEL       ?= $(NANO)
 
 # --- which llama.cpp to build ------------------------------------------------------------------------
-# CUDA when there is both a card and its compiler, for that card's architecture; else for the CPU.
-# CUDA=0 or CUDA=1 decides by hand, CUDA_ARCHS (such as "86;89") names other architectures.
-CUDA ?= auto
-NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
-CARD_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-	| grep -E '^[0-9]+\.[0-9]+$$' | tr -d . | sort -u | paste -sd ';' -)
-CUDA_ARCHS ?= $(or $(CARD_ARCHS),86)
-ifeq ($(CUDA),auto)
-  FLAVOUR := $(if $(and $(NVCC),$(CARD_ARCHS)),cuda,cpu)
-else ifeq ($(CUDA),1)
-  FLAVOUR := cuda
-else ifeq ($(CUDA),0)
-  FLAVOUR := cpu
-else
-  $(error CUDA=$(CUDA): want 0, 1 or auto)
-endif
-
-# llama.cpp is patched before it is built (patches/README.md); PATCHES=0 builds it as it comes.
-PATCHES ?= 1
-ifeq ($(filter $(PATCHES),0 1),)
-  $(error PATCHES=$(PATCHES): want 0 or 1)
-endif
-ifeq ($(PATCHES),1)
-  # the stamp carries their checksum: a changed patch builds again
-  STAMP_PATCHES := -patched-$(shell cat patches/apply.cmake patches/llama.cpp/*.patch | cksum | cut -d ' ' -f 1)
-  SAY_PATCHES   := , patched
-  CMAKE_PATCHES := '-DCMAKE_PROJECT_INCLUDE=$(CURDIR)/patches/apply.cmake'
-endif
-
-LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
-BUILT := $(VENV)/.$(LLAMA)-$(FLAVOUR)$(if $(filter cuda,$(FLAVOUR)),-$(subst ;,-,$(CUDA_ARCHS)))$(STAMP_PATCHES)
-# --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
-CMAKE_cpu  := -DLLAVA_BUILD=OFF
-CMAKE_cuda := -DLLAVA_BUILD=OFF -DGGML_CUDA=ON -DCMAKE_CUDA_COMPILER=$(NVCC) \
-	'-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL
-SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),none))$(SAY_PATCHES)
-SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
+# CUDA=auto: where there is both a card and its compiler, for that card's architecture; else for the CPU. CUDA=0 or 1
+# decides by hand, CUDA_ARCHS (such as "86;89") names other architectures. PATCHES=0 builds llama.cpp as it comes,
+# NATIVE=0 for any processor of this kind. server/setup_llama.py builds, and keeps the wheel.
+CUDA       ?= auto
+CUDA_ARCHS ?=
+PATCHES    ?= 1
+NATIVE     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve serve-cluster chat test fuzz soak test-reference docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference test-image docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -70,8 +40,7 @@ help: ## this text
 	@echo
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
-setup: $(BUILT) $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0)
-	@echo "llama-cpp-python is built $(SAY_$(FLAVOUR))"
+setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
 
 convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G
 	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
@@ -86,6 +55,20 @@ serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) #
 	$(PY) -m server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
 		--model '$(MODEL)' $(ARGS)
 
+# A model that is named is baked in as it is; else QUANT of SRC is made first.
+CONTAINER ?= docker
+IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)
+NAMED     := $(if $(filter command line environment,$(origin MODEL)),$(MODEL))
+BAKED     := $(or $(NAMED),models/$(notdir $(SRC))-$(QUANT).gguf)
+
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M [SRC=...], or MODEL=models/x.gguf [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
+ifeq ($(CUDA),0)
+	$(CONTAINER) build -f Dockerfile.cpu --build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
+else
+	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg CUDA_ARCHS='$(or $(CUDA_ARCHS),86)' \
+		--build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
+endif
+
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m server.client --url '$(URL)' $(ARGS)
 
@@ -98,6 +81,9 @@ fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and request
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
+
+test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot, and its server (root, mmdebstrap, ten minutes)
+	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
 
 SOAK_PORT ?= 8099
 MINUTES   ?= 30
@@ -115,7 +101,7 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/hadolint Dockerfile.cuda deploy/Dockerfile.router
+	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
 
 clean: ## remove .venv/, caches and test output; converted models stay
 	rm -rf $(VENV) .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
@@ -127,30 +113,28 @@ $(PY):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# pip's wheel cache does not tell a CPU build from a CUDA build, hence --no-cache-dir.
-$(BUILT): | $(PY)
-	@$(if $(and $(filter cuda,$(FLAVOUR)),$(if $(NVCC),,x)),echo "CUDA=1 needs nvcc: put the CUDA toolkit's bin/ on PATH" >&2; exit 1,:)
-	@echo "building llama-cpp-python $(SAY_$(FLAVOUR)): some minutes"
-	CMAKE_ARGS="$(CMAKE_$(FLAVOUR)) $(CMAKE_PATCHES)" $(PIP) install --no-cache-dir --force-reinstall --no-deps \
-		--no-binary llama-cpp-python '$(LLAMA)'
-	@rm -f $(VENV)/.llama-cpp-python* && touch '$@'
+llama: | $(PY)
+	@$(PY) -m server.setup_llama --cuda '$(CUDA)' $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') --patches '$(PATCHES)' --native '$(NATIVE)'
 
-$(VENV)/.serve: pyproject.toml | $(PY) $(BUILT)
-	$(PIP) install -e '.[convert]'
+$(VENV)/.serve: pyproject.toml | llama
+	$(PIP) install -e .
 	@touch $@
 
 $(VENV)/.cluster: pyproject.toml | $(VENV)/.serve
-	$(PIP) install -e '.[convert,cluster]'
+	$(PIP) install -e '.[cluster]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.serve
-	$(PIP) install -e '.[convert,cluster,bench,dev]'
+	$(PIP) install -e '.[cluster,bench,dev]'
 	@touch $@
 
 $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
-	$(PIP) install -e '.[convert,bench,dev,reference]'
+	$(PIP) install -e '.[bench,dev,reference]'
 	@touch $@
 
-# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured.
+# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made in the cache,
+# where `qwen-serve serve nano` and other clones find it.
+KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out models --no-kld --calibration convert/calibration/prompts.toml
+	$(PY) -m convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml
+	@cp '$(KEPT_NANO)/$(notdir $@)' '$@.part' && mv '$@.part' '$@'

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+SMALL_SHARD = 64_000_000  # bytes that are read in no time
 INDEX = "model.safetensors.index.json"
 TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "config.json",
@@ -54,13 +55,18 @@ class Checkpoint:
         return cls(folder, config, tensors)
 
     def fingerprint(self) -> str:
-        """Changes with every file the GGUF is made from: texts by content, shards by size and time."""
+        """Changes with every file the GGUF is made from: by content, but large shards by size and time."""
         shards = sorted({t.path for t in self.tensors.values()})
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in shards]
+        stats = [(path.name, path.stat().st_size, _content_or_time(path)) for path in shards]
         texts = {
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
         return fingerprint({"shards": stats, "texts": texts})
+
+
+def _content_or_time(path: Path) -> str | int:
+    status = path.stat()
+    return file_digest(path) if status.st_size <= SMALL_SHARD else status.st_mtime_ns
 
 
 def read_json(path: Path) -> dict[str, Any]:

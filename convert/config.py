@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
+from convert.config_keys import check_config, check_rope
 from convert.errors import CheckpointError
 
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
@@ -72,12 +74,30 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 0.25)))
 
+    @property
+    def attention_factor_ratio(self) -> float:
+        """YaRN's factor on cos and sin over the one that llama.cpp infers, 0.1 ln(factor) + 1; else 1.
+
+        As transformers' `_compute_yarn_parameters` has it: what is said, else from mscale and mscale_all_dim.
+        """
+        rope = self.rope
+        if rope["rope_type"] != "yarn":
+            return 1.0
+
+        def mscale(scale: float) -> float:
+            return 0.1 * scale * log(rope["factor"]) + 1.0
+
+        said = rope.get("attention_factor")
+        if said is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+            said = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+        return 1.0 if said is None else float(said / mscale(1.0))
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a parsed `config.json`, with `text_config` inside (the official layout) or flat.
 
-        Raises: CheckpointError: another architecture, a quantized checkpoint, or a field that is missing or
-            wrong.
+        Raises: CheckpointError: another architecture, a quantized checkpoint, a field that is missing or
+            wrong, or one that changes the model and is not known.
         """
         named = config.get("architectures") or ["(none)"]
         if not set(named) & set(ARCHITECTURES):
@@ -92,6 +112,7 @@ class ModelConfig:
                 f"config.json: quantization_config says that the weights are already quantized ({name}); "
                 "convert the BF16, F16 or F32 checkpoint that it was made from"
             )
+        check_config(config)
         fields = _Fields(text)
         interval = fields.integer("full_attention_interval", DEFAULT_INTERVAL)
         n_layers = fields.integer("num_hidden_layers")
@@ -189,6 +210,8 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):  # older configs keep them one level up
         if key not in rope and key in text:
             rope[key] = text[key]
+    if "attn_factor" in rope:  # llama.cpp's converter takes this for the same
+        rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
         raise CheckpointError(f"config.json: rope_type is {kind!r}; known are default, linear and yarn")
@@ -201,6 +224,17 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"config.json: rope_parameters.{key} must be a number, got {rope.get(key)!r}"
             )
+    for key in ("factor", "attention_factor", "mscale", "mscale_all_dim"):
+        value = rope.get(key)
+        if value is not None and (not isinstance(value, int | float) or value <= 0):
+            raise CheckpointError(
+                f"config.json: rope_parameters.{key} must be a positive number, got {value!r}"
+            )
+    if kind == "yarn" and rope["factor"] < 1:
+        raise CheckpointError(
+            f"config.json: rope_parameters.factor must be at least 1, got {rope['factor']!r}"
+        )
+    check_rope(rope)
     return rope
 
 

@@ -26,6 +26,8 @@ FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
     "BF16": gguf.LlamaFileType.MOSTLY_BF16,
 }
 
+RATIO_OF_ONE = 1e-6
+
 
 def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source, plan: TensorPlan) -> None:
     """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
@@ -87,6 +89,18 @@ def add_hyperparameters(
         writer.add_rope_scaling_factor(config.rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
+        # what llama.cpp's converter writes, though llama.cpp reads none of them for this architecture
+        for key, add in (
+            ("extrapolation_factor", writer.add_rope_scaling_yarn_ext_factor),
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if config.rope.get(key) is not None:
+                add(config.rope[key])
+        if abs(config.attention_factor_ratio - 1) > RATIO_OF_ONE:
+            # what it does read, and multiplies with the factor that it infers (llama-context.cpp)
+            writer.add_rope_scaling_attn_factors(config.attention_factor_ratio)
 
     writer.add_ssm_conv_kernel(config.conv_kernel)
     writer.add_ssm_state_size(config.linear_key_dim)

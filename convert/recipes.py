@@ -17,7 +17,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from convert.errors import ConvertError
 
-RECIPES = Path(__file__).parent.parent / "quant_recipes"
+RECIPES = next(
+    folder
+    for folder in (Path(__file__).parent / "quant_recipes", Path(__file__).parents[1] / "quant_recipes")
+    if folder.is_dir()  # inside the installed package, in a checkout beside it
+)
 
 FILE_TYPES = {
     t.name.removeprefix("MOSTLY_"): t

@@ -53,13 +53,18 @@ class Vocab:
             raise CheckpointError(f"tokenizer.json: model.type must be BPE, got {model.get('type')!r}")
         added = _added_tokens(tokenizer, settings)
         tokens, types = _tokens(model.get("vocab") or {}, added, config.vocab_size)
+        special_ids = _special_ids(settings, added, config)
         return cls(
             tokens=tokens,
             types=types,
             merges=[_merge(entry) for entry in model.get("merges") or []],
             pre_tokenizer=_pre_tokenizer(tokenizer.get("pre_tokenizer")),
-            special_ids=_special_ids(settings, added, config),
-            add_special=_add_special(tokenizer.get("post_processor"), settings),
+            special_ids=special_ids,
+            add_special=_add_special(
+                tokenizer.get("post_processor"),
+                settings,
+                {kind: tokens[id_] for kind, id_ in special_ids.items()},
+            ),
             chat_template=_chat_template(folder, settings),
         )
 
@@ -150,20 +155,44 @@ def _special_ids(
     return ids
 
 
-def _add_special(post_processor: Any, settings: Mapping[str, Any]) -> dict[str, bool]:
+def _add_special(
+    post_processor: Any, settings: Mapping[str, Any], special: Mapping[str, str]
+) -> dict[str, bool]:
+    """Kind -> whether it is put around a text; `special` are their texts. tokenizer.json wins."""
     flags: dict[str, bool] = {}
     if isinstance(post_processor, dict):
-        kinds = [p.get("type") for p in post_processor.get("processors", [post_processor])]
-        if set(kinds) - {"ByteLevel"}:
-            raise CheckpointError(
-                f"tokenizer.json: post_processor must be ByteLevel, got {', '.join(map(str, kinds))}"
-            )
-        flags = {"bos": False, "eos": False}  # byte level adds neither
+        flags = {"bos": False, "eos": False}
+        for part in post_processor.get("processors", [post_processor]):
+            if (kind := part.get("type")) == "TemplateProcessing":
+                flags |= _framed(part, special)
+            elif kind != "ByteLevel":  # which adds nothing
+                raise CheckpointError(
+                    f"tokenizer.json: post_processor must be ByteLevel or TemplateProcessing, got {kind}"
+                )
     for kind in SPECIAL_TOKENS:
         value = settings.get(f"add_{kind}_token")
         if isinstance(value, bool):
             flags.setdefault(kind, value)
     return flags
+
+
+def _framed(template: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, bool]:
+    """What a template adds to a text alone; transformers 5 saves one that adds nothing."""
+    pieces = [next(iter(piece.items())) for piece in template.get("single") or []]
+    places = [i for i, (kind, piece) in enumerate(pieces) if (kind, piece.get("id")) == ("Sequence", "A")]
+    if len(places) != 1:
+        raise CheckpointError("tokenizer.json: post_processor.single does not hold the text once")
+    added = {
+        "bos": ("before", [piece["id"] for _, piece in pieces[: places[0]]]),
+        "eos": ("after", [piece["id"] for _, piece in pieces[places[0] + 1 :]]),
+    }
+    for kind, (where, tokens) in added.items():
+        if tokens and tokens != [special.get(kind)]:
+            raise CheckpointError(
+                f"tokenizer.json: post_processor adds {' '.join(tokens)} {where} the text, "
+                f"which is not {kind} ({special.get(kind)}); llama.cpp can add that alone"
+            )
+    return {kind: bool(tokens) for kind, (_, tokens) in added.items()}
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:

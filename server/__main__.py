@@ -7,12 +7,11 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from server.about import llama_version, own_version
+from server.about import data_folder, llama_version, own_version
 from server.api import Backend, BoundedConfig, Service, create_app
 from server.settings import (
     Settings,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("server")
 
-CHAT_TEMPLATE = Path(__file__).parent.parent / "chat_templates" / "qwen3_5.jinja"
+CHAT_TEMPLATE = data_folder("chat_templates") / "qwen3_5.jinja"
 """For a GGUF that brings no template of its own."""
 
 KEEP_ALIVE_S = 75

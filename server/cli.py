@@ -1,17 +1,27 @@
-"""`qwen-serve`: the server and its terminal client under one name."""
+"""`qwen-serve`: the server, the terminal client, the converter and the build of llama.cpp under one name."""
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 from server.about import own_version
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 USAGE = """\
-usage: qwen-serve serve --model PATH [--SETTING VALUE ...]   serve one GGUF (python -m server)
-       qwen-serve chat [QUESTION]X server (python -m server.client)
+usage: qwen-serve serve MODEL [--quant Q4_K_M] [--SETTING VALUE ...]   serve a model (python -m server)
+       qwen-serve chat [QUESTION]                  talk to a running server (python -m server.client)
+       qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (python -m convert)
+       qwen-serve setup        build llama.cpp for this machine, patched (python -m server.setup_llama)
        qwen-serve --version
 
-`qwen-serve serve --help` and `qwen-serve chat --help` list every setting."""
+MODEL is a GGUF file, a checkpoint's folder, a hub id such as Qwen/Qwen3.5-4B, or nano, the tiny model that
+comes with the package. A checkpoint is fetched and converted to --quant (Q4_K_M) once, into the folder that
+QWEN_SERVE_CACHE names (~/.cache/qwen-serve). Each command has --help."""
 
 
 def main() -> int:
@@ -23,9 +33,13 @@ def main() -> int:
 
             return client.main(arguments, prog="qwen-serve chat")
         case "serve":
-            from server.__main__ import main as serve
+            return serve(arguments)
+        case "convert":
+            return subprocess.run([sys.executable, "-m", "convert", *arguments], check=False).returncode
+        case "setup":
+            from server import setup_llama
 
-            serve(arguments)
+            return setup_llama.main(arguments, prog="qwen-serve setup")
         case "--version":
             print(f"qwen-serve {own_version()}")
         case "--help" | "-h":
@@ -33,6 +47,33 @@ def main() -> int:
         case _:
             print(f"{command}: not a command\n{USAGE}" if command else USAGE, file=sys.stderr)
             return 2
+    return 0
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """`serve [MODEL] [--quant NAME] ...`: MODEL stands first and becomes --model; the exit status."""
+    from server.weights import WeightsError, resolve
+
+    count = 1 if arguments and not arguments[0].startswith("-") else 0
+    named, rest = arguments[:count], arguments[count:]
+    parser = argparse.ArgumentParser(prog="qwen-serve serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--quant")
+    options, settings = parser.parse_known_args(rest)
+    if {"--help", "-h"} & set(settings):
+        print(f"{USAGE}\n\nThe settings of serve:\n", flush=True)
+    elif named:
+        try:
+            settings = ["--model", str(resolve(named[0], options.quant)), *settings]
+        except WeightsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    elif options.quant is not None:
+        print("error: --quant needs a checkpoint: qwen-serve serve MODEL --quant ...", file=sys.stderr)
+        return 2
+
+    from server.__main__ import main as run
+
+    run(settings)
     return 0
 
 

@@ -20,7 +20,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from server.about import llama_version, own_version
+from server.about import CACHE_VARIABLE, llama_version, own_version
 from server.engine.settings import EngineSettings, ModelSettings, Section
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def unknown_variables() -> list[str]:
 
     They are no error: other programs may have variables of that name.
     """
-    known = {*Settings.model_fields, "config"}
+    known = {*Settings.model_fields, "config", CACHE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     names = [key.removeprefix(ENV_PREFIX) for key in sorted(os.environ) if key.startswith(ENV_PREFIX)]
     found = []
     for name in names:

@@ -56,6 +56,44 @@ def test_every_worker_is_routed_to_and_scraped() -> None:
             assert not source.startswith("./") or (DEPLOY / source).is_file(), source
 
 
+def test_one_server_with_its_dashboard() -> None:
+    """compose.single.yaml: the image that make builds, its port, its scraper, files that are there."""
+    services = load("compose.single.yaml")["services"]
+    server = services["server"]
+    makefile = (DEPLOY.parent / "Makefile").read_text(encoding="utf-8")
+    assert "IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)" in makefile
+    assert server["image"] == "${IMAGE:-qwen-serve-cpu}"
+    for name in ("Dockerfile.cpu", "Dockerfile.cuda"):
+        text = (DEPLOY.parent / name).read_text(encoding="utf-8")
+        assert f"\nCMD {json.dumps(server['command'])}\n" in text
+        port = re.search(r"^EXPOSE (\d+)$", text, re.MULTILINE)
+        assert port
+        assert [f"${{PORT:-8080}}:{port[1]}"] == server["ports"]
+        assert f"QWEN_PORT={port[1]}" in text
+        (job,) = load("prometheus.single.yaml")["scrape_configs"]
+        assert job["static_configs"] == [{"targets": [f"server:{port[1]}"]}]
+    assert set(load("compose.gpu.yaml")["services"]) == {"server"}
+    for name, service in services.items():
+        if extended := service.get("extends"):
+            assert name == extended["service"]
+            assert name in load(extended["file"])["services"]
+        for volume in service.get("volumes", []):
+            source, target, _ = volume.split(":")
+            assert (DEPLOY / source).is_file()
+            assert target in [v.split(":")[1] for v in load("compose.yaml")["services"][name]["volumes"]]
+
+
+def test_servers_may_do_nothing_but_serve() -> None:
+    """Neither root nor capabilities nor a file system to write to."""
+    for name in ("compose.yaml", "compose.single.yaml"):
+        servers = [s for s in load(name)["services"].values() if "qwen-serve" in s.get("image", "")]
+        assert servers
+        for server in servers:
+            assert server["read_only"]
+            assert server["cap_drop"] == ["ALL"]
+            assert server["security_opt"] == ["no-new-privileges:true"]
+
+
 def test_labels_and_accounts_of_the_manifest_belong_together() -> None:
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
     deployments = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Deployment"}

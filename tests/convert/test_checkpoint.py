@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,15 @@ def test_broken_json_is_named(checkpoint: Path) -> None:
         Checkpoint.open(checkpoint)
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10_000_000}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000_000,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -73,11 +84,51 @@ def test_broken_json_is_named(checkpoint: Path) -> None:
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'; known are default"),
         ({"rope_parameters": {}}, "rope_theta must be a number"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"already quantized \(fp8\)"),
+        ({"attention_bias": True}, "attention_bias is True; llama.cpp computes Qwen3.5 with False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; llama.cpp computes Qwen3.5 with 'silu'"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5, which this converter does not know"),
+        ({"rope_parameters": ROPE | {"low_freq_factor": 1}}, "rope_parameters.low_freq_factor is 1, which"),
+        (
+            {"rope_parameters": YARN | {"beta_fast": 16}},
+            "beta_fast is 16; llama.cpp computes Qwen3.5 with 32",
+        ),
+        ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False; .* with True"),
+        ({"rope_parameters": YARN | {"factor": 0.5}}, "rope_parameters.factor must be at least 1, got 0.5"),
+        ({"rope_parameters": YARN | {"attention_factor": "1"}}, "attention_factor must be a positive number"),
     ],
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_json(model_config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_dropout": 0.1, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": False},
+        {"unsloth_version": "2026.1.1", "unsloth_fixed": True, "_name_or_path": "somewhere"},
+        {"sliding_window": None, "use_sliding_window": False, "pruned_heads": {}},
+        {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1, "extrapolation_factor": 1.0}},
+    ],
+)
+def test_what_changes_nothing_may_stand_there(changes: dict[str, Any]) -> None:
+    assert ModelConfig.from_json(model_config(**changes)).n_layers == 8
+    assert ModelConfig.from_json(model_config(nested=False, **changes)).n_layers == 8
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({}, 1.0),
+        ({"attention_factor": 1.0}, 1 / 1.1386294),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1 / 1.1386294),
+        ({"attention_factor": 1.1386294}, 1.0),
+    ],
+)
+def test_yarns_attention_factor_over_what_llama_cpp_infers(extra: dict[str, float], expected: float) -> None:
+    config = ModelConfig.from_json(model_config(rope_parameters=YARN | extra))
+    assert config.attention_factor_ratio == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", None])
@@ -90,6 +141,14 @@ def test_another_architecture_is_refused(architecture: str | None) -> None:
 def test_layer_types_follow_from_the_interval() -> None:
     config = ModelConfig.from_json(model_config(layer_types=None, full_attention_interval=2))
     assert config.layer_types == (LINEAR, FULL) * 4
+
+
+def test_a_copy_has_the_same_fingerprint(checkpoint: Path, tmp_path: Path) -> None:
+    first = Checkpoint.open(checkpoint).fingerprint()
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy", copy_function=shutil.copyfile))
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    assert Checkpoint.open(copy).fingerprint() == first
 
 
 def test_the_fingerprint_changes_with_texts_and_weights(checkpoint: Path, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_longer_context_by_yarn(checkpoint: Path, tmp_path: Path) -> None:
     assert found["qwen35.rope.scaling.type"] == "yarn"
     assert found["qwen35.rope.scaling.factor"] == 4.0
     assert found["qwen35.rope.scaling.original_context_length"] == 4096
+    assert "qwen35.rope.scaling.attn_factor" not in found
 
 
 def test_pruning_rewrites_what_is_counted_by_layer(checkpoint: Path, tmp_path: Path) -> None:

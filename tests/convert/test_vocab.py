@@ -90,3 +90,58 @@ def test_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
     edit_json(folder / "tokenizer.json", model={"type": "Unigram"})
     with pytest.raises(CheckpointError, match=r"model\.type must be BPE, got 'Unigram'"):
         Vocab.load(folder, CONFIG)
+
+
+def sequence(name: str) -> dict[str, Any]:
+    return {"Sequence": {"id": name, "type_id": 0}}
+
+
+def special(token: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": 0}}
+
+
+def template(*single: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "TemplateProcessing", "single": list(single), "pair": [], "special_tokens": {}}
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "bos", "eos"),
+    [
+        (template(sequence("A")), False, False),  # what transformers 5 saves
+        ({"type": "Sequence", "processors": [BYTE_LEVEL, template(sequence("A"))]}, False, False),
+        (template(special("<|endoftext|>"), sequence("A")), True, False),
+        (template(sequence("A"), special("<|im_end|>")), False, True),
+        (template(special("<|endoftext|>"), sequence("A"), special("<|im_end|>")), True, True),
+    ],
+)
+def test_templates_that_frame_the_text(
+    folder: Path, post_processor: dict[str, Any], bos: bool, eos: bool
+) -> None:
+    edit_json(folder / "tokenizer.json", post_processor=post_processor)
+    edit_json(folder / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>")
+    assert Vocab.load(folder, CONFIG).add_special == {"bos": bos, "eos": eos}
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "message"),
+    [
+        (template(special("<think>"), sequence("A")), "adds <think> before the text, which is not bos"),
+        (template(sequence("A"), special("<think>")), "adds <think> after the text, which is not eos"),
+        (
+            template(special("<|endoftext|>"), special("<think>"), sequence("A")),
+            r"adds <\|endoftext\|> <think> before the text",
+        ),
+        (template(sequence("B")), "does not hold the text once"),
+        ({"type": "RobertaProcessing"}, "ByteLevel or TemplateProcessing, got RobertaProcessing"),
+    ],
+)
+def test_templates_that_llama_cpp_cannot_follow(
+    folder: Path, post_processor: dict[str, Any], message: str
+) -> None:
+    edit_json(folder / "tokenizer.json", post_processor=post_processor)
+    edit_json(folder / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>")
+    with pytest.raises(CheckpointError, match=message):
+        Vocab.load(folder, CONFIG)

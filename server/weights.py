@@ -1,0 +1,71 @@
+"""What `qwen-serve serve MODEL` names: a GGUF, or a checkpoint that is converted once into the cache.
+
+A checkpoint is a folder, a hub id such as Qwen/Qwen3.5-4B, or `nano`, the tiny model that the package
+brings. The converter is a program of its own and runs as one: what it held in memory is free again before
+anything is served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from server.about import cache_folder, data_folder
+
+NANO = "nano"
+DEFAULT_QUANT = "Q4_K_M"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class WeightsError(Exception):
+    """What was named cannot be served; the message says what can."""
+
+
+def resolve(model: str, quant: str | None) -> Path:
+    """The GGUF, or a folder with one, for `model`; converts a checkpoint to `quant` if that was not done yet.
+
+    Raises:
+        WeightsError: nothing of that name, a quant for what is a GGUF already, or a conversion that failed.
+    """
+    path = Path(model).expanduser()
+    if path.exists() and not (path / "config.json").is_file():
+        if quant is not None:
+            raise WeightsError(f"--quant {quant}: {model} is no checkpoint; a GGUF is served as it is")
+        return path
+    if path.exists():
+        place = f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+        return _converted(model, path.resolve().name, place, quant)
+    if model == NANO:
+        nano = data_folder("models/nano")
+        # its own prompts calibrate it well enough; the text that a large model would write takes minutes
+        prompts = data_folder("convert/calibration") / "prompts.toml"
+        return _converted(str(nano), NANO, NANO, quant, "--calibration", str(prompts))
+    if HUB_ID.fullmatch(model):
+        return _converted(model, model.rpartition("/")[2], model.replace("/", "--"), quant)
+    raise WeightsError(
+        f"{model}: no such file or folder, not a hub id such as Qwen/Qwen3.5-4B, and not {NANO}, "
+        "the model that comes with the package"
+    )
+
+
+def _converted(source: str, name: str, place: str, quant: str | None, *arguments: str) -> Path:
+    """The GGUF in the folder `place` of the cache. A hub's model that is there needs no network again."""
+    folder = cache_folder() / "models" / place
+    wanted = f"{name}-{quant or DEFAULT_QUANT}.gguf"
+    if HUB_ID.fullmatch(source) and (target := _file(folder, wanted)):
+        return target
+    command = [sys.executable, "-m", "convert", "--src", source, "--name", name, "--no-kld"]
+    command += ["--quant", quant or DEFAULT_QUANT, "--out", str(folder), *arguments]
+    done = subprocess.run(command, check=False)
+    target = _file(folder, wanted)
+    if done.returncode != 0 or target is None:
+        raise WeightsError(f"{source} could not be converted to {quant or DEFAULT_QUANT}")
+    return target
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    """A file of that name, however it is capitalized: the converter knows q4_k_m as Q4_K_M."""
+    return next((path for path in folder.glob("*.gguf") if path.name.lower() == name.lower()), None)

@@ -1,0 +1,107 @@
+"""`qwen-serve`: what `serve MODEL` may name, and nano from nothing to its first answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.weights import WeightsError, resolve
+from tests.checkpoints import write_checkpoint
+
+
+def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server.cli", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "server.cli", "serve", "nano", "--quant", "q4_k_m", "--port", "0"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--threads", "1", "--ctx-size", "1024", "--parallel", "1"],
+            env={**os.environ, "QWEN_SERVE_CACHE": str(tmp_path / "cache")},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 400
+        while not (ready := re.search(r"ready at (\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        question = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 16}
+        answer = httpx.post(f"{ready[1]}/v1/chat/completions", json=question, timeout=60).json()
+        assert "4" in answer["choices"][0]["message"]["content"]
+    finally:
+        process.terminate()
+        process.wait(60)
+    (made,) = (tmp_path / "cache" / "models" / "nano").glob("nano-Q4_K_M.gguf")
+    written = made.stat().st_mtime_ns
+    os.environ["QWEN_SERVE_CACHE"] = str(tmp_path / "cache")
+    try:
+        assert resolve("nano", None) == made
+    finally:
+        del os.environ["QWEN_SERVE_CACHE"]
+    assert made.stat().st_mtime_ns == written
+
+
+def test_a_checkpoints_folder_is_converted_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
+    for place in ("one", "two"):
+        write_checkpoint(tmp_path / place / "tiny")
+    made = {resolve(str(tmp_path / place / "tiny"), "f16") for place in ("one", "two")}
+    assert {path.name for path in made} == {"tiny-F16.gguf"}
+    assert len(made) == 2
+    assert not list((tmp_path / "one" / "tiny").glob("*.gguf"))
+
+
+def test_a_gguf_and_a_folder_with_one_are_served_as_they_are(nano_f16: Path) -> None:
+    assert resolve(str(nano_f16), None) == nano_f16
+    assert resolve(str(nano_f16.parent), None) == nano_f16.parent
+    with pytest.raises(WeightsError, match="a GGUF is served as it is"):
+        resolve(str(nano_f16), "Q4_K_M")
+
+
+def test_a_hub_model_that_was_converted_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    kept = tmp_path / "models" / "Qwen--Qwen3.5-4B" / "Qwen3.5-4B-Q4_K_M.gguf"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert resolve("Qwen/Qwen3.5-4B", None) == kept
+
+
+def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+    refused = qwen_serve("serve", "no such model")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: no such model: no such file or folder, not a hub id")
+    unfetched = qwen_serve("serve", "Nobody/None", QWEN_SERVE_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert unfetched.returncode == 1
+    assert unfetched.stderr.endswith("error: Nobody/None could not be converted to Q4_K_M\n")
+    assert "Traceback" not in unfetched.stderr
+    assert qwen_serve("serve", "--quant", "Q4_K_M").returncode == 2
+
+
+def test_each_command_has_help() -> None:
+    for command in ("serve", "chat", "convert", "setup"):
+        helped = qwen_serve(command, "--help")
+        assert helped.returncode == 0, helped.stderr
+        assert "usage" in helped.stdout
+    assert "MODEL is a GGUF file" in qwen_serve("serve", "--help").stdout
