@@ -9,7 +9,7 @@
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
 #     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about 120 s
-#     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (512 warm up)            about  60 s
+#     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)      about  60 s
 #     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                  about  60 s
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
@@ -35,16 +35,23 @@ off_0007=GGML_CUDA_GDN_CHUNKED=0
 off_0008=GGML_CUDA_MMQ_THIN_MAX=0
 off_0009=GGML_CUDA_FA_DENSE=1
 off_0010=LLAMA_N_KV_PAD_256=1
-steps=(0003 0004 0005 0006 0007 0008 0009 0010)
+off_0011=GGML_CUDA_MMVQ_ONE_ROW=1
+off_0012=GGML_CUDA_QUANTIZE_ALWAYS=1
+off_0013=GGML_CUDA_MMQ_MID_MAX=0
+off_after_0010="$off_0011 $off_0012 $off_0013"
+steps=(0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013)
 declare -A switches=(
-    [0003]="$off_0004 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
-    [0004]="$off_0005 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
-    [0005]="$off_0006 $off_0007 $off_0008 $off_0009 $off_0010"
-    [0006]="$off_0007 $off_0008 $off_0009 $off_0010"
-    [0007]="$off_0008 $off_0009 $off_0010"
-    [0008]="$off_0009 $off_0010"
-    [0009]="$off_0010"
-    [0010]=""
+    [0003]="$off_0004 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
+    [0004]="$off_0005 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
+    [0005]="$off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
+    [0006]="$off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
+    [0007]="$off_0008 $off_0009 $off_0010 $off_after_0010"
+    [0008]="$off_0009 $off_0010 $off_after_0010"
+    [0009]="$off_0010 $off_after_0010"
+    [0010]="$off_after_0010"
+    [0011]="$off_0012 $off_0013"
+    [0012]="$off_0013"
+    [0013]=""
 )
 
 bench() { # bench LABEL SWITCHES OPTION...: JSON lines
@@ -60,7 +67,8 @@ operators() {
     local eager operator failed=0
     for eager in 1 ""; do
         for operator in GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
-            "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)"; do
+            "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
+            "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)"; do
             # GGML_CUDA_DISABLE_GRAPHS counts as set when it is there at all
             # shellcheck disable=SC2086
             env ${eager:+GGML_CUDA_DISABLE_GRAPHS=1} timeout 150 "$bin/test-backend-ops" test -b CUDA0 -o $operator \
@@ -78,20 +86,25 @@ operators() {
 }
 
 products() {
-    local types=q4_K,q6_K columns=1,2,3,4,6,8,16,32,64 rest=9216x2560,2560x9216,4096x2560
+    local types=q4_K,q6_K columns=1,2,3,4,6,8,16,32,64 rest=9216x2560,2560x9216,4096x2560,1024x2560
     : >"$out/products.jsonl"
+    # a product by itself, with its quantization
+    export GGML_CUDA_QUANTIZE_ALWAYS=1
+    env GGML_CUDA_MMQ_MID_MIN=17 "$bin/mul-mat-speed" mid $types 24,32,48,64 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    export GGML_CUDA_MMQ_MID_MAX=0
     env GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64 "$bin/mul-mat-speed" thin $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 "$bin/mul-mat-speed" mmvq $types 1,2,3,4,6,8 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 GGML_CUDA_MMVQ_MAX_BATCH=0 "$bin/mul-mat-speed" mmq $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env $off_0006 "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_DEQUANT_MIN_BATCH=1 "$bin/mul-mat-speed" dequant $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    unset GGML_CUDA_QUANTIZE_ALWAYS GGML_CUDA_MMQ_MID_MAX
     python3 - "$out/products.jsonl" <<'PY'
 import collections, json, sys
 rows = collections.defaultdict(dict)
 for line in open(sys.argv[1]):
     row = json.loads(line)
     rows[row["type"], f'{row["rows"]}x{row["length"]}', row["columns"]][row["label"]] = row["us"]
-labels = ["thin", "mmvq", "mmq", "dequant"]
+labels = ["thin", "mid", "mmvq", "mmq", "dequant"]
 print("| type | matrix | columns |", " | ".join(f"{label}, us" for label in labels), "| fastest |")
 print("|---|---|--:|" + "--:|" * len(labels) + "---|")
 for key, found in sorted(rows.items()):
@@ -114,7 +127,7 @@ prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
         for step in 0003 0004 0005 0006 0007; do
-            bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 512,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
+            bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
     done
     table "$out/prompt.jsonl"
@@ -124,9 +137,9 @@ crossover() {
     : >"$out/crossover.jsonl"
     local columns=1,2,3,4,6,8,12,16,24,32,48,64 # the first one of a process warms it up
     bench default "X=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench thin "GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmvq "$off_0008" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmq "$off_0008 GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench thin "$off_0013 GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmvq "$off_0008 $off_0013" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmq "$off_0008 $off_0013 GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     table "$out/crossover.jsonl"
 }
 
@@ -140,12 +153,12 @@ held() {
 
 logits() {
     local step
-    for step in 0003 0010; do
+    for step in 0003 0013; do
         # shellcheck disable=SC2086
         env ${switches[$step]} LLAMA_CPP_LIB_PATH="$bin" python3 "$here/../tests/patches/rows.py" --model "$model" --gpu \
             --flash --out "$out/rows-$step.npz" || return 1
     done
-    python3 - "$out/rows-0003.npz" "$out/rows-0010.npz" <<'PY'
+    python3 - "$out/rows-0003.npz" "$out/rows-0013.npz" <<'PY'
 import sys
 import numpy as np
 a, b = (np.load(path)["rows"] for path in sys.argv[1:])

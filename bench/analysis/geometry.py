@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 F32_BYTES = 4
 FLOATS = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
 UBATCH = 512  # llama.cpp's default for the rows of one pass
-# kernels that llama.cpp's CUDA backend launches for src/models/qwen35.cpp, counted node by node: quantizing
-# the input of a matrix product is one, a norm and its weight are one
-LINEAR_KERNELS, ATTENTION_KERNELS, HEAD_KERNELS, NEXTN_KERNELS = 35, 29, 4, 5
+# kernels that llama.cpp's CUDA backend launches for src/models/qwen35.cpp with all patches, of one row, as a
+# profiler counts them (716 a step of Qwen3.5-4B with 8 copies); stock llama.cpp launches 35 and 29 a block
+LINEAR_KERNELS, ATTENTION_KERNELS, HEAD_KERNELS, NEXTN_KERNELS = 22, 22, 4, 5
+# more a block for several rows: gate and up, their activation and the sums are not fused (888 with 8 copies)
+SEVERAL_ROWS_KERNELS = 5.4
 DELTA_OPERATIONS = 7  # per element of the recurrent state and token: decay 1, read 2, update 2, query 2
 
 
@@ -152,6 +154,8 @@ class Geometry:
             n_bytes += self._head.n_bytes
             operations += 2.0 * outputs * sequences * self._head.n_elements
             kernels += HEAD_KERNELS
+        if rows * sequences > 1:
+            kernels += SEVERAL_ROWS_KERNELS * len(blocks)
         seen = rows * context + rows * (rows + 1) / 2  # pairs of a query and a key
         for block in blocks:
             n_bytes += (

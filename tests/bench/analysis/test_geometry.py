@@ -11,6 +11,7 @@ from bench.analysis.geometry import (
     HEAD_KERNELS,
     LINEAR_KERNELS,
     NEXTN_KERNELS,
+    SEVERAL_ROWS_KERNELS,
     Geometry,
     Work,
 )
@@ -77,6 +78,7 @@ def test_a_decode_step_by_hand() -> None:
 def test_several_sequences_share_the_weights_only() -> None:
     geometry = Geometry(tensors())
     one, four = geometry.decode(10), geometry.decode(10, sequences=4)
+    assert four.kernels == one.kernels + SEVERAL_ROWS_KERNELS * len(geometry.trunk)
     assert four.operations == 4 * one.operations
     weights = WEIGHT_BYTES + HEAD_BYTES
     assert four.n_bytes - weights == 4 * (one.n_bytes - weights)
