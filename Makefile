@@ -10,6 +10,7 @@ QUANT       ?= Q4_K_M
 OUT         ?= models
 RECIPE      ?=
 CALIBRATION ?=
+TARGET      ?=
 HOST        ?= 127.0.0.1
 PORT        ?= 8080
 URL         ?= http://$(HOST):$(PORT)
@@ -73,8 +74,8 @@ help: ## this text
 setup: $(BUILT) $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0)
 	@echo "llama-cpp-python is built $(SAY_$(FLAVOUR))"
 
-convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]
-	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
+convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [TARGET=of a drafter] [OUT=models] [RECIPE=...] [CALIBRATION=...]
+	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' $(if $(TARGET),--target '$(TARGET)') \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') $(ARGS)
 
 serve: setup $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano

@@ -42,16 +42,7 @@ class Checkpoint:
             CheckpointError: a file is missing, damaged or of another architecture; the message says which.
         """
         config = ModelConfig.from_json(read_json(folder / "config.json"))
-        tensors: dict[str, StoredTensor] = {}
-        for shard in _shards(folder):
-            for tensor in read_header(shard):
-                if tensor.name in tensors:
-                    raise CheckpointError(
-                        f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
-                    )
-                tensors[tensor.name] = tensor
-        _check_against_index(folder, tensors)
-        return cls(folder, config, tensors)
+        return cls(folder, config, read_tensors(folder))
 
     def fingerprint(self) -> str:
         """Changes with every file the GGUF is made from: texts by content, shards by size and time."""
@@ -61,6 +52,24 @@ class Checkpoint:
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
         return fingerprint({"shards": stats, "texts": texts})
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all shards of a checkpoint folder, by name.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, or a tensor twice there or not at all.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for shard in _shards(folder):
+        for tensor in read_header(shard):
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
+                )
+            tensors[tensor.name] = tensor
+    _check_against_index(folder, tensors)
+    return tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from convert.checkpoint import Checkpoint
+from convert.draft import DraftCheckpoint, is_draft
+from convert.draft_pipeline import DraftPipeline
 from convert.errors import ConvertError
 from convert.llama import Runtime
 from convert.pipeline import Options, Pipeline
@@ -35,6 +37,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
   <name>.stages.json        which of these are finished, and what each was made from
+A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
 A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
@@ -47,6 +50,7 @@ examples:
   python -m convert --src ./my-finetune --quant F16
   python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
   python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M-head4 --keep-vocab 131072
+  python -m convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
 
@@ -83,7 +87,15 @@ def _convert(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
-    Pipeline(source, Checkpoint.open(source.folder), options).run()
+    if not is_draft(source.folder):
+        if arguments.target is not None:
+            raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
+        Pipeline(source, Checkpoint.open(source.folder), options).run()
+        return
+    if arguments.target is None:
+        raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
+    target = Checkpoint.open(resolve(arguments.target).folder)
+    DraftPipeline(source, DraftCheckpoint.open(source.folder, target), options).run()
 
 
 def select_quants(
@@ -119,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to convert, to what")
     what.add_argument(
         "--src", metavar="SRC", default=DEFAULT_SOURCE, help="a checkpoint folder or a hub id (%(default)s)"
+    )
+    what.add_argument(
+        "--target",
+        metavar="SRC",
+        help="where --src is a block drafter (DFlash): the checkpoint that it drafts for, folder or hub id",
     )
     what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (its main branch)")
     what.add_argument(
