@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from convert import cli
 from tests import upcycling
 from tests.upcycling import upcycle
 
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
+NANO_DRAFT = ROOT / "models" / "nano-dflash"
 CACHE = ROOT / ".work" / "test-models"
 QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
@@ -52,9 +54,23 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
     return target
 
 
+def nano_draft_gguf(quant: str) -> Path:
+    """The bundled block drafter of the nano model, likewise."""
+    folder = CACHE / _key()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"nano-dflash-{quant}.gguf"
+    with (folder / "nano-dflash.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            wanted = ["--src", str(NANO_DRAFT), "--target", str(NANO), "--quant", quant, "--out", str(folder)]
+            assert cli.main(wanted) == 0
+    return target
+
+
 def _key() -> str:
     digest = hashlib.sha256()
     sources = [Path(upcycling.__file__)]
+    sources += NANO_DRAFT.glob("*.*")
     sources += [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
     for folder in ("convert", "quant_recipes"):
         sources += [
@@ -70,6 +86,18 @@ def _key() -> str:
 def nano_f32() -> Path:
     """models/nano as an F32 GGUF."""
     return nano_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_draft_f32() -> Path:
+    """models/nano-dflash as an F32 GGUF."""
+    return nano_draft_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_draft_q4_k_m() -> Path:
+    """models/nano-dflash as a Q4_K_M GGUF."""
+    return nano_draft_gguf("Q4_K_M")
 
 
 @pytest.fixture(scope="session")
