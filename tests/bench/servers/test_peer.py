@@ -20,6 +20,17 @@ from bench.servers.peer import Peer, parse_peer
             Peer("best", "llama-server", ("--spec-default", "--backend-sampling", "--ubatch-size", "1024")),
         ),
         (
+            "best=llama-server:dflash-15 --spec-draft-model d.gguf",
+            Peer(
+                "best",
+                "llama-server",
+                (
+                    *("--spec-type", "draft-dflash", "--spec-draft-n-max", "15"),
+                    *("--spec-draft-model", "d.gguf"),
+                ),
+            ),
+        ),
+        (
             "llama-server:mtp-4",
             Peer(
                 "llama-server:mtp-4", "llama-server", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "4")
