@@ -166,7 +166,7 @@ class DraftCheckpoint:
 
         Raises: CheckpointError: a tensor is missing, unknown, or not of the shape that config.json implies.
         """
-        expected = dict(_expected(self.config))
+        expected = dict(expected_tensors(self.config))
         given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
         if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
             raise CheckpointError(
@@ -198,7 +198,7 @@ LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.we
 """What a drafter may leave out: it takes the target's then."""
 
 
-def _expected(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
+def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
     """Checkpoint name, then GGUF name and shape."""
     wide, query, key = c.hidden_size, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     for source, target in LENT.items():

@@ -626,7 +626,7 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
     return Model(
         spec.path,
         n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
-        main_gpu=settings.main_gpu,
+        main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
         rehearse=rehearse,
