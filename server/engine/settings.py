@@ -181,7 +181,7 @@ class SpeculationSettings(Section, title="speculation"):
     beside these, or alone ("draft")"""
     draft_model: Path | None = None
     """GGUF file of a model that drafts for this one: a block drafter (DFlash), whose kind is read from it"""
-    draft_window: int = Field(1024, ge=1)
+    draft_window: int = Field(512, ge=1)
     """newest tokens of a sequence that the draft model looks back on, at least; at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """most tokens of a draft from the text"""

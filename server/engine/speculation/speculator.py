@@ -145,6 +145,10 @@ class Speculator:
 
     # --- before a step -------------------------------------------------------------------------------------
 
+    def catches_up(self, batch: Batch) -> bool:
+        """Whether a draft for the batch may have to read a prompt first."""
+        return self._listening and any(chunk.sequence.generated == 1 for chunk in batch.chunks)
+
     def propose(self, batch: Batch) -> None:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
         if not self._watched:
