@@ -89,9 +89,6 @@ host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the me
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""
 
-INJECTED = 512
-"""Tokens of a prompt that go into a draft model's cache in one pass, at least."""
-
 MTP_SPAN, MTP_LEAST = 2048, 16_384
 """Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
 
@@ -703,10 +700,10 @@ def head_options(settings: EngineSettings) -> ContextOptions:
 def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
     """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
 
-    Who looks in both directions must do so in one pass.
+    Who looks in both directions must do so in one pass. Every row of it is an output.
     """
-    options = context_options(settings)
-    rows = max(options.n_seq, len(SequenceIds.of(settings).rollback) * spec.block, INJECTED)
+    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
+    rows = max(options.n_seq, most * spec.block)
     return replace(
         options,
         n_ctx=draft_cells(settings, spec),
@@ -714,6 +711,7 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         n_ubatch=rows,
         n_outputs=rows,
         n_outputs_per_seq=spec.block,
+        n_samplers=min(options.n_samplers, most),
         n_snapshots=0,
         sampler=DeviceSampler.GUESS,
     )
