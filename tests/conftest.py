@@ -7,11 +7,11 @@ import hashlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from convert import cli
 from tests import upcycling
 from tests.upcycling import upcycle
 
@@ -33,17 +33,28 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
 
     With `experts`, the model of experts that tests/upcycling.py makes of it.
     """
+    if not experts:
+        return _converted("nano", quant, lambda _: ["--src", str(NANO), *QUICK])
+    return _converted(
+        "nano-moe", quant, lambda folder: ["--src", str(upcycle(NANO, folder / "nano-moe")), *QUICK]
+    )
+
+
+def nano_draft_gguf(quant: str) -> Path:
+    """The bundled block drafter of the nano model, likewise."""
+    return _converted("nano-dflash", quant, lambda _: ["--src", str(NANO_DRAFT), "--target", str(NANO)])
+
+
+def _converted(name: str, quant: str, source: Callable[[Path], list[str]]) -> Path:
     folder = CACHE / _key()
     folder.mkdir(parents=True, exist_ok=True)
-    name = "nano-moe" if experts else "nano"
     target = folder / f"{name}-{quant}.gguf"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            source = upcycle(NANO, folder / name) if experts else NANO
-            wanted = ["--src", str(source), "--quant", quant, "--out", str(folder)]
+            wanted = [*source(folder), "--quant", quant, "--out", str(folder)]
             done = subprocess.run(
-                [sys.executable, "-m", "convert", *wanted, *QUICK],
+                [sys.executable, "-m", "convert", *wanted],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
@@ -51,19 +62,6 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
             )
             if done.returncode != 0 or not target.exists():
                 pytest.fail(f"python -m convert --quant {quant} failed:\n{done.stdout}\n{done.stderr}")
-    return target
-
-
-def nano_draft_gguf(quant: str) -> Path:
-    """The bundled block drafter of the nano model, likewise."""
-    folder = CACHE / _key()
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"nano-dflash-{quant}.gguf"
-    with (folder / "nano-dflash.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            wanted = ["--src", str(NANO_DRAFT), "--target", str(NANO), "--quant", quant, "--out", str(folder)]
-            assert cli.main(wanted) == 0
     return target
 
 

@@ -356,7 +356,7 @@ def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
     assert (gpu.hidden, host.hidden) == (0, ((8 + 32) * 128 + 2 * 2 * 512) * 2560 * 4)
     assert host.total == sum([host.weights, host.compute, host.cells, host.hidden])
     assert four_b_plan(speculation="ngram").usages[1].hidden == 0
-    assert re.search(r"hidden states for the MTP head +- +70.0 MiB", str(four_b_plan(speculation="both")))
+    assert re.search(r"hidden states for drafters +- +70.0 MiB", str(four_b_plan(speculation="both")))
 
 
 def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> None:
@@ -364,7 +364,7 @@ def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> 
     wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 2**20}
     with pytest.raises(DoesNotFit, match=r"CPU: .*mtp_window=\d+") as caught:
         four_b_plan(**wanted)
-    assert re.search(r"hidden states for the MTP head +- +40.\d GiB", str(caught.value))
+    assert re.search(r"hidden states for drafters +- +40.\d GiB", str(caught.value))
     suggested = re.search(r"mtp_window=(\d+)", str(caught.value))
     assert suggested
     window = int(suggested[1])
