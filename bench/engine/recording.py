@@ -7,11 +7,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.analysis.statistics import percentiles
 from bench.arguments import StoreOptions
 from bench.errors import BenchError
+from bench.report.views import show
 from bench.store import Run
-from bench.terminal import Cell, Table
 from server.engine.errors import EngineError
 from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
 
@@ -57,9 +56,7 @@ def recorded(
     """
     if not gguf.is_file():
         raise BenchError(f"{gguf}: no such file")
-    with Run.begin(
-        store.out, verb, settings={"gguf": gguf.name, **settings}, card=store.card, notes=store.note
-    ) as run:
+    with store.begin(verb, {"gguf": gguf.name, **settings}) as run:
         try:
             model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
             run.describe(gguf.stem, device=devices()[0].description)
@@ -69,10 +66,7 @@ def recorded(
                 model.close()
         except EngineError as error:
             raise BenchError(f"{gguf}: {error}") from error
-        found = percentiles(run.results().frame, "step_time", "cell")
-        found |= percentiles(run.results().frame, "copy_time", "cell")
-        lines: list[list[Cell]] = [[cell, at.p50, at.p10, at.p90, at.count] for (cell,), at in found.items()]
-        Table(["what", "median ms", "p10", "p90", "runs"], lines, title=f"{gguf.stem}: {workload}").print()
+        show(run)
 
 
 def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:

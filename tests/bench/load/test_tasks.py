@@ -12,11 +12,12 @@ def test_tasks_are_drawn_from_every_family_and_reasoning_twice() -> None:
     tasks = read_tasks(HELDOUT, 6, seed=1)
     assert tasks == read_tasks(HELDOUT, 6, seed=1)
     assert tasks != read_tasks(HELDOUT, 6, seed=2)
-    groups = [task.group for task in tasks]
-    assert groups.count("knowledge") == groups.count("instructions") == groups.count("reasoning") == 6
-    assert groups.count("reasoning, thinking") == 6
-    assert groups.count("continuation") + groups.count("repeated text") == 6
-    assert all(bool(task.messages) != bool(task.prompt) for task in tasks)
+    asked = {group: len(jobs) for group, jobs in tasks.items()}
+    assert asked["knowledge"] == asked["instructions"] == asked["reasoning"] == 6
+    assert asked["reasoning, thinking"] == 6
+    assert asked["continuation"] + asked["repeated text"] == 6
+    assert {job.chat for job in tasks["repeated text"]} == {False}
+    assert tasks["reasoning, thinking"][0].fields == {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 def test_a_folder_without_tasks_is_named(tmp_path: Path) -> None:
