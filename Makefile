@@ -10,6 +10,7 @@ QUANT       ?= Q4_K_M
 OUT         ?= models
 RECIPE      ?=
 CALIBRATION ?=
+TARGET      ?=
 HOST        ?= 127.0.0.1
 PORT        ?= 8080
 URL         ?= http://$(HOST):$(PORT)
@@ -42,10 +43,11 @@ help: ## this text
 
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
 
-convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G
+convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
 	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') \
-		$(if $(TARGET),--target-size '$(TARGET)') $(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
+		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
+		$(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
 		$(if $(MS),--target-ms '$(MS)') $(if $(FOR),--for '$(FOR)') $(ARGS)
 
 serve: setup $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano

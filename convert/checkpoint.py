@@ -43,16 +43,7 @@ class Checkpoint:
             CheckpointError: a file is missing, damaged or of another architecture; the message says which.
         """
         config = ModelConfig.from_json(read_json(folder / "config.json"))
-        tensors: dict[str, StoredTensor] = {}
-        for shard in _shards(folder):
-            for tensor in read_header(shard):
-                if tensor.name in tensors:
-                    raise CheckpointError(
-                        f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
-                    )
-                tensors[tensor.name] = tensor
-        _check_against_index(folder, tensors)
-        return cls(folder, config, tensors)
+        return cls(folder, config, read_tensors(folder))
 
     def fingerprint(self) -> str:
         """Changes with every file the GGUF is made from: by content, but large shards by size and time."""
@@ -67,6 +58,24 @@ class Checkpoint:
 def _content_or_time(path: Path) -> str | int:
     status = path.stat()
     return file_digest(path) if status.st_size <= SMALL_SHARD else status.st_mtime_ns
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all shards of a checkpoint folder, by name.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, or a tensor twice there or not at all.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for shard in _shards(folder):
+        for tensor in read_header(shard):
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
+                )
+            tensors[tensor.name] = tensor
+    _check_against_index(folder, tensors)
+    return tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from convert.cards import BANDWIDTH
 from convert.checkpoint import Checkpoint
+from convert.draft import DraftCheckpoint, is_draft
+from convert.draft_pipeline import DraftPipeline
 from convert.errors import ConvertError
 from convert.llama import Runtime
 from convert.pipeline import Options, Pipeline
@@ -42,6 +44,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
   <name>.stages.json        which of these are finished, and what each was made from
+A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
 A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
@@ -57,6 +60,7 @@ examples:
   python -m convert --src models/nano --quant auto --target-size 4.0MB
   python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
   python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
+  python -m convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
 
@@ -78,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # before anything is fetched or opened: a typing mistake should not cost a download
-    target = select_target(arguments)
+    search = select_target(arguments)
     quants = [name for name in arguments.quant or [DEFAULT_QUANT] if name != AUTO]
     float_types: tuple[FloatType, ...] = ()
     recipes: dict[str, Recipe] = {}
@@ -90,8 +94,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         name=arguments.name or source.name,
         float_types=float_types,
         recipes=recipes,
-        search=target,
-        command=_command(target, source.repo_id or source.name, arguments),
+        search=search,
+        command=_command(search, source.repo_id or source.name, arguments),
         outtype=arguments.outtype,
         calibration=arguments.calibration,
         keep_vocab=arguments.keep_vocab,
@@ -100,7 +104,17 @@ def _convert(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
-    Pipeline(source, Checkpoint.open(source.folder), options).run()
+    if not is_draft(source.folder):
+        if arguments.target is not None:
+            raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
+        Pipeline(source, Checkpoint.open(source.folder), options).run()
+        return
+    if arguments.target is None:
+        raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
+    if search is not None:
+        raise ConvertError(f"--quant auto searches a recipe for a model; {arguments.src} is a block drafter")
+    target = Checkpoint.open(resolve(arguments.target).folder)
+    DraftPipeline(source, DraftCheckpoint.open(source.folder, target), options).run()
 
 
 def select_target(arguments: argparse.Namespace) -> Target | None:
@@ -180,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to convert, to what")
     what.add_argument(
         "--src", metavar="SRC", default=DEFAULT_SOURCE, help="a checkpoint folder or a hub id (%(default)s)"
+    )
+    what.add_argument(
+        "--target",
+        metavar="SRC",
+        help="where --src is a block drafter (DFlash): the checkpoint that it drafts for, folder or hub id",
     )
     what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (its main branch)")
     what.add_argument(

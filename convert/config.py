@@ -148,7 +148,7 @@ class ModelConfig:
             tied_embeddings=bool(text.get("tie_word_embeddings", False)),
             max_positions=fields.integer("max_position_embeddings"),
             rms_norm_eps=fields.number("rms_norm_eps"),
-            rope=_rope(text),
+            rope=rope_parameters(text),
             special_token_ids=_special_token_ids(config),
         )
 
@@ -205,7 +205,11 @@ def _mtp_layers(text: Mapping[str, Any]) -> int:
     return int(count)
 
 
-def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's settings, checked; `rope_type` is among them.
+
+    Raises: CheckpointError: a kind that llama.cpp does not know, or a number is missing.
+    """
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     for key in ("rope_theta", "partial_rotary_factor"):  # older configs keep them one level up
         if key not in rope and key in text:

@@ -68,7 +68,7 @@ def write_gguf(
     if plan.kept_tokens is not None:
         vocab = prune(vocab, plan.kept_tokens)
     writer = gguf.GGUFWriter(path=None, arch=checkpoint.config.arch)
-    add_general(writer, checkpoint, source, plan)
+    add_general(writer, checkpoint.folder, source, plan)
     add_hyperparameters(writer, checkpoint.config, plan, kept_layers, outtype)
     add_tokenizer(writer, vocab)
     if plan.kept_tokens is not None:

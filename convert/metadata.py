@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import gguf
 from gguf.utility import size_label
 
-from convert.checkpoint import Checkpoint, read_json
+from convert.checkpoint import read_json
 from convert.config import LINEAR
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from convert.config import ModelConfig
     from convert.source import Source
     from convert.tensors import FloatType, TensorPlan
@@ -29,16 +31,16 @@ FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
 RATIO_OF_ONE = 1e-6
 
 
-def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source, plan: TensorPlan) -> None:
+def add_general(writer: gguf.GGUFWriter, folder: Path, source: Source, plan: TensorPlan) -> None:
     """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
     counts = plan.parameter_counts
-    metadata = gguf.Metadata.load(model_path=checkpoint.folder, total_params=counts.total)
+    metadata = gguf.Metadata.load(model_path=folder, total_params=counts.total)
     if source.repo_id is not None:
         # the hub's cache names folders after commits, which the heuristics would take for the model's name
         name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
             source.repo_id, counts.total
         )
-        card = gguf.Metadata.load_model_card(checkpoint.folder)
+        card = gguf.Metadata.load_model_card(folder)
         metadata.name = card.get("name") or card.get("model_name") or gguf.Metadata.id_to_title(name)
         metadata.organization = metadata.organization or gguf.Metadata.id_to_title(organization)
         metadata.basename, metadata.finetune, metadata.version = basename, finetune, version
@@ -47,9 +49,9 @@ def add_general(writer: gguf.GGUFWriter, checkpoint: Checkpoint, source: Source,
         metadata.source_repo_url = source.url
     if metadata.size_label is None:
         metadata.size_label = size_label(counts.total, counts.shared, counts.one_expert, counts.experts)
-    if metadata.sampling_penalty_repeat is None and (checkpoint.folder / "generation_config.json").is_file():
+    if metadata.sampling_penalty_repeat is None and (folder / "generation_config.json").is_file():
         # gguf 0.19.0 looks for its own spelling only
-        generation = read_json(checkpoint.folder / "generation_config.json")
+        generation = read_json(folder / "generation_config.json")
         metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
     writer.add_type(gguf.GGUFType.MODEL)
     metadata.set_gguf_meta_model(writer)

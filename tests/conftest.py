@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.upcycling import upcycle
 
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
+NANO_DRAFT = ROOT / "models" / "nano-dflash"
 CACHE = ROOT / ".work" / "test-models"
 QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
@@ -36,17 +38,28 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
 
     With `experts`, the model of experts that tests/upcycling.py makes of it.
     """
+    if not experts:
+        return _converted("nano", quant, lambda _: ["--src", str(NANO), *QUICK])
+    return _converted(
+        "nano-moe", quant, lambda folder: ["--src", str(upcycle(NANO, folder / "nano-moe")), *QUICK]
+    )
+
+
+def nano_draft_gguf(quant: str) -> Path:
+    """The bundled block drafter of the nano model, likewise."""
+    return _converted("nano-dflash", quant, lambda _: ["--src", str(NANO_DRAFT), "--target", str(NANO)])
+
+
+def _converted(name: str, quant: str, source: Callable[[Path], list[str]]) -> Path:
     folder = CACHE / _key()
     folder.mkdir(parents=True, exist_ok=True)
-    name = "nano-moe" if experts else "nano"
     target = folder / f"{name}-{quant}.gguf"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            source = upcycle(NANO, folder / name) if experts else NANO
-            wanted = ["--src", str(source), "--quant", quant, "--out", str(folder)]
+            wanted = [*source(folder), "--quant", quant, "--out", str(folder)]
             done = subprocess.run(
-                [sys.executable, "-m", "convert", *wanted, *QUICK],
+                [sys.executable, "-m", "convert", *wanted],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
@@ -60,6 +73,7 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
 def _key() -> str:
     digest = hashlib.sha256()
     sources = [Path(upcycling.__file__)]
+    sources += NANO_DRAFT.glob("*.*")
     sources += [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
     for folder in ("convert", "quant_recipes"):
         sources += [
@@ -75,6 +89,18 @@ def _key() -> str:
 def nano_f32() -> Path:
     """models/nano as an F32 GGUF."""
     return nano_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_draft_f32() -> Path:
+    """models/nano-dflash as an F32 GGUF."""
+    return nano_draft_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_draft_q4_k_m() -> Path:
+    """models/nano-dflash as a Q4_K_M GGUF."""
+    return nano_draft_gguf("Q4_K_M")
 
 
 @pytest.fixture(scope="session")

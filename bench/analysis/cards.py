@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.analysis.block_drafter import BlockDrafter
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from convert.cards import BANDWIDTH
 
@@ -45,13 +46,16 @@ class Card:
     launch: float = 0.0
     compute_shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     source: str = ""
+    host: float = 32e9
+    """Bytes a second to the host or from it."""
 
     def terms(self, work: Work) -> Floats:
         """The seconds of one pass by `TERMS`, an estimate."""
         memory = work.n_bytes / self.bandwidth
+        moved = work.host_bytes / self.host
         compute = work.operations / (self.compute * self.compute_share(work.rows))
         launch = work.kernels * self.launch
-        return np.array([memory, 0.0, launch] if memory >= compute else [0.0, compute, launch])
+        return np.array([memory + moved, 0.0, launch] if memory >= compute else [moved, compute, launch])
 
     def least(self, work: Work) -> float:
         """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
@@ -67,7 +71,7 @@ class Card:
         return float(np.interp(np.log(rows), np.log(known), shares))
 
 
-# Published datasheets, dense rates: F16 and 8-bit integers on tensor cores, F32 outside of them
+# Published datasheets, dense rates: F16 and 8-bit integers on tensor cores, F32 outside of them; PCIe one way
 CARDS = {
     name: Card(
         name,
@@ -75,14 +79,15 @@ CARDS = {
         tensor * 1e12,
         vector * 1e12,
         integer * 1e12,
+        host=host * 1e9,
         source=f"datasheet: {BANDWIDTH[name] / 1e9:,.0f} GB/s; "
         f"TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
     )
-    for name, tensor, vector, integer in (
-        ("A10G", 70, 35, 140),
-        ("L4", 121, 30.3, 242.5),
-        ("H100", 989.5, 67, 1979),
-        ("H200", 989.5, 67, 1979),
+    for name, tensor, vector, integer, host in (
+        ("A10G", 70, 35, 140, 32),
+        ("L4", 121, 30.3, 242.5, 32),
+        ("H100", 989.5, 67, 1979, 64),
+        ("H200", 989.5, 67, 1979, 64),
     )
 }
 
@@ -97,12 +102,14 @@ def preset_of(text: str) -> Card | None:
 class Drafts:
     """Speculation: `count` drafts a step, each right with probability `acceptance`, if those before it were.
 
-    `mtp`: drafted by the model's MTP block, one step of it each; else they cost nothing (n-grams).
+    `mtp`: drafted by the model's MTP block, one step of it each; `block`: by a block drafter, all in one
+    pass; else they cost nothing (n-grams).
     """
 
     count: int
     acceptance: float
     mtp: bool
+    block: BlockDrafter | None = None
 
     @property
     def tokens(self) -> float:
@@ -129,4 +136,7 @@ def decode_passes(
         yield geometry.verify(drafts.count + 1 if drafts is not None else 1, context), share
         if drafts is not None and drafts.mtp:
             yield geometry.draft_step(context), share * drafts.count
+        if drafts is not None and drafts.block is not None:
+            yield drafts.block.inject(gained), share
+            yield drafts.block.guess(drafts.count + 1, context), share
         done, left = done + gained * share, left - gained * share

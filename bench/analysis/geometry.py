@@ -44,6 +44,8 @@ class Work:
     kernels: float = 0.0
     rows: float = 1.0
     integer: bool = False
+    host_bytes: float = 0.0
+    """What goes between the card and the host."""
 
 
 @dataclass(frozen=True)

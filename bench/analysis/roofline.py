@@ -8,6 +8,7 @@ import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from bench.analysis.block_drafter import BlockDrafter
 from bench.analysis.calibration import Calibration, Point, calibrate, read_points
 from bench.analysis.cards import (
     CARDS,
@@ -60,7 +61,8 @@ def roofline(
     ubatch: Positive = UBATCH,
     draft: Natural = 0,
     acceptance: Share = 1.0,
-    drafter: Literal["ngram", "mtp"] = "ngram",
+    drafter: Literal["ngram", "mtp", "dflash"] = "ngram",
+    draft_model: Path | None = None,
     measured: Path | None = None,
     store: StoreOptions = StoreOptions(),
 ) -> int:
@@ -93,11 +95,18 @@ def roofline(
         Probability that a drafted token is right, if those before it were.
     drafter
         Who drafts; n-grams cost nothing.
+    draft_model
+        The GGUF of --drafter dflash.
     measured
         A store with latencies to set beside.
     """
     geometry = Geometry.load(model, kv_bytes=KV_BYTES[kv])
-    drafts = Drafts(draft, acceptance, drafter == "mtp") if draft else None
+    if (drafter == "dflash") != (draft_model is not None):
+        raise BenchError(
+            "--drafter dflash needs --draft-model, the file of the block drafter, and no other does"
+        )
+    block = BlockDrafter(draft_model, geometry) if draft_model is not None else None
+    drafts = Drafts(draft, acceptance, drafter == "mtp", block) if draft else None
     calibration = _calibrate(calibrate_with, calibrate_card, geometry)
     datasheets = [CARDS[name] for name in dict.fromkeys(cards)]
     priced = [calibration.apply(card) if calibration is not None else card for card in datasheets]
@@ -136,6 +145,8 @@ def predict(
                 *prefill_passes(geometry, prompt, cached="cached" in case, ubatch=ubatch),
                 *decode_passes(geometry, prompt, tokens, drafts if "drafts" in case else None),
             ]
+            if drafts is not None and drafts.block is not None and case == CASES[2]:
+                passes.append((drafts.block.read(prompt), 1.0))
             terms = 1000 * np.sum([card.terms(work) * times for work, times in passes], axis=0)
             found[category.name, case] = {
                 "predicted_memory": float(terms[0]),
@@ -177,6 +188,10 @@ def passes(geometry: Geometry, drafts: Drafts | None, ubatch: int) -> Iterator[t
             yield f"verification of {drafts.count + 1} rows at {at:,}", geometry.verify(drafts.count + 1, at)
         if drafts.mtp:
             yield "one MTP draft at 2,048", geometry.draft_step(2048)
+        if drafts.block is not None:
+            yield "one block at 2,048", drafts.block.guess(drafts.count + 1, 2048)
+            yield "injection of 5 tokens", drafts.block.inject(5)
+            yield "injection of a prompt of 8,192", drafts.block.read(8192)
 
 
 def comparison_table(

@@ -3,7 +3,9 @@
 It recognises a pre-tokenizer by a hash over the ids of one text, so only published vocabularies pass. Here
 that one look-up answers qwen35; everything else is llama.cpp's code as it is.
 
-    python -m bench.models.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16
+    python -m bench.models.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [TARGET]
+
+TARGET is the checkpoint that a drafter drafts for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 
-def run(sources: Path, checkpoint: Path, out: Path, outtype: str) -> None:
+def run(sources: Path, checkpoint: Path, out: Path, outtype: str, target: str | None = None) -> None:
     """Converts `checkpoint` (a folder) to `out` with the converter in `sources`, a llama.cpp tree."""
     script = sources / "convert_hf_to_gguf.py"
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
@@ -25,8 +27,9 @@ def run(sources: Path, checkpoint: Path, out: Path, outtype: str) -> None:
 
     TextModel.get_vocab_base_pre = answer
     sys.argv = [str(script), str(checkpoint), "--outfile", str(out), "--outtype", outtype.lower()]
+    sys.argv += ["--target-model-dir", target] if target else []
     runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    run(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

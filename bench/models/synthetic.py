@@ -21,6 +21,7 @@ from bench.arguments import Natural, Positive, comma_separated
 from bench.errors import BenchError
 from bench.models.chain import Chain, make_chain
 from bench.models.checkpoint import qwen35_4b, qwen35_35b_a3b
+from bench.models.drafter import Drafter
 from bench.models.vocab import SyntheticVocab, make_vocab
 from bench.models.weights import Weights, planted_width
 from convert.config import FULL, LINEAR, ModelConfig
@@ -252,6 +253,7 @@ def synthetic(
     out: Path,
     mtp_acceptance: Annotated[tuple[str, ...], comma_separated(str)] = ("0.7",),
     seed: Natural = 0,
+    block_lengths: Annotated[tuple[float, ...], comma_separated(float)] | None = None,
     words: Natural = WORDS,
     threads: Positive = CORES,
     shape: Literal["4b", "35b-a3b", "small", "small-moe"] = "4b",
@@ -273,6 +275,9 @@ def synthetic(
         Share of tokens that the MTP block drafts rightly; several shares: one for each region.
     seed
         The same seed and options give the same bytes.
+    block_lengths
+        Write a block drafter (DFlash) too, NAME-dflash.gguf, that is right on so many tokens of a block on
+        average: one number, or one for each share of the MTP block's.
     words
         Of the text beside the GGUF; 0 for none.
     threads
@@ -290,6 +295,9 @@ def synthetic(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         n_elements = model.write(out, threads, outtype)
+        if block_lengths is not None:
+            drafter = Drafter.make(model.config, model.vocab.vocab, model.chain, block_lengths, seed)
+            drafter.write(draft_path(out), threads, outtype)
         for region, text in texts.items():
             with replacing(text) as part:
                 part.write_text(model.words_text(region, words), encoding="utf-8")
@@ -299,9 +307,16 @@ def synthetic(
     print(f"wrote {out}: {n_elements / 1e9:.3g} B weights, {size(out.stat().st_size)}, in {took}")
     chain = model.chain.tokens.size - len(model.vocab.filler)
     print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
+    if block_lengths is not None:
+        print(f"wrote {draft_path(out)}: {size(draft_path(out).stat().st_size)}")
     for text in texts.values():
         print(f"wrote {text}: {words:,} words, one token each")
     return 0
+
+
+def draft_path(out: Path) -> Path:
+    """Where the block drafter goes."""
+    return out.with_name(f"{out.stem}-dflash.gguf")
 
 
 def text_path(out: Path, share: str, *, alone: bool) -> Path:

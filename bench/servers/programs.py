@@ -26,7 +26,7 @@ READY = {
     "url": "/v1/models",
 }
 NAMED = re.compile(r"(?P<name>[\w.+-]+)=(?P<rest>.+)", re.DOTALL)
-MTP = re.compile(r"mtp-([1-9]\d?)")
+DRAFTS = re.compile(r"(mtp|dflash)-([1-9]\d?)")
 
 NO_HOST_CACHES = ("--cache-ram", "0", "--ctx-checkpoints", "0")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -59,6 +59,7 @@ llama-server's parts, joined with ``+``:
 * ``no-host-caches``: without the prompt cache and checkpoints in host memory
 * ``backend-sampling``: samples on the device
 * ``mtp-N``: drafts N tokens with the model's multi-token-prediction head
+* ``dflash-N``: drafts N tokens with a block drafter, which --spec-draft-model names
 * ``ngram-mod``: --spec-default: n-gram drafts of 48 to 64 tokens, shared by all requests
 * ``ngram-simple``: n-gram drafts from the request's own text"""
 
@@ -129,12 +130,12 @@ def preset_flags(preset: str) -> tuple[str, ...]:
     """The flags that ``a+b+c`` stands for; an empty one is llama-server as it comes. Raises BenchError."""
     flags: list[str] = []
     for part in filter(None, preset.split("+")):
-        if match := MTP.fullmatch(part):
-            flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", match[1]]
+        if match := DRAFTS.fullmatch(part):
+            flags += ["--spec-type", f"draft-{match[1]}", "--spec-draft-n-max", match[2]]
         elif part in PARTS:
             flags += PARTS[part]
         else:
-            known = ", ".join([*PARTS, "mtp-N"])
+            known = ", ".join([*PARTS, "mtp-N", "dflash-N"])
             raise BenchError(f"--peer llama-server:{preset}: no part {part!r}; there are {known}")
     return tuple(flags)
 

@@ -272,6 +272,9 @@ class Engine:
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
+        if asynchronous and speculator.catches_up(batch):  # no first token waits for that
+            self._flush()
+            lap("flush")
         speculator.propose(batch)
         lap("propose")
         if not asynchronous:  # tokens would wait for the whole step

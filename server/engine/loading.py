@@ -18,7 +18,15 @@ from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
 from .measured import Measured, MeasuredFile
-from .memory import context_options, head_options, scored_rows, uses_mtp, verified_rows
+from .memory import (
+    context_options,
+    draft_context,
+    head_options,
+    load_draft,
+    scored_rows,
+    uses_mtp,
+    verified_rows,
+)
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
+    from .llama.draft import DraftContext
     from .memory import MemoryPlan
     from .profile import StepProfile
     from .settings import EngineSettings
@@ -114,6 +123,7 @@ class Parts:
         )
         self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
+        self._draft = _draft(plan, self.context) if spec.draft else None
         self.stages.done("contexts")
         self.device_runs_alone = plan.leaves_the_host_alone
         """llama_decode returns before what it started is computed."""
@@ -125,7 +135,7 @@ class Parts:
         self.vocab = Vocab(self.model, settings.tokenizer_cache)
         self.grammars = GrammarCompiler(partial(llguidance_tokenizer, self.model), self.model.eos)
         cut = _chunk(settings, on_gpu=self._on_gpu) if settings.deterministic else 1
-        copied = settings.mtp_depth if self._head is not None and self._on_gpu else 0
+        copied = _longest_draft(plan) if self._on_gpu else 0
         self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
         self.speculator = build_speculator(
             settings,
@@ -135,6 +145,7 @@ class Parts:
             slots=len(ids.rollback),
             most_rows=verified_rows(settings),
             clock=self.clock,
+            draft=(self._draft[1], spec.draft) if self._draft and spec.draft else None,
         )
         self.states.followers += self.speculator.followers
         self.cache = PrefixCache(
@@ -313,6 +324,10 @@ class Parts:
         self.grammars.close()
         if self._head is not None:
             self._head.close()
+        if self._draft is not None:
+            model, context = self._draft
+            context.close()
+            model.close()
         self.context.close()
         self.model.close()
 
@@ -335,6 +350,29 @@ def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:
     """Tokens at whose multiples prompts are cut."""
     wanted = settings.prefill_budget or (DETERMINISTIC_GPU if on_gpu else DETERMINISTIC_CPU)
     return min(wanted, settings.ubatch_size, settings.batch_size)
+
+
+def _longest_draft(plan: MemoryPlan) -> int:
+    """Tokens of the longest draft that is not the text's own; 0 where there is none."""
+    settings, spec = plan.settings, plan.spec
+    by_head = settings.mtp_depth if uses_mtp(settings, spec) else 0
+    return max(by_head, spec.draft.block - 1 if spec.draft else 0)
+
+
+def _draft(plan: MemoryPlan, trunk: Context) -> tuple[Model, DraftContext]:
+    """The draft model and its context. Raises ModelLoadError, and DoesNotFit where there is no context."""
+    spec = plan.spec.draft
+    assert spec is not None
+    model = load_draft(plan.settings, spec)
+    try:
+        return model, draft_context(plan.settings, spec, model, trunk)
+    except LlamaError as error:
+        model.close()
+        raise DoesNotFit(
+            f"llama.cpp could not create the draft model's context: {error}. If memory is the reason, lower "
+            f"draft_window ({plan.settings.draft_window}) or parallel ({plan.settings.parallel}).\n"
+            f"The plan was:\n{plan}"
+        ) from error
 
 
 def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:

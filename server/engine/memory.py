@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
+from .gguf import read_header
 from .hardware import available_memory
 from .llama import Context, ContextOptions, Device, DeviceSampler, Model, devices
+from .llama.draft import DraftContext
 from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
+from .speculation import dflash
 from .speculation.mtp import WIDEST, host_bytes
 
 if TYPE_CHECKING:
@@ -106,7 +110,7 @@ class Usage:
     cells: int = 0
     """llama.cpp's table of cells."""
     hidden: int = 0
-    """Hidden states that wait for the MTP head."""
+    """Hidden states that wait for the MTP head and for a draft model."""
     saved: int = 0
     """What the prefix cache may put aside in host memory."""
 
@@ -119,7 +123,7 @@ class Usage:
             "table of KV cells": self.cells,
             "recurrent states": self.states + self.settling,
             "compute buffers": self.compute,
-            "hidden states for the MTP head": self.hidden,
+            "hidden states for drafters": self.hidden,
             "saved by the prefix cache": self.saved,
         }
 
@@ -169,8 +173,9 @@ class MemoryPlan:
             budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
             lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
         if rollback := len(SequenceIds.of(settings).rollback):
-            head = " and the multi-token-prediction head" if uses_mtp(settings, spec) else ""
-            lines.append(f"speculation: {rollback} states to go back to{head}")
+            head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
+            draft = f", draft model {spec.draft.path}" if spec.draft else ""
+            lines.append(f"speculation: {rollback} states to go back to{head}{draft}")
         if settings.mtp_snapshots:
             lines.append(f"snapshots: every state has {settings.mtp_snapshots} more")
         if spec.mtp_weights and not uses_mtp(settings, spec):
@@ -202,6 +207,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     is no Qwen3.5 or llama.cpp does not take the file or the settings.
     """
     spec = ModelSpec.from_header(header)
+    if wanted.draft_model is not None:
+        spec = replace(spec, draft=DraftSpec.from_header(read_header(wanted.draft_model), spec))
     places = _places(wanted)
     on_gpu = places[0].is_gpu
     settings = _with_prefix_cache(_with_what_can_draft(_with_shares(wanted, places), spec), spec)
@@ -246,12 +253,14 @@ def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSet
     """Without the multi-token-prediction head, if the file has none."""
     if spec.mtp_weights or settings.speculation not in ("both", "mtp"):
         return settings
-    left: Speculation = "ngram" if settings.speculation == "both" else "off"
+    left: Speculation = "draft" if spec.draft else "off"
+    left = "ngram" if settings.speculation == "both" else left
+    said = {"ngram": "text that repeats is drafted from", "draft": "the draft model drafts alone"}
     log.warning(
         "speculation is %r, but %s has no multi-token-prediction head: %s",
         settings.speculation,
         settings.model,
-        "only text that repeats is drafted from" if left == "ngram" else "nothing is drafted",
+        said.get(left, "nothing is drafted"),
     )
     return settings.replace(speculation=left)
 
@@ -277,7 +286,8 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
     wanted = settings.mtp_snapshots
     if wanted < 0:
-        pays = uses_mtp(settings, spec) and settings.parallel <= SNAPSHOT_SLOTS
+        drafts = uses_mtp(settings, spec) or spec.draft is not None
+        pays = drafts and settings.parallel <= SNAPSHOT_SLOTS
         wanted = min(settings.mtp_depth, SNAPSHOTS) if pays else 0
     if not SequenceIds.of(settings).rollback or not spec.state:
         wanted = 0
@@ -354,7 +364,8 @@ def _arrange(
     last = place_of(spec.n_blocks)
     weights, kv, states, settling = ([0] * len(places) for _ in range(4))
     n_states = len(ids) * (1 + settings.mtp_snapshots)
-    n_settling = len(ids.lone) if settings.mtp_snapshots or by_head else 0
+    drafts = by_head or spec.draft is not None
+    n_settling = len(ids.lone) if settings.mtp_snapshots or drafts else 0
     for layer, size in enumerate(spec.layer_weights):
         place = place_of(layer)
         weights[place] += size
@@ -370,6 +381,13 @@ def _arrange(
         kv[head] += spec.mtp_cell(settings) * mtp_cells(settings)
         n_cells += mtp_cells(settings)
         hidden = host_bytes(settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd)
+    if (draft := spec.draft) is not None:
+        weights[last] += draft.weights
+        kv[last] += draft.cell(settings) * draft_cells(settings, draft)
+        n_cells += draft_cells(settings, draft)
+        # llama.cpp has room for the rows of a whole step
+        hidden += 4 * draft.n_features * settings.batch_size
+        hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
     usages = [Usage(*figures) for figures in zip(places, weights, kv, states, buffers, settling, strict=True)]
     usages[host] = replace(
         usages[host], cells=CELL_ENTRY * n_cells, hidden=hidden, saved=settings.prefix_host_mib * MIB
@@ -437,6 +455,8 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     try:
         context = Context(model, context_options(settings))
         lines += context.log
+        if spec.draft is not None:
+            lines += _rehearsed_draft(settings, spec.draft, context)
         context.close()
         if by_head:
             head = MtpContext(model, head_options(settings))
@@ -451,6 +471,17 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
         if match := _BUFFER.search(line):
             sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * MIB)
     return sizes
+
+
+def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) -> list[str]:
+    model = load_draft(settings, spec, rehearse=True)
+    try:
+        context = draft_context(settings, spec, model, trunk)
+        lines = context.log
+        context.close()
+    finally:
+        model.close()
+    return lines
 
 
 def _padded(cells: int) -> int:
@@ -587,6 +618,32 @@ def mtp_cells(settings: EngineSettings) -> int:
     return min(settings.ctx_size, max(settings.parallel * each, MTP_LEAST))
 
 
+def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
+    """The draft model, where the output of the model is. Raises ModelLoadError."""
+    return Model(
+        spec.path,
+        n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
+        main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
+        use_mmap=settings.use_mmap,
+        mlock=settings.mlock,
+        rehearse=rehearse,
+    )
+
+
+def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
+    """Its context beside the trunk's. Raises LlamaError."""
+    return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
+
+
+def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
+    """Tokens that the draft model's own cache holds."""
+    most = len(SequenceIds.of(settings).rollback)
+    held = dflash.cells(
+        settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
+    )
+    return _padded(min(held, settings.ctx_size + most * spec.block))
+
+
 def verified_rows(settings: EngineSettings) -> int:
     """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
     if not (drafting := len(SequenceIds.of(settings).rollback)):
@@ -635,6 +692,26 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_ubatch=min(settings.ubatch_size, 256),
         n_outputs=max(options.n_seq, WIDEST),
         n_outputs_per_seq=WIDEST,
+        n_snapshots=0,
+        sampler=DeviceSampler.GUESS,
+    )
+
+
+def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
+    """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
+
+    Who looks in both directions must do so in one pass. Every row of it is an output.
+    """
+    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
+    rows = max(options.n_seq, most * spec.block)
+    return replace(
+        options,
+        n_ctx=draft_cells(settings, spec),
+        n_batch=rows,
+        n_ubatch=rows,
+        n_outputs=rows,
+        n_outputs_per_seq=spec.block,
+        n_samplers=min(options.n_samplers, most),
         n_snapshots=0,
         sampler=DeviceSampler.GUESS,
     )

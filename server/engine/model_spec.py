@@ -10,6 +10,7 @@ from .errors import ModelLoadError
 from .llama import CACHE_TYPES, row_bytes
 
 if TYPE_CHECKING:
+    from .draft_spec import DraftSpec
     from .gguf import Header
     from .settings import EngineSettings
 
@@ -42,6 +43,8 @@ class ModelSpec:
     """Keys and values of one token, in elements; zero in recurrent layers."""
     layer_state: tuple[int, ...]
     """One sequence's recurrent state, F32; zero in attention layers."""
+    draft: DraftSpec | None = None
+    """The draft model beside it, if there is one."""
 
     @property
     def state(self) -> int:

@@ -37,7 +37,7 @@ class SequenceIds:
         slots = range(settings.parallel)
         if settings.speculation == "off":
             drafting = 0
-        elif settings.speculation == "mtp":
+        elif settings.speculation == "mtp" and settings.draft_model is None:
             drafting = max(LONE_SLOTS, MTP_SEQUENCES)
         else:
             drafting = MOST_DRAFTING

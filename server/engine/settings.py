@@ -14,7 +14,7 @@ from .hardware import physical_cores
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
 SplitMode = Literal["none", "layer"]
-Speculation = Literal["auto", "off", "ngram", "mtp", "both"]
+Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -180,7 +180,12 @@ class SpeculationSettings(Section, title="speculation"):
 
     speculation: Speculation = "auto"
     """draft from the text itself where it repeats ("ngram"), with the checkpoint's own MTP head ("mtp"),
-    either by what pays ("both"), or not at all; auto: both on a GPU, ngram without one"""
+    either by what pays ("both"), or not at all; auto: both on a GPU, ngram without one. A draft_model drafts
+    beside these, or alone ("draft")"""
+    draft_model: Path | None = None
+    """GGUF file of a model that drafts for this one: a block drafter (DFlash), whose kind is read from it"""
+    draft_window: int = Field(512, ge=1)
+    """newest tokens of a sequence that the draft model looks back on, at least; at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """most tokens of a draft from the text"""
     draft_always: bool = False
@@ -228,6 +233,17 @@ class EngineSettings(
                 f"speculation is {self.speculation!r}, whose verified rows depend on what was drafted; "
                 "with deterministic set it to 'off', or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_draft_model_drafts(self) -> Self:
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError(
+                "speculation is 'draft', which needs draft_model; set that, or another speculation"
+            )
+        if self.draft_model is not None and (self.speculation == "off" or self.deterministic):
+            other = "deterministic" if self.deterministic else "speculation 'off'"
+            raise ValueError(f"draft_model is of no use with {other}; leave one of the two out")
         return self
 
     def replace(self, **changes: Any) -> Self:

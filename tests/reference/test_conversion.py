@@ -22,6 +22,7 @@ from gguf import GGUFReader, ReaderTensor
 
 from bench.servers.builds import llama_cpp_sources
 from convert.checkpoint import Checkpoint
+from convert.draft import DraftCheckpoint, write_draft
 from convert.gguf_file import write_gguf
 from convert.source import resolve
 from convert.tensors import FloatType, plan_tensors
@@ -103,6 +104,23 @@ def test_every_tensor_is_the_same(pair: Pair) -> None:
 def test_every_key_is_the_same(pair: Pair) -> None:
     ours, theirs = keys(pair.ours), keys(pair.theirs)
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == set()
+
+
+@pytest.mark.parametrize("outtype", ["F32", "F16", "BF16"])
+def test_a_block_drafter_is_the_same(outtype: FloatType, tmp_path: Path) -> None:
+    source = resolve(str(NANO.with_name("nano-dflash")))
+    draft = DraftCheckpoint.open(source.folder, Checkpoint.open(NANO))
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    write_draft(ours, draft, source, outtype)
+    command = [sys.executable, "-m", "bench.models.llama_cpp_converter", str(llama_cpp_sources())]
+    command += [str(source.folder), str(theirs), outtype, str(NANO)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert keys(ours) == keys(theirs)
+    mine, other = tensors(ours), tensors(theirs)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert tensor.tensor_type == other[name].tensor_type, name
+        np.testing.assert_array_equal(bits(tensor), bits(other[name]), err_msg=name)
 
 
 def tensors(path: Path) -> dict[str, ReaderTensor]:

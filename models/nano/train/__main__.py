@@ -45,6 +45,24 @@ def run_fit(args: argparse.Namespace) -> None:
     )
 
 
+def run_fit_draft(args: argparse.Namespace) -> None:
+    from models.nano.train.fit_draft import DraftSettings, fit_draft
+
+    fit_draft(
+        DraftSettings(
+            tokenizer=args.target / "tokenizer.json",
+            target=args.target,
+            out=args.out,
+            minutes=args.minutes,
+            rows=args.rows,
+            batch_tokens=args.batch_tokens,
+            workers=args.workers,
+            rate=args.rate,
+            seed=args.seed,
+        )
+    )
+
+
 def run_generate(args: argparse.Namespace) -> None:
     from models.nano.train.evaluate import generate
 
@@ -93,6 +111,17 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=1)
     verb.add_argument("--compile", action="store_true", help="torch.compile the layers")
     verb.set_defaults(run=run_fit)
+
+    verb = verbs.add_parser("fit-draft", help="train the block drafter of a trunk")
+    verb.add_argument("--target", type=Path, default=NANO, help="checkpoint that it drafts for")
+    verb.add_argument("--out", type=Path, required=True, help="folder for its checkpoint and log.json")
+    verb.add_argument("--minutes", type=float, default=3.0, help="training time")
+    verb.add_argument("--rows", type=int, default=32_768, help="rows of blocks in a batch")
+    verb.add_argument("--batch-tokens", type=int, default=32_768)
+    verb.add_argument("--workers", type=int, default=14, help="processes that draw documents")
+    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
+    verb.add_argument("--seed", type=int, default=1)
+    verb.set_defaults(run=run_fit_draft)
 
     verb = verbs.add_parser(
         "generate", help="greedy replies to the held-out items, by transformers in float32"

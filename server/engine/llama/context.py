@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp_ext
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
-from . import ggml
+from . import ggml, layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
@@ -70,8 +70,12 @@ class Context:
 
     _type = C.LLAMA_CONTEXT_TYPE_DEFAULT
 
-    def __init__(self, model: Model, options: ContextOptions) -> None:
+    def __init__(self, model: Model, options: ContextOptions, *, other: Context | None = None) -> None:
+        """`other` is the context whose model lends this one what it lacks."""
+        self._handle: Any = None
         params = C.llama_context_default_params()
+        if other is not None:
+            params.ctx_other = other._handle
         params.ctx_type = self._type
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq
@@ -199,6 +203,40 @@ class Context:
             self._hidden = np.ctypeslib.as_array(memory).reshape(n_tokens, self._n_embd)
             self._hidden_address = address
         return self._hidden[:n_tokens]
+
+    def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
+        """The same for what goes into layers, counted from 0. The next decode plans its graphs anew: slow."""
+        for layer in which:
+            layers.set_embeddings_layer_inp(self._handle, layer, keep)
+
+    def layer_inputs(self, which: Sequence[int], places: Sequence[int]) -> npt.NDArray[np.float32]:
+        """A copy of what went into layers at `places` of the last batch, which must have been kept: shape
+        [len(places), len(which) * n_embd], side by side. Waits for the device."""
+        self.wait()
+        n, n_tokens = self._n_embd, self._batch.n_tokens
+        together = places[-1] - places[0] == len(places) - 1
+        found = np.empty((len(places), len(which) * n), np.float32)
+        for index, layer in enumerate(which):
+            address = layers.get_embeddings_layer_inp(self._handle, layer)
+            memory = (ctypes.c_float * (n_tokens * n)).from_address(address)
+            rows = np.frombuffer(memory, np.float32).reshape(n_tokens, n)
+            found[:, index * n : (index + 1) * n] = (
+                rows[places[0] : places[0] + len(places)] if together else rows[places]
+            )
+        return found
+
+    def best(self, sequences: Sequence[int], indices: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The best token of each output and its probability, for drafts; arguments as for `rows`."""
+        rows, tokens, sure = self.rows(sequences, indices), [], []
+        for row, kind in enumerate(rows.kinds):
+            if kind is DeviceSampler.GUESS:
+                tokens.append(rows.best(row))
+                sure.append(rows.probability(row))
+            else:
+                logits = rows.logits(row)
+                tokens.append(int(logits.argmax()))
+                sure.append(float(1 / np.exp(logits - logits[tokens[-1]]).sum()))
+        return tokens, sure
 
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""

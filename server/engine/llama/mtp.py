@@ -10,11 +10,8 @@ import numpy as np
 from llama_cpp import llama_cpp_ext
 
 from .context import Context
-from .device_sampler import DeviceSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from .context import ContextOptions
@@ -41,16 +38,3 @@ class MtpContext(Context):
         self.beside: npt.NDArray[np.float32] = np.zeros((self.n_batch, model.n_embd), np.float32)
         """The hidden row of the token before each of `tokens`."""
         self._batch.embd = self.beside.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-
-    def best(self, sequences: Sequence[int], indices: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The best token of each output and its probability; arguments as for `rows`."""
-        rows, tokens, sure = self.rows(sequences, indices), [], []
-        for row, kind in enumerate(rows.kinds):
-            if kind is DeviceSampler.GUESS:
-                tokens.append(rows.best(row))
-                sure.append(rows.probability(row))
-            else:
-                logits = rows.logits(row)
-                tokens.append(int(logits.argmax()))
-                sure.append(float(1 / np.exp(logits - logits[tokens[-1]]).sum()))
-        return tokens, sure

@@ -78,11 +78,17 @@ class Drafter(Protocol):
 class HiddenReader(Protocol):
     """A drafter that reads the trunk's hidden rows."""
 
+    layers: tuple[int, ...]
+    """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
+    window: int
+    """Rows of a sequence that it reads at most: the newest."""
+
     def wants(self, sequence: Sequence, end: int) -> bool:
         """Whether the rows of tokens up to position `end` will ever be read."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the right tokens at `start`, `start` + 1...: rows [n, n_embd], to be copied."""
+        """The trunk has read the right tokens at `start`, `start` + 1...: rows [n, n_embd], to be copied, or
+        [n, len(layers) * n_embd], to be kept."""
 
     def rolled_back(self, slot: int, length: int) -> None:
         """The slot holds its first `length` tokens only: those after it will be read again."""

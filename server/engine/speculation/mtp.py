@@ -101,6 +101,7 @@ class MtpDrafter:
     name = "mtp"
     instant = False
     most = MOST
+    layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class MtpDrafter:
         a lone sequence are all of one width if that is at most `widest`, see WIDEST.
         """
         self.depth, self.kinds = depth, KINDS
-        self._context, self._window, self._span, self._widest = context, window, span, widest
+        self._context, self.window, self._span, self._widest = context, window, span, widest
         self._slots = slots
         self._readings: dict[int, Reading] = {}
         self._width = 0
@@ -134,7 +135,7 @@ class MtpDrafter:
 
     def wants(self, sequence: Sequence, end: int) -> bool:
         """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self._window
+        return len(sequence.tokens) - end < self.window
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
         """The trunk has read the tokens at `start`, `start` + 1...: their hidden rows [n, n_embd], copied."""
@@ -204,7 +205,7 @@ class MtpDrafter:
     def free(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
         if (reading := self._readings.pop(sequence_id, None)) is not None:
-            if len(reading.buffer) == 2 * self._window and len(self._spare) < MOST:
+            if len(reading.buffer) == 2 * self.window and len(self._spare) < MOST:
                 self._spare.append(reading.buffer)
             if reading.fed:
                 self._context.remove(sequence_id)
@@ -215,10 +216,10 @@ class MtpDrafter:
     def _buffer(self) -> npt.NDArray[np.float32]:
         if self._spare:
             return self._spare.pop()
-        return np.empty((2 * self._window, self._context.beside.shape[1]), np.float32)
+        return np.empty((2 * self.window, self._context.beside.shape[1]), np.float32)
 
     def _append(self, reading: Reading, new: npt.NDArray[np.float32]) -> None:
-        window, n, used = self._window, len(new), reading.end - reading.first
+        window, n, used = self.window, len(new), reading.end - reading.first
         if used + n > len(reading.buffer) < 2 * window:  # as it was copied
             buffer = self._buffer()
             buffer[: min(used, 2 * window)] = reading.rows[-2 * window :]

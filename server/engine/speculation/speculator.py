@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
 from .controller import Always, Backoff, Controller, Option, Step
+from .dflash import DflashDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .times import Mean, StepTimes, StepTimesRecord
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
+    import numpy as np
+    import numpy.typing as npt
+
     from server.engine.batch import Batch, Chunk, Sampled
+    from server.engine.draft_spec import DraftSpec
     from server.engine.llama import Context
+    from server.engine.llama.draft import DraftContext
     from server.engine.llama.mtp import MtpContext
     from server.engine.sequence import Sequence
     from server.engine.settings import EngineSettings
@@ -134,9 +140,13 @@ class Speculator:
         self._listening = bool(self._readers)
         self._rehearsing = False
         if self._readers:
-            context.keep_hidden(True)
+            self._keep(True)
 
     # --- before a step -------------------------------------------------------------------------------------
+
+    def catches_up(self, batch: Batch) -> bool:
+        """Whether a draft for the batch may have to read a prompt first."""
+        return self._listening and any(chunk.sequence.generated == 1 for chunk in batch.chunks)
 
     def propose(self, batch: Batch) -> None:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
@@ -288,10 +298,17 @@ class Speculator:
         )
         if listens is not self._listening:
             self._listening = listens
-            self._context.keep_hidden(listens)
+            self._keep(listens)
             if not listens:
                 for reader in self._readers:
                     reader.pause()
+
+    def _keep(self, keep: bool) -> None:
+        if any(not reader.layers for reader in self._readers):
+            self._context.keep_hidden(keep)
+        for reader in self._readers:
+            if reader.layers:
+                self._context.keep_layers(reader.layers, keep)
 
     def meanwhile(self, batch: Batch) -> None:
         """While the device computes: the texts of those who will be asked for drafts next are read."""
@@ -373,18 +390,25 @@ class Speculator:
         if not wanted:
             return
         try:
-            hidden = self._context.hidden(batch.n_tokens)
             for readers, slot, chunk, right in wanted:
-                places = chunk.places[:right]
-                together = places[-1] - places[0] == right - 1
-                rows = hidden[places[0] : places[0] + right] if together else hidden[places]
                 for reader in readers:
-                    reader.collect(slot, chunk.start, rows)
+                    skipped = max(0, right - reader.window)
+                    rows = self._hidden(reader, batch, chunk.places[skipped:right])
+                    reader.collect(slot, chunk.start + skipped, rows)
         except Exception as error:
             for watched in self._watched:
                 if isinstance(watched.drafter, HiddenReader):
                     watched.failed(error, self._controller.now)
                     watched.drafter.pause()
+
+    def _hidden(self, reader: HiddenReader, batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
+        """What a reader wants of the rows at `places` of the batch."""
+        if reader.layers:
+            return self._context.layer_inputs(reader.layers, places)
+        hidden, first = self._context.hidden(batch.n_tokens), places[0]
+        return (
+            hidden[first : first + len(places)] if places[-1] - first == len(places) - 1 else hidden[places]
+        )
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
         chunks, n = batch.chunks, len(batch.chunks)
@@ -543,8 +567,10 @@ def build_speculator(
     slots: int,
     most_rows: int,
     clock: Callable[[], float],
+    draft: tuple[DraftContext, DraftSpec] | None = None,
 ) -> Speculator:
-    """Drafters and controller as the settings want them; without a `head` the text alone is drafted from.
+    """Drafters and controller as the settings want them; without a `head` or a draft model (`draft`) the text
+    alone is drafted from.
 
     Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
     `verify`'s seconds were told by. The caller has `states` keep the `followers` up to date.
@@ -552,6 +578,8 @@ def build_speculator(
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):
         drafters.append(NgramDrafter(settings.draft_max, slots))
+    if draft is not None:
+        drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
     if head is not None:
         drafters.append(
             MtpDrafter(

@@ -19,6 +19,17 @@ from bench.servers.programs import Peer, Setup, parse_peer, process_of, resource
             Peer("best", "llama-server", ("--spec-default", "--backend-sampling", "--ubatch-size", "1024")),
         ),
         (
+            "best=llama-server:dflash-15 --spec-draft-model d.gguf",
+            Peer(
+                "best",
+                "llama-server",
+                (
+                    *("--spec-type", "draft-dflash", "--spec-draft-n-max", "15"),
+                    *("--spec-draft-model", "d.gguf"),
+                ),
+            ),
+        ),
+        (
             "llama-server:mtp-4",
             Peer(
                 "llama-server:mtp-4", "llama-server", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "4")

@@ -13,6 +13,7 @@ import pytest
 from server.chat.constraints import compose, json_format, regex_format
 from server.engine import Engine, SamplingParams
 from server.engine.sequence_ids import SequenceIds
+from server.engine.speculation.dflash import DflashDrafter
 from server.engine.speculation.mtp import MtpDrafter
 from server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
@@ -112,6 +113,25 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "ubatch_size": 16,
     },
+    "drafter, short of cells, host tier": {
+        "ctx_size": 320,
+        "parallel": 6,
+        "speculation": "draft",
+        "draft_always": True,
+        "draft_window": 24,
+        "prefix_checkpoints": 2,
+        "prefix_host_mib": 3,
+        "prefix_interval": 16,
+    },
+    "drafter, device": {
+        "parallel": 3,
+        "sampling": "device",
+        "speculation": "draft",
+        "draft_always": True,
+        "prefill_budget": 7,
+        "batch_size": 64,
+        "ubatch_size": 16,
+    },
     "head only, few rows, few cells": {
         "parallel": 20,
         "speculation": "mtp",
@@ -126,11 +146,16 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 async def test_answers_stay_and_nothing_is_left(
-    combination: str, nano_f32: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+    combination: str,
+    nano_f32: Path,
+    nano_draft_f32: Path,
+    plain: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     monkeypatch.setattr("server.engine.scheduler.GROWTH", 1)  # admit more than can end
-    with running(nano_f32, **EXACT, **COMBINATIONS[combination]) as engine:
+    beside = {"draft_model": nano_draft_f32} if "drafter" in combination else {}
+    with running(nano_f32, **EXACT, **COMBINATIONS[combination], **beside) as engine:
         for again in range(2):
             answers = await ask_all(engine, requests(SEED))
             for number, (request, answer, expected) in enumerate(
@@ -166,7 +191,7 @@ def nothing_is_left(engine: Engine) -> None:
             assert not watched.drafter._lookups
         else:
             head = watched.drafter
-    assert isinstance(head, MtpDrafter)
+    assert isinstance(head, MtpDrafter | DflashDrafter)
     for sequence in range(len(SequenceIds.of(engine.settings))):
         assert parts.states.length(sequence) == held.get(sequence, 0)
         assert tokens_of(parts.context, sequence) == held.get(sequence, 0)

@@ -85,12 +85,19 @@ async def test_copies_of_checkpoints_to_the_host_and_back(
     assert stats.restores > 0, "those that did not fail"
 
 
-async def test_copies_of_what_the_head_has(
-    nano_f32: Path, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("speculation", ["mtp", "draft"])
+async def test_copies_of_what_a_drafter_has(
+    speculation: str,
+    nano_f32: Path,
+    nano_draft_f32: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
-    host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": "mtp", "draft_always": True}
-    with running(nano_f32, **EXACT, **host) as engine:
+    host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
+    beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
+    with running(nano_f32, **EXACT, **host, **beside) as engine:
         [head] = engine._parts.states.followers
         for name in ("copy", "save", "restore"):
             monkeypatch.setattr(head, name, sometimes(getattr(head, name), random.Random(name)))
@@ -99,19 +106,21 @@ async def test_copies_of_what_the_head_has(
 
 @pytest.mark.parametrize(
     ("broken", "speculation"),
-    [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp")]
-    + [("hidden", "mtp")],
+    [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp", "draft")]
+    + [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")],
 )
 async def test_drafts(
     broken: str,
     speculation: str,
     nano_f32: Path,
+    nano_draft_f32: Path,
     prompts: list[list[int]],
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That are not made, have no way back, or can not be taken back, and hidden rows that are not there."""
-    with running(nano_f32, **EXACT, speculation=speculation, draft_always=True) as engine:
+    beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
+    with running(nano_f32, **EXACT, speculation=speculation, draft_always=True, **beside) as engine:
         parts = engine._parts
         if speculation == "ngram":  # one that is often wrong
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
@@ -121,10 +130,12 @@ async def test_drafts(
             "guard": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
+            "layer_inputs": parts.context,
+            "inject": parts._draft and parts._draft[1],
         }[broken]
         monkeypatch.setattr(owner, broken, sometimes(getattr(owner, broken), random.Random(broken)))
         await check(engine, prompts, alone)
-        counts = engine.stats().drafts[speculation]
+        counts = engine.stats().drafts["dflash" if speculation == "draft" else speculation]
     assert counts.failed > 0
     assert counts.accepted > 0, "those that did not fail"
 

@@ -13,7 +13,15 @@ from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import MemoryPlan, context_options, head_options, plan_memory, uses_mtp
+from server.engine.memory import (
+    MemoryPlan,
+    context_options,
+    draft_context,
+    head_options,
+    load_draft,
+    plan_memory,
+    uses_mtp,
+)
 from server.engine.model_spec import ModelSpec
 from server.engine.sequence_ids import SequenceIds
 from tests.server.engine.helpers import settings
@@ -37,14 +45,18 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {"speculation": "off"},
         {"speculation": "both"},
         {"speculation": "both", "mtp_snapshots": 0},
+        {"speculation": "draft", "draft_window": 64},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         {"deterministic": True, "ctx_size": 4 * 1000, "flash_attn": "off", "speculation": "off"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
     ],
 )
-def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[str, Any]) -> None:
-    wanted = decided(nano_q4_k_m, **changes)
+def test_the_plan_is_what_llama_cpp_allocates(
+    nano_q4_k_m: Path, nano_draft_q4_k_m: Path, changes: dict[str, Any]
+) -> None:
+    beside = {"draft_model": nano_draft_q4_k_m} if "draft_window" in changes else {}
+    wanted = decided(nano_q4_k_m, **changes, **beside)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     by_head = uses_mtp(plan.settings, plan.spec)
     assert by_head == (wanted.speculation == "both")
@@ -52,10 +64,20 @@ def test_the_plan_is_what_llama_cpp_allocates(nano_q4_k_m: Path, changes: dict[s
     contexts = [Context(model, context_options(plan.settings))]
     if by_head:
         contexts.append(MtpContext(model, head_options(plan.settings)))
-    text = "\n".join([*model.log, *(line for context in contexts for line in context.log)])
+    models = [model]
+    if (spec := plan.spec.draft) is not None:
+        models.insert(0, load_draft(plan.settings.replace(use_mmap=False), spec))
+        contexts.insert(0, draft_context(plan.settings, spec, models[0], contexts[0]))
+    text = "\n".join(
+        [
+            *(line for one in models for line in one.log),
+            *(line for context in contexts for line in context.log),
+        ]
+    )
     for context in contexts:
         context.close()
-    model.close()
+    for one in models:
+        one.close()
     assert len(plan.usages) == (2 if wanted.n_gpu_layers else 1)
 
     for usage in plan.usages:
@@ -334,7 +356,7 @@ def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
     assert (gpu.hidden, host.hidden) == (0, ((8 + 32) * 128 + 2 * 2 * 512) * 2560 * 4)
     assert host.total == sum([host.weights, host.compute, host.cells, host.hidden])
     assert four_b_plan(speculation="ngram").usages[1].hidden == 0
-    assert re.search(r"hidden states for the MTP head +- +70.0 MiB", str(four_b_plan(speculation="both")))
+    assert re.search(r"hidden states for drafters +- +70.0 MiB", str(four_b_plan(speculation="both")))
 
 
 def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> None:
@@ -342,7 +364,7 @@ def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> 
     wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 2**20}
     with pytest.raises(DoesNotFit, match=r"CPU: .*mtp_window=\d+") as caught:
         four_b_plan(**wanted)
-    assert re.search(r"hidden states for the MTP head +- +40.\d GiB", str(caught.value))
+    assert re.search(r"hidden states for drafters +- +40.\d GiB", str(caught.value))
     suggested = re.search(r"mtp_window=(\d+)", str(caught.value))
     assert suggested
     window = int(suggested[1])

@@ -161,6 +161,8 @@ class Head:
 
     name, instant = "mtp", False
     most = 1
+    layers: tuple[int, ...] = ()
+    window = 512
 
     def __init__(self, card: Card, seconds: float, depth: int) -> None:
         self.right, self.seconds, self.depth = 1.0, seconds, depth

@@ -1,0 +1,290 @@
+"""Block drafters (DFlash): their checkpoint to a GGUF of llama.cpp's architecture `dflash`.
+
+A drafter is a few Qwen3-style layers that read what some of the target's layers made of the text: `fc` fuses
+those into one row a token. Vocabulary and, where it has none of its own, embedding and head are the target's.
+Names and keys are those of llama.cpp (src/models/dflash.cpp; conversion/qwen.py, DFlashModel).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+
+from convert.checkpoint import Checkpoint, read_json, read_tensors
+from convert.config import rope_parameters
+from convert.errors import CheckpointError, ConvertError
+from convert.gguf_file import write_file
+from convert.metadata import FILE_TYPES, add_general, add_tokenizer
+from convert.safetensors import NUMPY_TYPES
+from convert.stages import file_digest, fingerprint
+from convert.tensors import PlannedTensor, TensorPlan
+from convert.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from convert.safetensors import StoredTensor
+    from convert.source import Source
+    from convert.tensors import FloatType, Shape
+
+ARCH = "dflash"
+ARCHITECTURE = "DFlashDraftModel"
+DEFAULT_BLOCK = 16
+OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
+"""Parts of names that only DFlash2 and DSpark have."""
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A drafter's shapes; counts are heads, layers, tokens or elements as the names say."""
+
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    """Layers of the target whose outputs it reads, counted from 0."""
+    sliding_window: int | None
+    windowed_layers: tuple[bool, ...]
+    """Which of its layers look back on the sliding window only; none where there is no window."""
+    causal: bool | None
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> DraftConfig:
+        """Reads a parsed `config.json`.
+
+        Raises: CheckpointError: a field is missing or wrong, or says what llama.cpp would not heed.
+        """
+
+        def whole(name: str, given: Any) -> int:
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise CheckpointError(f"config.json: {name} must be a positive integer, got {given!r}")
+            return given
+
+        own = config.get("dflash_config") or {}
+        n_layers = whole("num_hidden_layers", config.get("num_hidden_layers"))
+        heads = whole("num_attention_heads", config.get("num_attention_heads"))
+        hidden = whole("hidden_size", config.get("hidden_size"))
+        layers = own.get("target_layer_ids") or config.get("target_layer_ids")
+        if not isinstance(layers, list) or not all(isinstance(i, int) and i >= 0 for i in layers):
+            raise CheckpointError(
+                f"config.json: dflash_config.target_layer_ids must be a list of layers, got {layers!r}"
+            )
+        mask = own.get("mask_token_id")
+        if not isinstance(mask, int) or mask < 0:
+            raise CheckpointError(f"config.json: dflash_config.mask_token_id must be a token, got {mask!r}")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise CheckpointError(f"config.json: hidden_act is {act!r}; this converter knows silu")
+        if config.get("rope_is_neox_style", True) is not True:
+            raise CheckpointError("config.json: rope_is_neox_style is false; this converter knows true")
+        window = own.get("swa_window_size") or config.get("sliding_window")
+        types = config.get("layer_types") or ["full_attention"] * n_layers
+        windowed = tuple(own.get("use_swa", False) or kind == "sliding_attention" for kind in types)
+        if len(windowed) != n_layers:
+            raise CheckpointError(f"config.json: layer_types must name num_hidden_layers ({n_layers}) layers")
+        has_window = bool((config.get("use_sliding_window") or own.get("use_swa")) and window)
+        eps = config.get("rms_norm_eps")
+        if not isinstance(eps, float):
+            raise CheckpointError(f"config.json: rms_norm_eps must be a number, got {eps!r}")
+        causal = config.get("is_causal", own.get("causal"))
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=whole("intermediate_size", config.get("intermediate_size")),
+            n_layers=n_layers,
+            n_heads=heads,
+            n_kv_heads=whole("num_key_value_heads", config.get("num_key_value_heads")),
+            head_dim=whole("head_dim", config.get("head_dim") or hidden // heads),
+            vocab_size=whole("vocab_size", config.get("vocab_size")),
+            max_positions=whole("max_position_embeddings", config.get("max_position_embeddings")),
+            rms_norm_eps=eps,
+            rope=rope_parameters(config),
+            block_size=whole("block_size", own.get("block_size", config.get("block_size", DEFAULT_BLOCK))),
+            mask_token=mask,
+            target_layers=tuple(layers),
+            sliding_window=whole("sliding_window", window) if has_window else None,
+            windowed_layers=windowed if has_window else (),
+            causal=None if causal is None else bool(causal),
+        )
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """An opened drafter and the checkpoint that it drafts for; no weight read."""
+
+    folder: Path
+    config: DraftConfig
+    tensors: Mapping[str, StoredTensor]
+    target: Checkpoint
+
+    @classmethod
+    def open(cls, folder: Path, target: Checkpoint) -> DraftCheckpoint:
+        """Opens `folder` and checks that it fits `target`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the two do not belong together.
+        """
+        config = DraftConfig.from_json(read_json(folder / "config.json"))
+        other = target.config
+        for name, own, its in (
+            ("hidden_size", config.hidden_size, other.hidden_size),
+            ("vocab_size", config.vocab_size, other.vocab_size),
+        ):
+            if own != its:
+                raise CheckpointError(
+                    f"{folder}: {name} is {own}, that of {target.folder} is {its}: another model's drafter"
+                )
+        # llama.cpp reads the input of the layer after each, so the last layer's output is out of reach
+        if max(config.target_layers) >= other.n_layers - 1:
+            raise CheckpointError(
+                f"{folder}: target_layer_ids {list(config.target_layers)}: {target.folder} has "
+                f"{other.n_layers} layers, of which the last one's output cannot be read"
+            )
+        if config.mask_token >= other.vocab_size:
+            raise CheckpointError(f"{folder}: mask_token_id {config.mask_token} has no row in the embedding")
+        return cls(folder, config, read_tensors(folder), target)
+
+    def fingerprint(self) -> str:
+        """Changes with every file that the GGUF is made from."""
+        paths = sorted({t.path for t in self.tensors.values()})
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        text = file_digest(self.folder / "config.json")
+        return fingerprint({"shards": stats, "config": text, "target": self.target.fingerprint()})
+
+    def plan(self, outtype: FloatType) -> TensorPlan:
+        """Every tensor of the GGUF, in the order of the checkpoint.
+
+        Raises: CheckpointError: a tensor is missing, unknown, or not of the shape that config.json implies.
+        """
+        expected = dict(expected_tensors(self.config))
+        given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
+        if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
+            raise CheckpointError(
+                f"{self.folder}: tensor {other[0]}: a DFlash2 or DSpark drafter; this converter knows DFlash"
+            )
+        planned = []
+        for name, tensor in given.items():
+            if name not in expected:
+                raise CheckpointError(f"{self.folder}: no rule for tensor {tensor.name}")
+            target, shape = expected[name]
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, "
+                    f"config.json implies {list(shape)}"
+                )
+            if tensor.dtype not in NUMPY_TYPES:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; "
+                    f"known are {', '.join(NUMPY_TYPES)}"
+                )
+            kind: FloatType = "F32" if len(shape) == 1 else outtype
+            planned.append(PlannedTensor(target, tensor, shape, kind, None, None))
+        if missing := sorted(set(expected) - set(given) - set(LENT)):
+            raise CheckpointError(f"{self.folder}: tensor {missing[0]} is missing")
+        return TensorPlan(tuple(planned), self.config.n_layers, 0, 0)
+
+
+LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
+"""What a drafter may leave out: it takes the target's then."""
+
+
+def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Checkpoint name, then GGUF name and shape."""
+    wide, query, key = c.hidden_size, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for source, target in LENT.items():
+        yield source, (target, (c.vocab_size, wide))
+    yield "fc.weight", ("fc.weight", (wide, len(c.target_layers) * wide))
+    yield "hidden_norm.weight", ("enc.output_norm.weight", (wide,))
+    yield "norm.weight", ("output_norm.weight", (wide,))
+    for layer in range(c.n_layers):
+        for source, target, shape in (
+            ("self_attn.q_proj", "attn_q", (query, wide)),
+            ("self_attn.k_proj", "attn_k", (key, wide)),
+            ("self_attn.v_proj", "attn_v", (key, wide)),
+            ("self_attn.o_proj", "attn_output", (wide, query)),
+            ("self_attn.q_norm", "attn_q_norm", (c.head_dim,)),
+            ("self_attn.k_norm", "attn_k_norm", (c.head_dim,)),
+            ("input_layernorm", "attn_norm", (wide,)),
+            ("post_attention_layernorm", "ffn_norm", (wide,)),
+            ("mlp.gate_proj", "ffn_gate", (c.intermediate_size, wide)),
+            ("mlp.up_proj", "ffn_up", (c.intermediate_size, wide)),
+            ("mlp.down_proj", "ffn_down", (wide, c.intermediate_size)),
+        ):
+            yield f"layers.{layer}.{source}.weight", (f"blk.{layer}.{target}.weight", shape)
+
+
+def is_draft(folder: Path) -> bool:
+    """Whether a checkpoint folder holds a drafter of this kind.
+
+    Raises:
+        ConvertError: a drafter of another kind.
+    """
+    named = read_json(folder / "config.json").get("architectures") or []
+    for other in ("DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+        if other in named:
+            raise ConvertError(
+                f"{folder}: architectures is {other}; of the drafters this is for {ARCHITECTURE}"
+            )
+    return ARCHITECTURE in named
+
+
+def write_draft(path: Path, draft: DraftCheckpoint, source: Source, outtype: FloatType) -> None:
+    """Writes the drafter's GGUF, with the target's tokenizer.
+
+    Raises: CheckpointError: as `write_gguf` does.
+    """
+    plan = draft.plan(outtype)
+    writer = gguf.GGUFWriter(path=None, arch=ARCH)
+    add_general(writer, draft.folder, source, plan)
+    add_draft_hyperparameters(
+        writer, draft.config, outtype, mrope="mrope_section" in draft.target.config.rope
+    )
+    add_tokenizer(writer, Vocab.load(draft.target.folder, draft.target.config))
+    writer.add_uint32(gguf.Keys.Tokenizer.MASK_ID, draft.config.mask_token)
+    write_file(path, writer, plan, draft.target.config)
+
+
+def add_draft_hyperparameters(
+    writer: gguf.GGUFWriter, config: DraftConfig, outtype: FloatType, *, mrope: bool
+) -> None:
+    """`dflash.*`. With `mrope` the target's positions have several axes; the drafter rotates by the first."""
+    writer.add_block_count(config.n_layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_file_type(FILE_TYPES[outtype])
+    writer.add_rope_freq_base(float(config.rope["rope_theta"]))
+    if (kind := config.rope["rope_type"]) != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(config.rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
+    if "partial_rotary_factor" in config.rope:
+        writer.add_rope_dimension_count(int(config.head_dim * float(config.rope["partial_rotary_factor"])))
+    if mrope:
+        writer.add_rope_dimension_sections([config.head_dim // 2, 0, 0, 0])
+    # gguf 0.19.0 has no methods for these
+    writer.add_uint32(f"{ARCH}.block_size", config.block_size)
+    # llama.cpp names the layer that reads it, the one after
+    writer.add_array(f"{ARCH}.target_layers", [layer + 1 for layer in config.target_layers])
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_array(f"{ARCH}.attention.sliding_window_pattern", list(config.windowed_layers))
+    if config.causal is not None:
+        writer.add_causal_attention(config.causal)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

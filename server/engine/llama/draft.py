@@ -1,0 +1,65 @@
+"""A block drafter's context (llama.cpp's `dflash`): a cache of what the trunk's layers made of the text."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+
+from server.engine.errors import LlamaError, NoMemorySlot
+
+from .context import Context
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from .context import ContextOptions
+    from .model import Model
+
+POSITION_AXES = 4
+"""Numbers of a position where the target's have several axes (M-RoPE); the last is of no account."""
+
+
+class DraftContext(Context):
+    """Injects the trunk's rows into its cache, and guesses a block of tokens in one pass.
+
+    A row of features, the inputs of some of the trunk's layers side by side, becomes the keys and values of
+    its position (`inject`). A block is the newest token and masks, at the positions that follow: filled and
+    decoded as every context, it looks at what was injected and at itself, in both directions, and `best`
+    reads the outputs, which all of its rows must be (src/models/dflash.cpp). Blocks leave entries too, to be
+    removed. Embeddings and head are the trunk's where the drafter has none. All tokens of a call must fit
+    into one pass.
+    """
+
+    def __init__(
+        self, model: Model, options: ContextOptions, trunk: Context, n_features: int, *, causal: bool = False
+    ) -> None:
+        super().__init__(model, options, other=trunk)
+        C.llama_set_causal_attn(self._handle, causal)
+        n = self.n_batch
+        self.features: npt.NDArray[np.float32] = np.zeros((n, n_features), np.float32)
+        """What `inject` puts at `positions` of `sequences`."""
+        self._axes = np.zeros(POSITION_AXES * n, np.int32)
+        self._nothing = np.zeros(n, np.int8)
+        self._injection = C.llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=self.features.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            pos=self._axes.ctypes.data_as(ctypes.POINTER(C.llama_pos)),
+            n_seq_id=self._batch.n_seq_id,
+            seq_id=self._batch.seq_id,
+            logits=self._nothing.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def inject(self, n: int) -> None:
+        """Take in the first `n` rows of `features`. Raises as `decode` does."""
+        self._axes[: 3 * n] = np.tile(self.positions[:n], 3)
+        self._axes[3 * n : 4 * n] = 0
+        self._injection.n_tokens = n
+        status = C.llama_decode(self._handle, self._injection)
+        if status == 1:
+            raise NoMemorySlot(f"no room in the drafter's cache for {n} tokens")
+        if status != 0:
+            raise LlamaError(f"llama_decode returned {status} for {n} rows of the drafter's")

@@ -1,0 +1,137 @@
+"""The block drafter: what it is worth, what it needs, when it is refused; test_exactness has the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.nano.train import heldout
+from models.nano.train.document import prompt_text
+from server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
+from server.engine.draft_spec import DraftSpec
+from server.engine.gguf import read_header
+from server.engine.model_spec import ModelSpec
+from server.engine.speculation.base import Drafter, HiddenReader, StateFollower
+from tests.server.engine.helpers import Request, ask, ask_all, running, settings
+
+HELDOUT = Path(__file__).parents[4] / "models" / "nano" / "heldout"
+ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
+
+
+def prompts(family: str, count: int) -> list[str]:
+    shots, rows = heldout.read(HELDOUT, heldout.SHOTS_FILE), heldout.read(HELDOUT, family)
+    found = []
+    for row in rows[:: max(1, len(rows) // count)][:count]:
+        messages = heldout.messages(row, family, shots)
+        found.append(row["prompt"] if messages is None else prompt_text(messages, family == "reasoning"))
+    return found
+
+
+def accepted(engine: Engine) -> tuple[int, int]:
+    counts = engine.stats().drafts["dflash"]
+    return counts.accepted, counts.steps
+
+
+@pytest.mark.parametrize(
+    ("family", "least"), [("instructions", 5.0), ("reasoning", 5.0), ("continuation", 3.0)]
+)
+async def test_blocks_are_right_in_good_part(
+    family: str, least: float, nano_q4_k_m: Path, nano_draft_q4_k_m: Path
+) -> None:
+    with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
+        requests = [
+            Request(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
+            for text in prompts(family, 6)
+        ]
+        await ask_all(engine, requests)
+        tokens, blocks = accepted(engine)
+    print(f"{family}: {tokens / blocks:.2f} a block")
+    assert tokens / blocks > least
+
+
+async def test_a_cached_prompt_is_drafted_for_as_if_it_had_been_read(
+    nano_q4_k_m: Path, nano_draft_q4_k_m: Path
+) -> None:
+    """The checkpoint shares what the drafter had of it."""
+    with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
+        [text] = prompts("instructions", 1)
+        request = Request(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
+        expected, first = await ask(engine, request), accepted(engine)
+        assert (await ask(engine, request)) == expected
+        second = accepted(engine)
+        assert engine.stats().prefix.hits
+        assert engine.stats().drafts["dflash"].unready <= 2
+    assert (second[0] - first[0]) / (second[1] - first[1]) >= 0.8 * first[0] / first[1]
+
+
+async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
+    with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m, draft_window=16) as engine:
+        [text] = prompts("reasoning", 1)
+        await ask(engine, Request(engine.vocab.tokenize(text * 8, special=True), 64))
+        counts = engine.stats().drafts["dflash"]
+        [drafter] = engine._parts.states.followers
+        held = [reading.end - reading.first for reading in drafter._readings.values()]  # type: ignore[attr-defined]
+    assert counts.steps > 2
+    assert not counts.failed
+    assert max(held) <= 3 * 16
+
+
+async def test_it_is_everything_that_a_drafter_can_be(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
+    with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
+        [drafter] = engine._parts.states.followers
+        assert isinstance(drafter, HiddenReader)
+        assert isinstance(drafter, StateFollower)
+        its: Drafter = drafter  # type: ignore[assignment]
+        assert (its.name, its.depth, its.most) == ("dflash", 15, 4)
+        assert its.cost(1, 15) == its.cost(1, 1) > 0, "one pass, however deep"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"speculation": "draft"}, "needs draft_model"),
+        ({"speculation": "off", "draft_model": Path("d.gguf")}, "no use with speculation 'off'"),
+        ({"deterministic": True, "draft_model": Path("d.gguf")}, "no use with deterministic"),
+        ({"draft_window": 0}, "draft_window"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineSettings(model=Path("m.gguf"), **changes)
+
+
+def test_another_kind_of_file_is_refused(nano_q4_k_m: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"draft_model: .*architecture 'qwen35'"):
+        Engine(settings(nano_q4_k_m, draft_model=nano_q4_k_m))
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        Engine(settings(nano_q4_k_m, draft_model=tmp_path / "none.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "said"),
+    [
+        ({"dflash.embedding_length": 512}, {}, "drafts for another model.*512"),
+        ({"dflash.target_layers": (2, 8)}, {}, "drafts for another model.*it has 8"),
+        ({"dflash.target_layers": None}, {}, "no usable dflash.target_layers"),
+        ({"tokenizer.ggml.mask_token_id": None}, {}, "no usable tokenizer.ggml.mask_token_id"),
+        ({"dflash.block_size": 1}, {}, "block_size is 1"),
+        ({}, {"d2t": 8}, "d2t: a DFlash2 or DSpark"),
+        ({}, {"markov_w1.weight": 8}, "markov_w1.weight: a DFlash2 or DSpark"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    metadata: dict[str, Any],
+    tensors: dict[str, int],
+    said: str,
+    nano_q4_k_m: Path,
+    nano_draft_q4_k_m: Path,
+) -> None:
+    header = read_header(nano_draft_q4_k_m)
+    target = ModelSpec.from_header(read_header(nano_q4_k_m))
+    changed = replace(header, metadata={**header.metadata, **metadata}, tensors={**header.tensors, **tensors})
+    assert DraftSpec.from_header(header, target).layers == (2, 4, 7)
+    with pytest.raises(ModelLoadError, match=said):
+        DraftSpec.from_header(changed, target)
