@@ -32,7 +32,7 @@ PATCHES    ?= 1
 NATIVE     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference test-image docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference test-image verify docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -96,6 +96,11 @@ soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
 	$(PY) -m bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
 
+TASKS ?= nano
+
+verify: $(VENV)/.bench ## a running server, as it will be judged: contract, latency, sampled gates, long answers [URL=...] [TASKS=official]
+	$(PY) -m bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
+
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
 	DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 
@@ -124,6 +129,10 @@ $(VENV)/.serve: pyproject.toml | llama
 
 $(VENV)/.cluster: pyproject.toml | $(VENV)/.serve
 	$(PIP) install -e '.[cluster]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.serve
+	$(PIP) install -e '.[bench]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.serve
