@@ -82,6 +82,11 @@ METRICS: dict[str, Metric] = {
     "peak_rss": Metric("GB", "lower", "peak memory", per_cell=True),
     "peak_anonymous": Metric("GB", "lower", "peak memory that no file backs", per_cell=True),
     "written": Metric("GB", None, "file written", per_cell=True),
+    # --- of a type of the KV cache
+    "kv_bytes": Metric("bytes", "lower", "keys and values of a token, all layers", per_cell=True),
+    "retrieved": Metric(
+        "%", "higher", "tokens of random numbers foreseen when they come again", per_cell=True
+    ),
     # --- of passes of the engine alone, of a batch of sequences
     "prefill_time": Metric("ms", "lower", "time to read a prompt", per_cell=True),
     "step_time": Metric("ms", "lower", "time of a step", per_cell=True),

@@ -10,7 +10,7 @@ from typing import Any
 from bench.analysis.statistics import percentiles
 from bench.arguments import StoreOptions
 from bench.errors import BenchError
-from bench.store import Run
+from bench.store import Results, Run
 from bench.terminal import Cell, Table
 from server.engine.errors import EngineError
 from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
@@ -49,9 +49,16 @@ class Recorder:
 
 @contextmanager
 def recorded(
-    gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
+    gguf: Path,
+    verb: str,
+    workload: str,
+    store: StoreOptions,
+    settings: dict[str, Any],
+    *,
+    show: Callable[[Results], None] | None = None,
 ) -> Iterator[tuple[Model, Recorder]]:
-    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end.
+    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end:
+    that of ``show``, else one of times.
 
     Raises BenchError for a file that cannot be loaded, or when llama.cpp refuses something.
     """
@@ -69,6 +76,9 @@ def recorded(
                 model.close()
         except EngineError as error:
             raise BenchError(f"{gguf}: {error}") from error
+        if show is not None:
+            show(run.results())
+            return
         found = percentiles(run.results().frame, "step_time", "cell")
         found |= percentiles(run.results().frame, "copy_time", "cell")
         lines: list[list[Cell]] = [[cell, at.p50, at.p10, at.p90, at.count] for (cell,), at in found.items()]

@@ -1,7 +1,7 @@
 """Held-out tasks as a workload, one greedy request at a time: texts that mean something, as drafts need them.
 
-The families are those of ``models/nano/heldout``. A cell is a family; reasoning counts with thinking and
-without, and texts that repeat themselves apart from other continuations.
+The families are those of ``models/nano/heldout``, with the gates' own prompts and shots. A cell is a family;
+reasoning counts with thinking and without, and texts that repeat themselves apart from other continuations.
 """
 
 import json
@@ -115,19 +115,20 @@ def read_tasks(folder: Path, items: int, seed: int) -> list[Task]:
     for family in FAMILIES:
         path = folder / f"{family}.jsonl"
         rows = list(_rows(path))
+        shots = list(_rows(folder / "knowledge_shots.jsonl")) if family == "knowledge" else []
         for row in random.Random(f"{seed} {family}").sample(rows, min(items, len(rows))):
             try:
-                tasks += _tasks_of(row, family)
+                tasks += _tasks_of(row, family, shots)
             except (KeyError, TypeError) as error:
                 raise BenchError(f"{path}: not a task of this family: {error!r} is missing") from error
     return tasks
 
 
-def _tasks_of(row: Mapping[str, Any], family: str) -> Iterator[Task]:
+def _tasks_of(row: Mapping[str, Any], family: str, shots: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
     if family == "continuation" and "messages" not in row:
         yield Task(group="repeated text", prompt=row["prompt"])
         return
-    messages = _messages(row, family)
+    messages = _messages(row, family, shots)
     yield Task(group=family, messages=messages, thinking=bool(row.get("thinking")))
     if family == "reasoning":
         yield Task(group="reasoning, thinking", messages=messages, thinking=True)
@@ -145,15 +146,31 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             raise BenchError(f"{path}, line {number}: not JSON: {error}") from error
 
 
-def _messages(row: Mapping[str, Any], family: str) -> tuple[Mapping[str, str], ...]:
+def _messages(
+    row: Mapping[str, Any], family: str, shots: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, str], ...]:
+    """The chat that the gates of this family send: lm-eval's of mmlu_pro, ifeval and gpqa."""
     if family == "continuation":
         return tuple(row["messages"])
     if family == "instructions":
-        text = row["prompt"]
-    elif family == "knowledge":
-        options = "\n".join(f"{chr(65 + i)}. {option}" for i, option in enumerate(row["options"]))
-        text = f"Question: {row['question']}\nOptions:\n{options}\nAnswer: Let's think step by step."
-    else:
-        choices = "\n".join(f"({'ABCD'[i]}) {row[f'choice{i + 1}']}" for i in range(4))
-        text = f"What is the correct answer to this question:{row['Question']}\nChoices:\n{choices}"
-    return ({"role": "user", "content": text},)
+        return ({"role": "user", "content": row["prompt"]},)
+    if family == "reasoning":
+        choices = "".join(f"({'ABCD'[i]}) {row[f'choice{i + 1}']}\n" for i in range(4))
+        asked = f"What is the correct answer to this question:{row['Question']}\nChoices:\n{choices}"
+        return ({"role": "user", "content": f"{asked}Let's think step by step: "},)
+    system = (
+        f"The following are multiple choice questions (with answers) about {row['category']}. Think step by "
+        'step and then finish your answer with "the answer is (X)" where X is the correct letter choice.\n'
+    )
+    examples = [
+        _question(shot) + shot["cot_content"].replace("A:", "Answer:", 1) + "\n\n"
+        for shot in shots
+        if shot["category"] == row["category"]
+    ]
+    texts = [*examples, f"{_question(row)}Answer: Let's think step by step."]
+    return ({"role": "system", "content": system}, *({"role": "user", "content": text} for text in texts))
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    options = "".join(f"{chr(65 + i)}. {option}\n" for i, option in enumerate(row["options"]))
+    return f"Question:\n{row['question']}\nOptions:\n{options}"

@@ -26,6 +26,7 @@ VIEWS = {
     "perplexity": "bench.report.perplexity:perplexity_tables",
     "conformance": "bench.report.conformance:conformance_tables",
     "sweep": "bench.report.sweep:sweep_tables",
+    "kv-cache": "bench.report.kv_cache:kv_cache_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.load.tasks import HELDOUT, read_tasks
+from models.nano.train import heldout
 
 
 def test_tasks_are_drawn_from_every_family_and_reasoning_twice() -> None:
@@ -19,9 +20,21 @@ def test_tasks_are_drawn_from_every_family_and_reasoning_twice() -> None:
     assert all(bool(task.messages) != bool(task.prompt) for task in tasks)
 
 
+def test_the_prompts_are_those_of_the_reference() -> None:
+    shots = heldout.read(HELDOUT, heldout.SHOTS_FILE)
+    known = [
+        tuple(messages)
+        for family in heldout.FAMILIES
+        for row in heldout.read(HELDOUT, family)
+        if (messages := heldout.messages(row, family, shots)) is not None
+    ]
+    assert all(task.messages in known for task in read_tasks(HELDOUT, 6, seed=1) if task.messages)
+
+
 def test_a_folder_without_tasks_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"knowledge\.jsonl cannot be read"):
         read_tasks(tmp_path, 1, seed=0)
-    (tmp_path / "knowledge.jsonl").write_text('{"question": "why?"}\n')
+    (tmp_path / "knowledge.jsonl").write_text('{"question": "why?", "category": "law"}\n')
+    (tmp_path / "knowledge_shots.jsonl").write_text("")
     with pytest.raises(BenchError, match=r"not a task of this family: KeyError\('options'\)"):
         read_tasks(tmp_path, 1, seed=0)
