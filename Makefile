@@ -16,8 +16,8 @@ URL         ?= http://$(HOST):$(PORT)
 REPLICAS    ?= 2
 GPUS        ?=
 ARGS        ?=
-# for each of five endpoints, right ones and wrong ones
-FUZZ_CASES  ?= 1000
+# for each of eight endpoints, right ones and wrong ones
+FUZZ_CASES  ?= 625
 NANO        := models/nano-Q4_K_M.gguf
 MODEL       ?= $(NANO)
 
@@ -61,7 +61,7 @@ SAY_cpu    := for the CPU (card: $(or $(CARD_ARCHS),none), nvcc: $(or $(NVCC),no
 SAY_cuda   := with CUDA for compute capability $(CUDA_ARCHS) ($(NVCC))$(SAY_PATCHES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup convert serve serve-cluster chat test fuzz soak test-reference lint clean
+.PHONY: help setup convert serve serve-cluster chat test fuzz soak test-reference docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -90,7 +90,7 @@ chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127
 test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
 	$(PY) -m pytest $(ARGS)
 
-fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=1000]
+fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=625]
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
@@ -105,6 +105,9 @@ soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
 	$(PY) -m bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
+
+docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
+	DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 
 lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .

@@ -73,6 +73,10 @@ COMMANDS = {
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
     ),
+    "submit": (
+        "bench.submission.submit:submit",
+        "Hand an image in: the competition's rules checked, then uploaded.",
+    ),
 }
 """By name: where it is, and what it answers."""
 

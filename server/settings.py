@@ -240,6 +240,25 @@ def _metavar(field: FieldInfo) -> str:
     return next((name for kind, name in ((int, "N"), (float, "S"), (Path, "PATH")) if kind in kinds), "TEXT")
 
 
+def described_settings() -> list[tuple[str, str, list[tuple[str, str, str]]]]:
+    """Groups of settings as title, what they are about, and each one's name, default and text."""
+    return [
+        (
+            section.model_config["title"] or "",
+            inspect.getdoc(section) or "",
+            [
+                (
+                    name,
+                    "" if field.is_required() or field.default is None else _toml(field.default),
+                    " ".join((field.description or "").split()),
+                )
+                for name, field in fields.items()
+            ],
+        )
+        for section, fields in _by_section()
+    ]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(

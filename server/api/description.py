@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -29,6 +29,20 @@ class ErrorAnswer(BaseModel):
     error: Error
 
 
+class AnthropicError(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicError
+
+
 ERRORS = {
     400: "A field, or the body, is wrong",
     401: "The API key is missing or wrong",
@@ -44,29 +58,29 @@ ERRORS = {
 
 FOR_A_BODY = (400, 401, 403, 413, 415, 429, 500, 503)
 
-_models: list[type[BaseModel]] = [ErrorAnswer]
+_models: list[type[BaseModel]] = [ErrorAnswer, AnthropicErrorAnswer]
 
 
-def documented(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI for an endpoint whose body, one of `schemas`, is read by hand."""
+def documented(*schemas: type[BaseModel], error: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
+    """OpenAPI for an endpoint whose body, one of `schemas`, is read by hand; `error` is what refusals are."""
     _models.extend(schema for schema in schemas if schema not in _models)
     shapes = [{"$ref": REFERENCE.format(model=schema.__name__)} for schema in schemas]
     body = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
-    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if any("stream" in schema.model_fields for schema in schemas):
-        answer["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
     return {
         "requestBody": {"required": True, "content": body},
         "responses": {
-            "200": {"description": "The answer", "content": answer},
-            **{str(status): error for status, error in errors(*FOR_A_BODY).items()},
+            "200": {"description": "The answer", "content": content},
+            **{str(status): refusal for status, refusal in errors(*FOR_A_BODY, answer=error).items()},
         },
     }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, answer: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """The answers with an error object that an endpoint may give."""
-    schema = {"$ref": REFERENCE.format(model=ErrorAnswer.__name__)}
+    schema = {"$ref": REFERENCE.format(model=answer.__name__)}
     content = {"application/json": {"schema": schema}}
     return {status: {"description": ERRORS[status], "content": content} for status in statuses}
 

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from server.api import absent, tokens
 from server.api.chat import chat
 from server.api.completions import complete
-from server.api.description import documented, errors
+from server.api.description import AnthropicErrorAnswer, documented, errors
 from server.api.errors import ApiError, bad_request
 from server.api.intake import stopped
 from server.api.messages import count_tokens, messages
@@ -104,14 +104,16 @@ async def responses(http: Request) -> Response:
     return await respond(http, service_of(http), request, size)
 
 
-@plain.post("/v1/messages", openapi_extra=documented(MessagesRequest))
+@plain.post("/v1/messages", openapi_extra=documented(MessagesRequest, error=AnthropicErrorAnswer))
 async def anthropic_messages(http: Request) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
     request, size = await request_of(http, lambda _: MessagesRequest)
     return await messages(http, service_of(http), request, size)
 
 
-@plain.post("/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest))
+@plain.post(
+    "/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest, error=AnthropicErrorAnswer)
+)
 async def anthropic_count_tokens(http: Request) -> Response:
     """How many tokens a conversation's prompt has."""
     request, size = await request_of(http, lambda _: CountTokensRequest)

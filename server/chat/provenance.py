@@ -80,11 +80,12 @@ class AddedTokens:
         """Where an added token's text goes on behind its first character, which is the caller's."""
         mark = re.escape(sentinel)
         optional = {character: f"{re.escape(character)}{mark}?" for character in self._first}
-        tokens = (
-            f"{re.escape(text[0])}{mark}(?={''.join(optional.get(c) or re.escape(c) for c in text[1:])})"
-            for text in self.texts
-        )
-        pattern = re.compile("|".join(tokens))
+        rests: dict[str, list[str]] = {}
+        for text in self.texts:
+            rest = "".join(optional.get(character) or re.escape(character) for character in text[1:])
+            rests.setdefault(text[0], []).append(rest)
+        # by first character: most places fail at the next one, before any token is compared
+        pattern = re.compile("|".join(f"{re.escape(c)}{mark}(?={'|'.join(r)})" for c, r in rests.items()))
         margin = 2 * max(map(len, self.texts))
         for at in range(0, len(rendered), WINDOW):
             for match in pattern.finditer(rendered, at, at + WINDOW + margin):

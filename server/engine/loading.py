@@ -103,6 +103,7 @@ class Parts:
             settings.model,
             n_gpu_layers=settings.n_gpu_layers,
             main_gpu=settings.main_gpu,
+            shares=settings.shares,
             use_mmap=settings.use_mmap,
             mlock=settings.mlock,
             load_mtp=uses_mtp(settings, spec),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .errors import DoesNotFit, LlamaError, ModelLoadError
@@ -140,7 +142,7 @@ class MemoryPlan:
     settings: EngineSettings
     spec: ModelSpec
     usages: tuple[Usage, ...]
-    """The GPU's, if there is one in use, and the host's."""
+    """Those of the GPUs in use and, last, the host's."""
 
     def __str__(self) -> str:
         columns = [f"{u.device.name} ({u.device.description})" for u in self.usages]
@@ -202,7 +204,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     spec = ModelSpec.from_header(header)
     places = _places(wanted)
     on_gpu = places[0].is_gpu
-    settings = _with_prefix_cache(_with_what_can_draft(wanted, spec), spec)
+    settings = _with_prefix_cache(_with_what_can_draft(_with_shares(wanted, places), spec), spec)
     settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
     settings = _with_snapshots(settings, spec)
     if wanted.ctx_size == 0:
@@ -252,6 +254,14 @@ def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSet
         "only text that repeats is drafted from" if left == "ngram" else "nothing is drafted",
     )
     return settings.replace(speculation=left)
+
+
+def _with_shares(settings: EngineSettings, places: Sequence[Device]) -> EngineSettings:
+    """Decide which GPU gets how many layers, where that is left open: as llama.cpp does, by free memory."""
+    gpus = [place for place in places if place.is_gpu]
+    if settings.split_mode == "none" or settings.tensor_split or not gpus:
+        return settings
+    return settings.replace(tensor_split=",".join(f"{gpu.free / 2**30:.1f}" for gpu in gpus))
 
 
 def _with_passes(
@@ -305,7 +315,7 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
 
 
 def _places(settings: EngineSettings) -> list[Device]:
-    """The chosen GPU, if any layer goes there, and the host."""
+    """The GPUs that layers go to, if any, and the host."""
     found = devices()
     gpus = [device for device in found if device.is_gpu]
     host = next(device for device in found if not device.is_gpu)
@@ -314,6 +324,10 @@ def _places(settings: EngineSettings) -> list[Device]:
         host = replace(host, free=available)
     if not gpus or settings.n_gpu_layers == 0:
         return [host]
+    if settings.split_mode == "layer":
+        if settings.tensor_split and len(settings.shares) != len(gpus):
+            raise ModelLoadError(f"tensor_split is {settings.tensor_split!r}; there are {len(gpus)} GPUs")
+        return [*gpus, host]
     if settings.main_gpu >= len(gpus):
         raise ModelLoadError(f"main_gpu is {settings.main_gpu}; there are {len(gpus)} GPUs, numbered from 0")
     return [gpus[settings.main_gpu], host]
@@ -322,19 +336,27 @@ def _places(settings: EngineSettings) -> list[Device]:
 def _arrange(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], buffers: Sequence[int]
 ) -> MemoryPlan:
-    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on the GPU.
+    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on GPUs.
 
     `buffers` are the bytes of compute buffers in each of `places`.
     """
     on_gpu, by_head, ids = len(places) > 1, uses_mtp(settings, spec), SequenceIds.of(settings)
-    # the output head counts as one more layer
-    first = 0 if settings.n_gpu_layers < 0 else max(spec.n_blocks + 1 - settings.n_gpu_layers, 0)
-    host, last = len(places) - 1, 0  # indices of where the input and the output are
+    layers = spec.n_blocks + 1  # the output head counts as one more
+    first = 0 if settings.n_gpu_layers < 0 else max(layers - settings.n_gpu_layers, 0)
+    host = len(places) - 1
+    bounds = list(accumulate(settings.shares or [1.0]))
+
+    def place_of(layer: int) -> int:
+        if not on_gpu or layer < first:
+            return host
+        return bisect_right(bounds, (layer - first) / (layers - first) * bounds[-1])
+
+    last = place_of(spec.n_blocks)
     weights, kv, states, settling = ([0] * len(places) for _ in range(4))
     n_states = len(ids) * (1 + settings.mtp_snapshots)
     n_settling = len(ids.lone) if settings.mtp_snapshots or by_head else 0
     for layer, size in enumerate(spec.layer_weights):
-        place = last if on_gpu and layer >= first else host
+        place = place_of(layer)
         weights[place] += size
         kv[place] += spec.kv_cell(layer, settings) * settings.ctx_size
         states[place] += spec.layer_state[layer] * n_states
@@ -343,8 +365,9 @@ def _arrange(
     weights[last] += spec.output_weights
     n_cells, hidden = settings.ctx_size, 0
     if by_head:
-        weights[last] += spec.mtp_weights
-        kv[last] += spec.mtp_cell(settings) * mtp_cells(settings)
+        head = place_of(spec.n_blocks - 1)
+        weights[head] += spec.mtp_weights
+        kv[head] += spec.mtp_cell(settings) * mtp_cells(settings)
         n_cells += mtp_cells(settings)
         hidden = host_bytes(settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd)
     usages = [Usage(*figures) for figures in zip(places, weights, kv, states, buffers, settling, strict=True)]
@@ -406,6 +429,7 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
         main_gpu=settings.main_gpu,
+        shares=settings.shares,
         rehearse=True,
         load_mtp=by_head,
     )

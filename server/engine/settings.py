@@ -13,6 +13,7 @@ from .hardware import physical_cores
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
+SplitMode = Literal["none", "layer"]
 Speculation = Literal["auto", "off", "ngram", "mtp", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -38,10 +39,43 @@ class ModelSettings(Section, title="model"):
     """layers on the GPU, counted from the last, the output head being one more; -1: all of them"""
     main_gpu: int = Field(0, ge=0)
     """index of the GPU to use, as llama.cpp numbers them"""
+    split_mode: SplitMode = "none"
+    """one GPU holds all layers ("none"), or all GPUs that the process sees share them out ("layer"), for
+    models that are too large for one; steps go through them one after the other"""
+    tensor_split: str | None = None
+    """each GPU's share of the layers with split_mode=layer, such as 3,1; by free memory unless given"""
     use_mmap: bool = True
     """map the file instead of reading it: weights that stay on the host share the page cache"""
     mlock: bool = False
     """keep the weights that stay on the host from being paged out"""
+
+    @field_validator("tensor_split")
+    @classmethod
+    def _are_shares(cls, given: str | None) -> str | None:
+        if given is not None:
+            try:
+                numbers = [float(share) for share in given.split(",")]
+            except ValueError:
+                numbers = []
+            if not (any(numbers) and all(0 <= share < float("inf") for share in numbers)):
+                raise ValueError(f"Input should be numbers of at least 0, such as 3,1: not {given!r}")
+        return given
+
+    @model_validator(mode="after")
+    def _shares_go_with_several_gpus(self) -> Self:
+        if self.split_mode == "none" and self.tensor_split is not None:
+            raise ValueError(f"tensor_split is {self.tensor_split!r}, which needs split_mode 'layer'")
+        if self.split_mode == "layer" and self.main_gpu:
+            raise ValueError(
+                f"main_gpu is {self.main_gpu}, but split_mode 'layer' uses every GPU; leave main_gpu out, "
+                "and choose GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        return self
+
+    @property
+    def shares(self) -> list[float]:
+        """Of each GPU's layers, none where one GPU holds them all."""
+        return [float(share) for share in (self.tensor_split or "").split(",") if share]
 
 
 class CacheSettings(Section, title="KV cache"):

@@ -101,4 +101,4 @@ def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixtu
 
 def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "nothing"]) == 1
-    assert "there are nano, record" in capsys.readouterr().err
+    assert "there are hackathon, nano, record" in capsys.readouterr().err

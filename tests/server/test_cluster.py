@@ -21,7 +21,7 @@ import pytest
 from server.cluster import main
 from tests.server.test_scripts import free_port
 
-REPLICAS = 3
+REPLICAS = 4
 START_S = 180
 
 

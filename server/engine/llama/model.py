@@ -14,6 +14,7 @@ from .log import reason, set_up, tapped_log
 from .patches import amx_is_right
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
@@ -23,8 +24,9 @@ class Model:
     """Weights and vocabulary of one GGUF file.
 
     With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
-    a model serves only to learn what llama.cpp would allocate. `load_mtp` loads the multi-token-prediction
-    block too, where the file has one. Raises ModelLoadError.
+    a model serves only to learn what llama.cpp would allocate. `shares` splits the layers among all GPUs in
+    these proportions; without them `main_gpu` holds what is on a GPU. `load_mtp` loads the
+    multi-token-prediction block too, where the file has one. Raises ModelLoadError.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Model:
         *,
         n_gpu_layers: int = -1,
         main_gpu: int = 0,
+        shares: Sequence[float] = (),
         use_mmap: bool = True,
         mlock: bool = False,
         rehearse: bool = False,
@@ -41,7 +44,9 @@ class Model:
         set_up()
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
-        params.split_mode = C.LLAMA_SPLIT_MODE_NONE
+        params.split_mode = C.LLAMA_SPLIT_MODE_LAYER if shares else C.LLAMA_SPLIT_MODE_NONE
+        split = (ctypes.c_float * C.llama_max_devices())(*shares)  # llama.cpp copies it while it loads
+        params.tensor_split = split if shares else None
         params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode

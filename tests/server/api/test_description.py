@@ -20,7 +20,16 @@ from tests.server.api.conftest import Server, Start
 load_all_checks()
 
 CASES = int(os.environ.get("FUZZ_CASES", "25"))
-BODIES = {"/v1/completions", "/v1/chat/completions", "/invocations", "/tokenize", "/detokenize"}
+BODIES = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/invocations",
+    "/tokenize",
+    "/detokenize",
+}
 
 
 @pytest.fixture(scope="module")

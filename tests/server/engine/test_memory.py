@@ -103,16 +103,18 @@ def four_b() -> Header:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that there is a GPU with so many bytes free, and 32 GiB of host memory."""
+    """Pretend that there are GPUs with so many bytes free, and 32 GiB of host memory."""
 
-    def pretend(free: int) -> None:
+    def pretend(*free: int) -> None:
         found = [
-            Device("CUDA0", "NVIDIA A10G", is_gpu=True, free=free, total=24 * GIB),
-            Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB),
+            Device(f"CUDA{i}", "NVIDIA A10G", is_gpu=True, free=bytes_, total=24 * GIB)
+            for i, bytes_ in enumerate(free)
         ]
+        found.append(Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB))
+        buffers = {f"CUDA{i}": 300 * MIB for i in range(len(free))}
         monkeypatch.setattr(memory, "devices", lambda: found)
         monkeypatch.setattr(memory, "available_memory", lambda: None)
-        monkeypatch.setattr(memory, "_rehearse", lambda *_: {"CUDA0": 300 * MIB, "CUDA_Host": 20 * MIB})
+        monkeypatch.setattr(memory, "_rehearse", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
 
     return pretend
 
@@ -446,6 +448,57 @@ def test_a_gpu_that_is_not_there_is_refused(card: Any) -> None:
     card(23 * GIB)
     with pytest.raises(ModelLoadError, match="main_gpu is 3"):
         four_b_plan(main_gpu=3)
+
+
+def test_layers_are_shared_out_by_free_memory(card: Any) -> None:
+    card(12 * GIB, 4 * GIB)
+    plan = four_b_plan(split_mode="layer", ctx_size=16_384, speculation="both")
+    assert plan.settings.tensor_split == "12.0,4.0"
+    first, second, host = plan.usages
+    # 33 layers, one of them the MTP head's, and the output as one more: 26 and 8
+    assert first.weights == 26 * 70 * MIB
+    assert second.weights == 7 * 70 * MIB + 500 * MIB + 10240
+    assert (first.kv, second.kv) == (6 * 16_384 * 4096, 2 * 16_384 * 4096 + 16_384 * 4 * 1024)
+    assert first.states + second.states == (8 + 8 + 32) * (1 + plan.settings.mtp_snapshots) * plan.spec.state
+    assert (host.weights, host.kv, host.states) == (500 * MIB, 0, 0)
+    assert "CUDA1" in str(plan)
+
+
+def test_a_model_too_large_for_one_card_fits_on_two(card: Any) -> None:
+    card(5 * GIB // 2, 5 * GIB // 2)
+    with pytest.raises(DoesNotFit, match="CUDA0"):
+        four_b_plan(speculation="off")
+    assert four_b_plan(speculation="off", split_mode="layer").fits
+
+
+@pytest.mark.parametrize("share", ["1,3", "0,1", "1, 1"])
+def test_shares_are_as_given(card: Any, share: str) -> None:
+    card(20 * GIB, 20 * GIB)
+    plan = four_b_plan(split_mode="layer", tensor_split=share, ctx_size=4096, speculation="off")
+    first = {"1,3": 9, "0,1": 0, "1, 1": 17}[share]
+    assert plan.usages[0].weights == first * 70 * MIB
+
+
+def test_shares_are_one_for_each_gpu(card: Any) -> None:
+    card(20 * GIB, 20 * GIB)
+    with pytest.raises(ModelLoadError, match="there are 2 GPUs"):
+        four_b_plan(split_mode="layer", tensor_split="1,1,1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"split_mode": "layer", "tensor_split": "a,b"}, "numbers of at least 0"),
+        ({"split_mode": "layer", "tensor_split": "0,0"}, "numbers of at least 0"),
+        ({"split_mode": "layer", "tensor_split": "1,-1"}, "numbers of at least 0"),
+        ({"tensor_split": "1,1"}, "needs split_mode"),
+        ({"split_mode": "layer", "main_gpu": 1}, "leave main_gpu out"),
+        ({"split_mode": "row"}, "'none' or 'layer'"),
+    ],
+)
+def test_a_split_that_makes_no_sense_is_refused(changes: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        EngineSettings(model=FILE, **changes)
 
 
 def test_the_engine_refuses_before_it_loads(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Hand an image in: its rules checked, then uploaded and submitted."""

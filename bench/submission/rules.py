@@ -1,0 +1,127 @@
+"""The competition's rules that can be checked before an image is uploaded.
+
+Size, quality gates, parameters (drafter included) and a start without a network. A rule that cannot be
+checked here counts as broken, unless it is named in --skip.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from time import monotonic, sleep
+
+import gguf
+
+from bench.errors import BenchError
+from bench.gates.score import WORKLOAD, gate_scores
+from bench.store import load
+from convert.errors import ConvertError
+from convert.safetensors import read_header
+
+COMPETITION = ("mmlu_pro", "ifeval", "gpqa_diamond")
+"""The gates that must pass; GSM8K is the hackathon's."""
+
+LARGEST_IMAGE = 20_000_000_000
+"""Bytes of image.tar.gz."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule's outcome, and what was found."""
+
+    name: str
+    kept: bool
+    found: str
+
+
+def check(rules: Mapping[str, Callable[[], Rule]], skip: tuple[str, ...]) -> list[Rule]:
+    """Every rule but those to be skipped. Raises BenchError where `skip` names none."""
+    if unknown := [name for name in skip if name not in rules]:
+        raise BenchError(f"--skip {unknown[0]}: want some of {', '.join(rules)}")
+    return [rule() for name, rule in rules.items() if name not in skip]
+
+
+def size_rule(image: Path) -> Rule:
+    """The archive is not too large."""
+    size = image.stat().st_size
+    return Rule("size", size <= LARGEST_IMAGE, f"{size / 1e9:.2f} GB of {LARGEST_IMAGE / 1e9:.0f} GB")
+
+
+def gates_rule(store: Path | None) -> Rule:
+    """The newest run of every gate in the store passed."""
+    if store is None:
+        return Rule("gates", False, "no --gates: the store of `qwen-bench quality --tasks official`")
+    results = load([store])
+    asked = results.of(workload=WORKLOAD)
+    verdicts: dict[str, str] = {}
+    for run in results.manifests:  # oldest first
+        for _, rows in asked[asked["run"] == run].groupby("subject"):
+            verdicts |= {score.gate: str(score.verdict) for score in gate_scores(rows)}
+    wanted = {name: verdicts.get(name, "not measured") for name in COMPETITION}
+    found = ", ".join(f"{name}: {verdict}" for name, verdict in wanted.items())
+    return Rule("gates", all(verdict == "pass" for verdict in wanted.values()), found)
+
+
+def parameters_rule(models: tuple[Path, ...], original: Path | None) -> Rule:
+    """All GGUFs together hold no more weights than the checkpoint that they were made of."""
+    if not models or original is None:
+        missing = "--model" if not models else "--original"
+        return Rule(
+            "parameters", False, f"no {missing}: every GGUF of the image, and the checkpoint's folder"
+        )
+    ours, allowed = sum(map(gguf_parameters, models)), checkpoint_parameters(original)
+    return Rule("parameters", ours <= allowed, f"{ours:,} of {allowed:,}")
+
+
+def gguf_parameters(path: Path) -> int:
+    """Elements of all tensors of a GGUF."""
+    try:
+        tensors = gguf.GGUFReader(path).tensors
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--model {path}: {error}") from error
+    return sum(int(tensor.n_elements) for tensor in tensors)
+
+
+def checkpoint_parameters(folder: Path) -> int:
+    """Elements of all tensors of a checkpoint's safetensors, vision tower and MTP head included."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BenchError(f"--original {folder}: no *.safetensors there")
+    try:
+        return sum(prod(tensor.shape) for file in files for tensor in read_header(file))
+    except (ConvertError, OSError) as error:
+        raise BenchError(f"--original {folder}: {error}") from error
+
+
+def offline_rule(image: Path, timeout: float) -> Rule:
+    """The image, loaded by docker, becomes healthy without a network when it is run with `serve`."""
+    docker = shutil.which("docker")
+    if docker is None:
+        return Rule("offline", False, "docker is not here; --skip offline leaves this rule to you")
+
+    def run(*words: str) -> str:
+        done = subprocess.run([docker, *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"docker {words[0]}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout.strip()
+
+    try:
+        loaded = run("load", "--quiet", "--input", str(image)).rpartition(": ")[2]
+        container = run("run", "--detach", "--network", "none", "--gpus", "all", loaded, "serve")
+    except BenchError as error:
+        return Rule("offline", False, str(error))
+    began, state = monotonic(), ""
+    try:
+        while monotonic() - began < timeout:
+            state = run("inspect", "--format", "{{.State.Status}} {{.State.Health.Status}}", container)
+            if state == "running healthy":
+                return Rule("offline", True, f"healthy after {monotonic() - began:.0f} s")
+            if not state.startswith("running"):
+                break
+            sleep(1)
+        last = run("logs", "--tail", "3", container).replace("\n", " | ")
+        return Rule("offline", False, f"{state} after {monotonic() - began:.0f} s: {last}")
+    finally:
+        run("rm", "--force", container)

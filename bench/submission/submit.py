@@ -1,0 +1,83 @@
+"""``qwen-bench submit``: the rules, then the upload."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from bench.arguments import comma_separated
+from bench.errors import BenchError
+from bench.submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
+from bench.submission.service import Service
+from bench.terminal import Table
+
+SETTINGS = {"SUBMIT_URL": "the service's address", "SUBMIT_KEY": "your key", "SUBMIT_TEAM": "your team's id"}
+"""Environment variables."""
+
+
+def submit(
+    image: Path,
+    /,
+    *,
+    name: str | None = None,
+    model: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
+    original: Path | None = None,
+    gates: Path | None = None,
+    skip: Annotated[tuple[str, ...], comma_separated(str)] = (),
+    start_timeout: float = 600.0,
+    check_only: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Check the competition's rules for an image, upload it and submit it.
+
+    SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM, in the environment, say where and as whom. An upload that was cut
+    short goes on with the same command.
+
+    Parameters
+    ----------
+    image
+        image.tar.gz, from `docker save IMAGE | gzip`.
+    name
+        Of the submission (else the file's).
+    model
+        Each GGUF in the image, a drafter's too; may be repeated.
+    original
+        Folder of the checkpoint that the model was made of: its parameters are the most that is allowed.
+    gates
+        Store with the runs of `qwen-bench quality --tasks official`.
+    skip
+        Rules that are not checked here: size, gates, parameters, offline.
+    start_timeout
+        Seconds in which the image has to be healthy without a network.
+    check_only
+        Upload nothing.
+    """
+    if not image.is_file():
+        raise BenchError(f"{image}: no such file; `docker save IMAGE | gzip > {image}` makes one")
+    rules = check(
+        {
+            "size": lambda: size_rule(image),
+            "gates": lambda: gates_rule(gates),
+            "parameters": lambda: parameters_rule(model, original),
+            "offline": lambda: offline_rule(image, start_timeout),
+        },
+        skip,
+    )
+    lines = [[rule.name, "kept" if rule.kept else "broken", rule.found] for rule in rules]
+    Table(["rule", "state", "found"], lines, title=f"Rules for {image.name}").print()
+    if broken := [rule.name for rule in rules if not rule.kept]:
+        raise BenchError(f"{', '.join(broken)}: not kept; nothing was uploaded")
+    if check_only:
+        return 0
+    if missing := [f"{name} ({what})" for name, what in SETTINGS.items() if not os.environ.get(name)]:
+        raise BenchError(f"set {', '.join(missing)} in the environment")
+    service = Service(*(os.environ[name] for name in SETTINGS))
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(image.name, total=image.stat().st_size)
+        state = service.hand_in(image, name or image.name, lambda sent: bar.advance(task, sent))
+    print(f"{image.name}: {state}")
+    return 0

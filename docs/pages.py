@@ -1,0 +1,95 @@
+"""Pages of the site that are made from elsewhere in the tree: READMEs, settings, metrics (mkdocs-gen-files).
+
+Links in a README are relative to where it stands. Those to another page of the site are turned to that page;
+those to files that have none lose their target and keep their text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+import mkdocs_gen_files
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from server.api.metrics import Metrics  # noqa: E402
+from server.engine import EngineStats  # noqa: E402
+from server.settings import described_settings  # noqa: E402
+
+PAGES = {
+    "server/README.md": "architecture.md",
+    "server/engine/prefix_cache/README.md": "prefix-caching.md",
+    "quant_recipes/README.md": "recipes.md",
+    "patches/README.md": "patches.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""File of the tree -> page of the site."""
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
+
+
+def relinked(text: str, file: str) -> str:
+    """The text of `file`, whose links are right on the site."""
+
+    def turned(match: re.Match[str]) -> str:
+        image, label, target, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
+        page = PAGES.get(path) or PAGES.get(f"{path}/README.md")
+        if page is None and path.startswith("docs/"):
+            page = path.removeprefix("docs/")
+        return f"{image}[{label}]({page}{anchor or ''})" if page else label
+
+    return LINK.sub(turned, text)
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def settings_page() -> str:
+    """Every setting, by group."""
+    text = [
+        "# Settings",
+        "Each is a flag (`--ctx-size 8192`), an environment variable (`QWEN_CTX_SIZE=8192`) and a key of the "
+        "TOML file that `--config` names (`ctx_size = 8192`). A flag wins over the environment, the "
+        "environment over the file. `--print-settings` writes what is in effect as such a file.",
+    ]
+    for title, about, settings in described_settings():
+        rows = [
+            [f"`--{name.replace('_', '-')}`", default and f"`{default}`", help]
+            for name, default, help in settings
+        ]
+        text += [f"## {title}", about, table(["flag", "default", "what it does"], rows)]
+    return "\n\n".join(text)
+
+
+def metrics_page() -> str:
+    """Every metric of /metrics but those of the process."""
+    idle = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
+    families = text_string_to_metric_families(Metrics().render(idle).decode())
+    rows = [
+        [f"`{one.name}`", one.type, one.documentation] for one in families if one.name.startswith("qwen_")
+    ]
+    return (
+        "# Metrics\n\n`GET /metrics` answers in Prometheus' text format. Counters end in `_total` there.\n\n"
+        + table(["metric", "kind", "what it counts"], rows)
+    )
+
+
+for source, page in PAGES.items():
+    with mkdocs_gen_files.open(page, "w") as out:
+        out.write(relinked((ROOT / source).read_text(encoding="utf-8"), source))
+for path in (ROOT / "docs").glob("*.md"):
+    with mkdocs_gen_files.open(path.name, "w") as out:
+        out.write(relinked(path.read_text(encoding="utf-8"), f"docs/{path.name}"))
+for page, text in {"settings.md": settings_page(), "metrics.md": metrics_page()}.items():
+    with mkdocs_gen_files.open(page, "w") as out:
+        out.write(text)
