@@ -96,7 +96,10 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
         if s.error is not None
     ]
     if not ranked:
-        return None, ["No variant could be measured: there is nothing to recommend.", *broken]
+        asked = [s for s in standings if s.verdict is not None]
+        first = "No speed was measured" if asked else "No variant could be measured"
+        failed = [_failed(s) for s in asked if s.verdict == "fail"]
+        return None, [f"{first}: there is nothing to recommend.", *failed, *_losses(asked, None), *broken]
     judged = [s for s in ranked if s.verdict is not None]
     if not judged:
         first = f"No gate with a threshold was asked: none is recommended. The fastest is {ranked[0].name}."
@@ -227,7 +230,7 @@ def _losses(judged: Sequence[Standing], best: Standing | None) -> list[str]:
         told = ", ".join(f"{standing.name} ({standing.paired})" for standing in alike)
         found.append(f"Not shown to be worse than full precision: {told}.")
         if best is not None and best not in alike:
-            found.append(f"Where nothing may be lost, ship {alike[0].name}: the fastest of these.")
+            found.append(f"Where no loss may show, ship {alike[0].name}: the fastest of these.")
     return found
 
 

@@ -71,7 +71,7 @@ def sweep(
     limit: Limit = SOME,
     concurrency: Positive = 8,
     data: Data = (),
-    rounds: Positive | None = None,
+    rounds: Natural | None = None,
     runs: Positive | None = None,
     warmup: Natural | None = None,
     stream_runs: Natural | None = None,
@@ -124,7 +124,8 @@ def sweep(
     data
         GATE=FOLDER: a dataset's local copy; may be repeated.
     rounds
-        Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano).
+        Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); 0 for no
+        timing.
     runs
         Timed requests per category, protocol and round (5; 1 for nano).
     warmup

@@ -211,10 +211,20 @@ def test_what_is_lost_against_full_precision_is_said(tmp_path: Path) -> None:
     advice = "\n".join(ranked(results).advice)
     assert "Worse than full precision, item by item: small (39 lost, 6 gained, p < 0.001)." in advice
     assert "Not shown to be worse than full precision: big (4 lost, 4 gained, p = 1)." in advice
-    assert "Where nothing may be lost, ship big" in advice
+    assert "Where no loss may show, ship big" in advice
     (table, _) = sweep_tables(results)
     columns = [list(table.header).index(name) for name in ("lost", "gained", "p")]
     assert [[row[column] for column in columns] for row in table.rows][:2] == [
         [4, 4, "1"],
         [39, 6, "5.4e-07"],
+    ]
+
+
+def test_losses_are_said_where_no_speed_was_measured(tmp_path: Path) -> None:
+    lost = gate("sums", 0.60, 0.50, 0.70, 0.80, 500, (30, 4))
+    found = ranked(swept(tmp_path, Made("small", 100, [lost]), rounds=0))
+    assert found.advice == [
+        "No speed was measured: there is nothing to recommend.",
+        "small fails sums (60.0% against 80.0%).",
+        "Worse than full precision, item by item: small (30 lost, 4 gained, p < 0.001).",
     ]
