@@ -1,13 +1,15 @@
 """The options that several commands share, as dataclasses: a command takes them as parameters, a program
 too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
+
+from bench.store import Run
 
 T = TypeVar("T")
 
@@ -97,6 +99,10 @@ class StoreOptions:
     """The server's graphics card (else nvidia-smi's, for a local server)."""
     note: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """A sentence to be kept with the run; may be repeated."""
+
+    def begin(self, verb: str, settings: Mapping[str, Any], *, local: bool = True) -> Run:
+        """A run in this store. ``local``: the servers run on this machine, and on its card."""
+        return Run.begin(self.out, verb, settings=settings, card=self.card, local=local, notes=self.note)
 
 
 @Parameter(name="*")

@@ -186,6 +186,10 @@ class Results:
     frame: pd.DataFrame
     manifests: dict[str, Manifest]
 
+    def only(self, run: str) -> "Results":
+        """One of the runs."""
+        return Results(self.of(run=run), {run: self.manifests[run]})
+
     def of(self, **columns: str | Sequence[str]) -> pd.DataFrame:
         """The rows whose columns have these values: ``of(metric="latency", workload=["official"])``."""
         chosen = self.frame

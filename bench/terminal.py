@@ -1,7 +1,7 @@
 """What people see: the one table, on the terminal and in Markdown, and the one progress bar."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -21,7 +21,7 @@ from rich.table import Table as RichTable
 Cell = str | int | float | None
 
 SECONDS_BETWEEN_LINES = 15.0
-FULL_WIDTH = 200  # where there is no terminal to fit
+FULL_WIDTH = 240  # where there is no terminal to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,23 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
 
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Cell]], *, title: str = "", notes: Sequence[str] = ()) -> Self:
+        """From lines by column; a column in which nothing is known is left out."""
+        columns = dict.fromkeys(name for line in lines for name in line)
+        known = [name for name in columns if any(line.get(name) is not None for line in lines)]
+        return cls(known, [[line.get(name) for name in known] for line in lines], title, notes)
+
     def print(self) -> None:
         """To stdout: as wide as the terminal, or as a file needs it."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else FULL_WIDTH)
-        made = RichTable(title=self.title or None, title_justify="left", box=None, header_style="bold")
+        made = RichTable(box=None, header_style="bold")
         for number, name in enumerate(self.header):
             made.add_column(name, justify="left" if self.is_text(number) else "right")
         for row in self.rows:
             made.add_row(*(show(cell) for cell in row))
+        if self.title:
+            console.print(self.title, style="italic", markup=False, soft_wrap=True)
         console.print(made, markup=False)
         for note in self.notes:
             console.print(f"  {note}", markup=False, soft_wrap=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ CACHE = ROOT / ".work" / "test-models"
 QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
 
+
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qwen-serve-tests-")
+"""What servers measure at their start is theirs, not the user's."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background jobs so, and every program that a test interrupts would inherit it

@@ -1,9 +1,8 @@
 """What a card really reaches, from measurements of the same engine: bandwidth, compute by rows, launch time.
 
-Measurements are runs in a store: of `steps`, or of `peers` with its ceiling, which time the engine alone, or
-of `latency`, streamed, of a server that does not speculate. Two of models of different sizes tell the
-bandwidth from the launches; from one alone, the bandwidth is taken as the datasheet's and all the rest as
-launches.
+Measurements are runs in a store that time the engine alone: of `steps`, or of `peers` with its ceiling. Two
+of models of different sizes tell the bandwidth from the launches; from one alone, the bandwidth is taken as
+the datasheet's and all the rest as launches.
 """
 
 import re
@@ -18,15 +17,11 @@ import pandas as pd
 from bench.analysis.cards import CARDS, Card, preset_of
 from bench.analysis.geometry import Geometry, Work
 from bench.errors import BenchError
-from bench.load.protocol import CATEGORIES, DISTINCT
-from bench.report.latency import cached_share
-from bench.servers.ceiling import Ceiling
+from bench.servers.ceiling import read_ceiling
 from bench.store import Results, load
 
 APART = 1.3  # how much more bytes one decode step must move than another to tell bandwidth from launches
-ONE_PIECE = 1.1  # more tokens than this in a streamed chunk: the server speculates
 MARGIN = 0.05  # by which a phase must be slower than its memory to be bound by the compute
-UNCACHED = 0.1  # cached share of the prompt up to which its first token counts as a prefill
 CELL = re.compile(r"(?P<sequences>[\d,]+) sequences? of (?P<tokens>[\d,]+)")
 
 
@@ -103,11 +98,10 @@ def read_points(path: Path, geometry: Geometry, named: str | None = None) -> tup
     card = card_of(path, results, named)
     frame = results.frame
     points = [*_step_points(frame, geometry), *_ceiling_points(frame, geometry)]
-    points += _latency_points(frame, geometry, path)
     if not any(point.is_decode for point in points):
         raise BenchError(
-            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, of peers "
-            "with its ceiling, or of latency with streamed requests and distinct prompts"
+            f"--calibrate {path}: no decode of a single sequence in it; want a run of steps, or of "
+            "peers with its ceiling"
         )
     return card, points
 
@@ -128,8 +122,7 @@ def _step_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
 
 def _ceiling_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
     for _, rows in frame.groupby("run", sort=False):
-        ceiling = Ceiling.of(rows)
-        for row in ceiling.batches if ceiling is not None else ():
+        for row in read_ceiling(rows).values():
             context = row.prompt_tokens + (row.output_tokens - 1) / 2
             step = geometry.decode(context, sequences=row.sequences)
             name = sequences_cell(row.sequences, row.prompt_tokens)
@@ -137,25 +130,6 @@ def _ceiling_points(frame: pd.DataFrame, geometry: Geometry) -> Iterator[Point]:
             if row.sequences == 1:
                 passes = tuple(geometry.prefill(row.prompt_tokens))
                 yield Point(f"prefill, {name}", passes, row.prefill_seconds)
-
-
-def _latency_points(frame: pd.DataFrame, geometry: Geometry, path: Path) -> Iterator[Point]:
-    for name, rows in frame[frame["workload"] == DISTINCT].groupby("cell", sort=False):
-        median_of = rows.groupby("metric")["value"].median()
-        if not {"ttft", "itl", "chunks"} <= set(median_of.index):
-            continue
-        category = CATEGORIES[str(name)]
-        in_a_chunk = category.max_tokens / median_of["chunks"]
-        if in_a_chunk > ONE_PIECE:
-            raise BenchError(
-                f"--calibrate {path}: {in_a_chunk:.1f} tokens in a chunk: this server speculates; want a run "
-                "with speculation switched off"
-            )
-        step = geometry.decode(category.prompt_tokens + category.max_tokens / 2)
-        yield Point(f"decode, {name}", (step,), median_of["itl"] / 1000)
-        if (cached_share(rows) or 0.0) <= UNCACHED:
-            passes = tuple(geometry.prefill(category.prompt_tokens))
-            yield Point(f"prefill, {name}", passes, median_of["ttft"] / 1000)
 
 
 def calibrate(

@@ -8,39 +8,23 @@ operations at its highest rate, that of 8-bit integers where the weights are qua
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import log
-from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bench.analysis.geometry import UBATCH, Geometry, Work
 
+TERMS = ("memory", "compute", "launch")
+"""What a pass's seconds are spent on: weights and caches being moved, arithmetic, launches."""
 
-@dataclass(frozen=True)
-class Terms:
-    """Seconds, by what they are spent on: weights and caches being moved, arithmetic, launches."""
+Floats = NDArray[np.float64]
 
-    memory: float = 0.0
-    compute: float = 0.0
-    launch: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.memory + self.compute + self.launch
-
-    @property
-    def binding(self) -> str:
-        """The largest of the three."""
-        return max(("memory", "compute", "launch"), key=lambda name: float(getattr(self, name)))
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            self.memory + other.memory, self.compute + other.compute, self.launch + other.launch
-        )
-
-    def __mul__(self, times: float) -> Self:
-        return type(self)(self.memory * times, self.compute * times, self.launch * times)
+def binding(terms: Floats) -> str:
+    """The largest of the three."""
+    return TERMS[int(terms.argmax())]
 
 
 @dataclass(frozen=True)
@@ -61,12 +45,12 @@ class Card:
     compute_shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     source: str = ""
 
-    def terms(self, work: Work) -> Terms:
-        """The time of one pass, an estimate."""
+    def terms(self, work: Work) -> Floats:
+        """The seconds of one pass by `TERMS`, an estimate."""
         memory = work.n_bytes / self.bandwidth
         compute = work.operations / (self.compute * self.compute_share(work.rows))
         launch = work.kernels * self.launch
-        return Terms(memory, 0.0, launch) if memory >= compute else Terms(0.0, compute, launch)
+        return np.array([memory, 0.0, launch] if memory >= compute else [0.0, compute, launch])
 
     def least(self, work: Work) -> float:
         """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
@@ -78,13 +62,8 @@ class Card:
 
     def compute_share(self, rows: float) -> float:
         """Of the compute, what a pass of so many rows reaches; beyond the known rows, as at the nearest."""
-        known = self.compute_shares
-        at = bisect_left([at_rows for at_rows, _ in known], rows)
-        if at in (0, len(known)):
-            return known[min(at, len(known) - 1)][1]
-        (low, low_share), (high, high_share) = known[at - 1], known[at]
-        weight = log(rows / low) / log(high / low)
-        return low_share * (1 - weight) + high_share * weight
+        known, shares = zip(*self.compute_shares, strict=True)
+        return float(np.interp(np.log(rows), np.log(known), shares))
 
 
 # Published datasheets, dense rates: F16 and 8-bit integers on tensor cores, F32 outside of them

@@ -1,11 +1,10 @@
 """What a request would take on a card, by a GGUF's tensors: an estimate, and a bound by the datasheet."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import pandas as pd
+import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
@@ -14,18 +13,17 @@ from bench.analysis.cards import (
     CARDS,
     Card,
     Drafts,
-    Terms,
+    binding,
     decode_passes,
     prefill_passes,
     preset_of,
 )
 from bench.analysis.geometry import UBATCH, Geometry, Work
-from bench.analysis.statistics import percentiles
 from bench.arguments import Natural, Positive, StoreOptions, comma_separated
 from bench.errors import BenchError
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category
-from bench.report.latency import cached_share
-from bench.store import Run, load
+from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from bench.report.requests import cached_share, median_of
+from bench.store import load
 from bench.terminal import Cell, Table
 
 KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -34,18 +32,14 @@ CACHED = 0.5
 """Share of the prompt from which on a measured request counts as cached."""
 CASES = ("prompt read", "prompt cached", "prompt read, drafts", "prompt cached, drafts")
 
-Rate = Annotated[float, Parameter(validator=Number(gt=0))]
+PREDICTED = {
+    "memory ms": "predicted_memory",
+    "compute ms": "predicted_compute",
+    "launches ms": "predicted_launches",
+    "estimate ms": "predicted_latency",
+    "never below ms": "least_latency",
+}
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One category's request in one case: the estimate in seconds, and what no engine can be below."""
-
-    category: str
-    case: str
-    estimate: Terms
-    least: float
 
 
 def card_names(text: str) -> str:
@@ -60,11 +54,6 @@ def roofline(
     *,
     model: Path,
     cards: Annotated[tuple[str, ...], comma_separated(card_names)] = tuple(CARDS),
-    bandwidth: Rate | None = None,
-    compute: Rate | None = None,
-    vector: Rate | None = None,
-    integer: Rate | None = None,
-    launch_us: Annotated[float | None, Parameter(validator=Number(gte=0))] = None,
     calibrate_with: Annotated[tuple[str, ...], Parameter(name="--calibrate", negative=())] = (),
     calibrate_card: str | None = None,
     kv: Literal["f16", "q8_0", "q4_0"] = "f16",
@@ -89,19 +78,9 @@ def roofline(
         The GGUF whose passes are priced.
     cards
         Some of A10G, L4, H100, H200.
-    bandwidth
-        Of a card of your own, GB/s; with --compute and --vector.
-    compute
-        Of it: dense F16 on tensor cores, TFLOPS.
-    vector
-        Of it: F32 outside of them, TFLOPS.
-    integer
-        Of it: dense 8-bit integers on tensor cores, TOPS (twice the F16 rate).
-    launch_us
-        Microseconds a kernel's launch takes (calibrated, else 0).
     calibrate_with
-        A store with runs of steps, of latency, or of peers with its ceiling, of --model; STORE=GGUF for
-        another file; may be repeated.
+        A store with runs of steps, or of peers with its ceiling, of --model; STORE=GGUF for another file; may
+        be repeated.
     calibrate_card
         The card they were measured on, where the manifest does not say.
     kv
@@ -120,22 +99,21 @@ def roofline(
     geometry = Geometry.load(model, kv_bytes=KV_BYTES[kv])
     drafts = Drafts(draft, acceptance, drafter == "mtp") if draft else None
     calibration = _calibrate(calibrate_with, calibrate_card, geometry)
-    datasheets = [CARDS[name] for name in dict.fromkeys(cards)] + _own_card(
-        bandwidth, compute, vector, integer
-    )
+    datasheets = [CARDS[name] for name in dict.fromkeys(cards)]
     priced = [calibration.apply(card) if calibration is not None else card for card in datasheets]
-    if launch_us is not None:
-        priced = [replace(card, launch=launch_us / 1e6) for card in priced]
     settings = {"model": model.name, "kv": kv, "ubatch": ubatch, "draft": draft}
     settings |= {"acceptance": acceptance, "drafter": drafter} if drafts is not None else {}
-    with Run.begin(store.out, "roofline", settings=settings, local=False, notes=store.note) as run:
+    with store.begin("roofline", settings, local=False) as run:
         for datasheet, card in zip(datasheets, priced, strict=True):
             found = predict(card, datasheet, geometry, drafts, ubatch)
             name = f"{card.name}, estimate"
             run.describe(name, source=card.source, launch_us=1e6 * card.launch)
-            for one in found:
-                run.add(name, one.case, one.category, 1, _row(one))
-            predictions_table(name, found).print()
+            lines: list[dict[str, Cell]] = []
+            for (category, case), values in found.items():
+                run.add(name, case, category, 1, values)
+                titled = {title: values[metric] for title, metric in PREDICTED.items()}
+                lines.append({"one request": f"{category}, {case}", **titled})
+            Table.of(lines, title=f"{name}: computed from the file's tensors, not measured").print()
         passes_table(model.name, geometry, drafts, ubatch, list(zip(datasheets, priced, strict=True))).print()
         for text in _notes(calibration):
             run.note(text)
@@ -147,43 +125,26 @@ def roofline(
 
 def predict(
     card: Card, datasheet: Card, geometry: Geometry, drafts: Drafts | None, ubatch: int
-) -> list[Prediction]:
-    """Every category and case on ``card``; the bound is ``datasheet``'s."""
-    return [
-        _predict(category, case, card, datasheet, geometry, drafts, ubatch)
-        for category in CATEGORIES.values()
-        for case in (CASES if drafts is not None else CASES[:2])
-    ]
-
-
-def _predict(
-    category: Category,
-    case: str,
-    card: Card,
-    datasheet: Card,
-    geometry: Geometry,
-    drafts: Drafts | None,
-    ubatch: int,
-) -> Prediction:
-    passes = [
-        *prefill_passes(geometry, category.prompt_tokens, cached="cached" in case, ubatch=ubatch),
-        *decode_passes(
-            geometry, category.prompt_tokens, category.max_tokens, drafts if "drafts" in case else None
-        ),
-    ]
-    estimate = sum((card.terms(work) * times for work, times in passes), Terms())
-    least = sum(datasheet.least(work) * times for work, times in passes)
-    return Prediction(category.name, case, estimate, least)
-
-
-def predictions_table(subject: str, found: Sequence[Prediction]) -> Table:
-    """What a request would take, and of what."""
-    rows: list[list[Cell]] = []
-    for one in found:
-        terms = (one.estimate.memory, one.estimate.compute, one.estimate.launch, one.estimate.total)
-        rows.append([f"{one.category}, {one.case}", *(1000 * term for term in terms), 1000 * one.least])
-    header = ["one request", "memory ms", "compute ms", "launches ms", "estimate ms", "never below ms"]
-    return Table(header, rows, title=f"{subject}: computed from the file's tensors, not measured")
+) -> dict[tuple[str, str], dict[str, float]]:
+    """By category and case, the milliseconds of its request on ``card`` by metric; the bound is
+    ``datasheet``'s."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for category in CATEGORIES.values():
+        prompt, tokens = category.prompt_tokens, category.max_tokens
+        for case in CASES if drafts is not None else CASES[:2]:
+            passes = [
+                *prefill_passes(geometry, prompt, cached="cached" in case, ubatch=ubatch),
+                *decode_passes(geometry, prompt, tokens, drafts if "drafts" in case else None),
+            ]
+            terms = 1000 * np.sum([card.terms(work) * times for work, times in passes], axis=0)
+            found[category.name, case] = {
+                "predicted_memory": float(terms[0]),
+                "predicted_compute": float(terms[1]),
+                "predicted_launches": float(terms[2]),
+                "predicted_latency": float(terms.sum()),
+                "least_latency": 1000 * sum(datasheet.least(work) * times for work, times in passes),
+            }
+    return found
 
 
 def passes_table(
@@ -195,7 +156,7 @@ def passes_table(
         row: list[Cell] = [what, work.n_bytes / 1e9, work.operations / 1e9, round(work.kernels)]
         for datasheet, card in cards:
             terms = card.terms(work)
-            row += [1000 * terms.total, terms.binding, 1000 * datasheet.least(work)]
+            row += [1000 * float(terms.sum()), binding(terms), 1000 * datasheet.least(work)]
         rows.append(row)
     header = ["one pass", "GB", "GFLOP", "kernels"]
     for datasheet, _ in cards:
@@ -223,45 +184,27 @@ def comparison_table(
 ) -> Table:
     """Measured medians beside the predictions for their card. Raises BenchError: another card, or none."""
     results = load([path])
-    rows: list[list[Cell]] = []
-    for (run, subject), group in results.frame.groupby(["run", "subject"], sort=False):
+    lines: list[dict[str, Cell]] = []
+    requests = results.of(workload=(OFFICIAL, DISTINCT)).groupby(
+        ["run", "subject", "cell", "workload"], sort=False
+    )
+    for (run, subject, cell, workload), rows in requests:
         recorded = results.manifests[str(run)].card or "no card"
         preset = preset_of(recorded)
         if preset is None or preset.name not in cards:
             raise BenchError(f"--measured {path}: measured on {recorded}: name its card with --cards")
-        predicted = {
-            (one.category, one.case): one
-            for one in predict(cards[preset.name], preset, geometry, drafts, ubatch)
-        }
-        rows += _compared(str(subject), group, predicted)
-    header = ["subject", "category", "measured ms", "estimate ms", "measured / estimate", "never below ms"]
-    return Table(header, rows, title="Measured, beside the estimates for the same card")
-
-
-def _compared(
-    subject: str, group: pd.DataFrame, predicted: Mapping[tuple[str, str], Prediction]
-) -> list[list[Cell]]:
-    rows: list[list[Cell]] = []
-    requests = group[group["workload"].isin((OFFICIAL, DISTINCT))]
-    for (cell, workload), spread in percentiles(requests, "latency", "cell", "workload").items():
-        some = requests[(requests["cell"] == cell) & (requests["workload"] == workload)]
-        case = CASES[1] if (cached_share(some) or 0.0) >= CACHED else CASES[0]
-        wanted = [case, f"{case}, drafts"]
-        for found in (predicted[cell, name] for name in wanted if (cell, name) in predicted):
-            estimate = 1000 * found.estimate.total
-            line: list[Cell] = [subject, f"{cell}, {workload}: {found.case}", spread.p50, estimate]
-            rows.append([*line, f"{spread.p50 / estimate:.2f}", 1000 * found.least])
-    return rows
-
-
-def _row(one: Prediction) -> dict[str, float]:
-    return {
-        "predicted_latency": 1000 * one.estimate.total,
-        "least_latency": 1000 * one.least,
-        "predicted_memory": 1000 * one.estimate.memory,
-        "predicted_compute": 1000 * one.estimate.compute,
-        "predicted_launches": 1000 * one.estimate.launch,
-    }
+        predicted = predict(cards[preset.name], preset, geometry, drafts, ubatch)
+        measured = median_of(rows, "latency")
+        read = CASES[1] if (cached_share(rows) or 0.0) >= CACHED else CASES[0]
+        for case in (read, f"{read}, drafts"):
+            found = predicted.get((str(cell), case))
+            if found is None or measured is None:
+                continue
+            line: dict[str, Cell] = {"subject": str(subject), "category": f"{cell}, {workload}: {case}"}
+            line |= {"measured ms": measured, "estimate ms": found["predicted_latency"]}
+            line["measured / estimate"] = f"{measured / found['predicted_latency']:.2f}"
+            lines.append({**line, "never below ms": found["least_latency"]})
+    return Table.of(lines, title="Measured, beside the estimates for the same card")
 
 
 def _calibrate(given: Sequence[str], named: str | None, geometry: Geometry) -> Calibration | None:
@@ -280,17 +223,6 @@ def _calibrate(given: Sequence[str], named: str | None, geometry: Geometry) -> C
     files = [Path(text.partition("=")[0]).name for text in given]
     (card,) = cards.values()
     return calibrate(card, points, files, integer=geometry.quantized)
-
-
-def _own_card(
-    bandwidth: float | None, compute: float | None, vector: float | None, integer: float | None
-) -> list[Card]:
-    if bandwidth is None and compute is None and vector is None and integer is None:
-        return []
-    if bandwidth is None or compute is None or vector is None:
-        raise BenchError("--bandwidth, --compute and --vector make a card of your own: give all three")
-    rates = bandwidth * 1e9, compute * 1e12, vector * 1e12, (integer or 2 * compute) * 1e12
-    return [Card("custom", *rates, source="--bandwidth, --compute, --vector, --integer")]
 
 
 def _notes(fit: Calibration | None) -> list[str]:

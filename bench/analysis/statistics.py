@@ -36,13 +36,15 @@ Floats = NDArray[np.float64]
 class Ratio:
     """How many times as good as the reference: above 1 is better, whichever way the metric counts.
 
-    ``low`` and ``high`` bound 95%; None where ``rounds`` are too few for an interval.
+    ``low`` and ``high`` bound 95%; None where ``rounds`` are too few for an interval. ``paired`` False: of
+    different runs, so that a drift of the machine between them is in the ratio and not in its interval.
     """
 
     value: float
     low: float | None
     high: float | None
     rounds: int
+    paired: bool = True
 
     @property
     def told_apart(self) -> bool:
@@ -53,6 +55,35 @@ class Ratio:
         if self.low is None or self.high is None:
             return f"{self.value:.2f}x ({self.rounds} rounds: no interval)"
         return f"{self.value:.3g}x [{self.low:.3g}, {self.high:.3g}]"
+
+    @property
+    def verdict(self) -> str:
+        """With its interval, and what that settles."""
+        if self.low is None:
+            return f"{self.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
+        known = "" if self.told_apart or self.low == self.high else ", not told apart"
+        return f"{self}{known}{'' if self.paired else ', unpaired'}"
+
+
+def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
+    """Over all cells that both have, each counting alike: paired by round where they were measured in one
+    run, else unpaired. None without any, or where the metric has no better side."""
+    better = METRICS[metric].better
+    if better is None or subject == reference:
+        return None
+    if (paired := times_as_good(frame, subject, reference, metric)) is not None:
+        return paired
+    medians = by_round(frame, metric)
+    rounds = medians[medians > 0].rename("value").reset_index()
+    both = [
+        rounds[rounds["subject"] == name].pivot(
+            index=["run", "round"], columns=["workload", "cell"], values="value"
+        )
+        for name in (subject, reference)
+    ]
+    cells = both[0].columns.intersection(both[1].columns)
+    ours, theirs = (np.exp(np.log(one[cells].dropna()).mean(axis=1)) for one in both)
+    return unpaired(ours, theirs, lower_is_better=better == "lower") if len(cells) else None
 
 
 def times_as_good(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
@@ -91,13 +122,13 @@ def unpaired(subject: Iterable[float], reference: Iterable[float], *, lower_is_b
     sign = -1.0 if lower_is_better else 1.0
     value, rounds = float(np.exp(sign * (ours.mean() - theirs.mean()))), min(len(ours), len(theirs))
     if rounds < LEAST_ROUNDS:
-        return Ratio(value, None, None, rounds)
+        return Ratio(value, None, None, rounds, paired=False)
 
     def difference(left: Floats, right: Floats, axis: int = -1) -> Any:
         return sign * (left.mean(axis=axis) - right.mean(axis=axis))
 
     low, high = np.exp(_bootstrap((ours, theirs), difference, rounds))
-    return Ratio(value, float(low), float(high), rounds)
+    return Ratio(value, float(low), float(high), rounds, paired=False)
 
 
 def by_round(frame: pd.DataFrame, metric: str) -> pd.Series:

@@ -1,9 +1,7 @@
 """What a decode step and a prefill cost in the engine alone: milliseconds and bytes, file beside file."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from bench.analysis.calibration import sequences_cell
 from bench.analysis.geometry import Geometry
@@ -28,7 +26,7 @@ async def steps(
     threads: Natural = 0,
     gpu_layers: Natural = 99,
     batch: tuple[Positive, Positive] = (2048, 512),
-    timeout: Annotated[float, Parameter()] = 600.0,
+    timeout: float = 600.0,
     store: StoreOptions = StoreOptions(),
 ) -> int:
     """What a decode step costs in the engine alone: milliseconds and bytes moved, file beside file.
@@ -74,7 +72,7 @@ async def steps(
         "threads": threads,
         "options": options,
     }
-    with Run.begin(store.out, "steps", settings=settings, card=store.card, notes=store.note) as run:
+    with store.begin("steps", settings) as run:
         for path, geometry in geometries.items():
             run.describe(path.name, **about(path, geometry))
         try:

@@ -16,8 +16,8 @@ from bench.checks import CHECKS, Check, FailedError, SkippedError, Target
 from bench.errors import BenchError, UnreachableError
 from bench.load.client import Client
 from bench.load.vocabulary import find_vocabulary
-from bench.report.conformance import WORKLOAD, show_conformance
-from bench.store import Run
+from bench.report.conformance import WORKLOAD
+from bench.report.views import show
 
 ALIVE = "/ping"
 
@@ -94,14 +94,7 @@ async def conformance(
             thinking_tokens=thinking_tokens,
             oversized_bytes=oversized_mib * 2**20,
         )
-        with Run.begin(
-            store.out,
-            "conformance",
-            settings=settings,
-            card=store.card,
-            local=provenance.is_local(server.url),
-            notes=store.note,
-        ) as run:
+        with store.begin("conformance", settings, local=provenance.is_local(server.url)) as run:
             run.describe(name, **await provenance.about_server(client))
             failed = 0
             details: dict[str, str] = {}
@@ -119,7 +112,7 @@ async def conformance(
                     if not await _is_up(client):
                         raise UnreachableError(f"{server.url} is gone after {check.name}")
             print()
-            show_conformance(run.results())
+            show(run)
     return 1 if failed else 0
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bench.arguments import Positive, StoreOptions, comma_separated
 from bench.engine.recording import UNTIMED, Recorder, recorded
 from bench.errors import BenchError
-from bench.report.kv_cache import WORKLOAD, show_kv_cache
+from bench.report.kv_cache import WORKLOAD
 from bench.terminal import Bar
 from server.engine.gguf import read_header
 from server.engine.llama import CACHE_TYPES, Context, ContextOptions, Model
@@ -123,7 +123,7 @@ def kv_cache(
         "text": text.name,
     }
     n_threads = threads or len(os.sched_getaffinity(0))
-    with recorded(gguf, VERB, WORKLOAD, store, settings, show=show_kv_cache) as (model, recorder):
+    with recorded(gguf, VERB, WORKLOAD, store, settings) as (model, recorder):
         spec = ModelSpec.from_header(read_header(gguf))
         read, repeated = read_text(model, text, context, chunks, passages)
         caches = [Cache(model, kv_type, context, n_threads) for kv_type in dict.fromkeys((WHOLE, *types))]

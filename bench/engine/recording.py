@@ -7,11 +7,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.analysis.statistics import percentiles
 from bench.arguments import StoreOptions
 from bench.errors import BenchError
-from bench.store import Results, Run
-from bench.terminal import Cell, Table
+from bench.report.views import show
+from bench.store import Run
 from server.engine.errors import EngineError
 from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
 
@@ -49,24 +48,15 @@ class Recorder:
 
 @contextmanager
 def recorded(
-    gguf: Path,
-    verb: str,
-    workload: str,
-    store: StoreOptions,
-    settings: dict[str, Any],
-    *,
-    show: Callable[[Results], None] | None = None,
+    gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
 ) -> Iterator[tuple[Model, Recorder]]:
-    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end:
-    that of ``show``, else one of times.
+    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end.
 
     Raises BenchError for a file that cannot be loaded, or when llama.cpp refuses something.
     """
     if not gguf.is_file():
         raise BenchError(f"{gguf}: no such file")
-    with Run.begin(
-        store.out, verb, settings={"gguf": gguf.name, **settings}, card=store.card, notes=store.note
-    ) as run:
+    with store.begin(verb, {"gguf": gguf.name, **settings}) as run:
         try:
             model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
             run.describe(gguf.stem, device=devices()[0].description)
@@ -76,13 +66,7 @@ def recorded(
                 model.close()
         except EngineError as error:
             raise BenchError(f"{gguf}: {error}") from error
-        if show is not None:
-            show(run.results())
-            return
-        found = percentiles(run.results().frame, "step_time", "cell")
-        found |= percentiles(run.results().frame, "copy_time", "cell")
-        lines: list[list[Cell]] = [[cell, at.p50, at.p10, at.p90, at.count] for (cell,), at in found.items()]
-        Table(["what", "median ms", "p10", "p90", "runs"], lines, title=f"{gguf.stem}: {workload}").print()
+        show(run)
 
 
 def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:

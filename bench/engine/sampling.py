@@ -1,10 +1,12 @@
 """What each way to the next tokens costs: a step that decodes a token of each of so many sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
 from bench.arguments import Positive, Positives, StoreOptions
-from bench.engine.chains import detach, greedy_chains, sampled_tokens
 from bench.engine.recording import Recorder, make_context, recorded
 from server.engine.llama import Context, DeviceSampler, Model, Rows
 from server.engine.warmup import decode
@@ -35,68 +37,74 @@ def sampling_cost(
     times
         Timed steps of each.
     """
-    settings = {"rows": rows, "times": times}
+    settings, most = {"rows": rows, "times": times}, max(rows)
     with recorded(gguf, "sampling-cost", "sampling", store, settings) as (model, recorder):
-        _raw(model, recorder, sorted(rows), times)
-        _by_readout(model, recorder, sorted(rows), times)
-        _greedy_samplers(model, recorder, sorted(rows), times)
+
+        def each(what: str, step: Callable[[int], object]) -> None:
+            for n in sorted(rows):
+                recorder.time(f"{what}, {n} rows", lambda n=n: step(n), times)  # type: ignore[misc]
+
+        with _context(model, most, samplers=False) as context:
+            each("whole rows, argmax on the host", lambda n: _take(decode(context, n)))
+        with _context(model, most, samplers=True) as context:
+            if context.samplers.refused:
+                recorder.run.note(f"no device samplers: {context.samplers.refused}")
+            else:
+                each("device sampler BEST", lambda n: _take(decode(context, n)))
+                _one_other(context, recorder, most, times)
+                for kind in (DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
+                    context.set_samplers(kind)
+                    each(f"device sampler {kind.name}", lambda n: _take(decode(context, n)))
+        with _context(model, most, samplers=False) as context, _greedy_chains(context, most):
+            each("llama.cpp's greedy sampler", lambda n: _sampled_by_llama_cpp(context, n))
     return 0
 
 
-def _raw(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
-    """Rows copied to the host, and numpy's argmax."""
-    context = _context(model, counts, samplers=False)
+def _one_other(context: Context, recorder: Recorder, most: int, times: int) -> None:
+    """One request among the others that needs its whole row; and a change of device sampler."""
+    context.set_sampler(most - 1, DeviceSampler.ROW)
+    recorder.time(f"device sampler BEST and one ROW, {most} rows", lambda: decode(context, most), times)
+    # without any sampler for an id llama.cpp copies whole rows of all ids to the host
+    C.llama_set_sampler(context._handle, most - 1, None)
+    cell = f"device sampler BEST and one row without a sampler, {most} rows"
+    recorder.time(cell, lambda: decode(context, most, take=False), times)
+    context.set_samplers(DeviceSampler.BEST)
+    decode(context, most)
+    context.set_sampler(most - 1, DeviceSampler.TOP_K)
+    recorder.once(f"first step after a change of device sampler, {most} rows", lambda: decode(context, most))
+
+
+@contextmanager
+def _context(model: Model, most: int, *, samplers: bool) -> Iterator[Context]:
+    context = make_context(model, n_seq=most, n_ctx=CELLS_EACH * most, n_samplers=most if samplers else 0)
     try:
-        _each(context, recorder, "whole rows, argmax on the host", counts, times)
+        yield context
     finally:
         context.close()
 
 
-def _by_readout(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
-    context, most = _context(model, counts, samplers=True), counts[-1]
+@contextmanager
+def _greedy_chains(context: Context, n: int) -> Iterator[None]:
+    """llama.cpp's greedy sampler on the first ``n`` sequence ids of a context without device samplers, as
+    llama-server's ``--backend-sampling`` has it. The context is closed in the end, before the samplers."""
+    chains = []
+    for sequence in range(n):
+        chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+        C.llama_sampler_chain_add(chain, C.llama_sampler_init_greedy())
+        C.llama_set_sampler(context._handle, sequence, chain)
+        chains.append(chain)
     try:
-        if context.samplers.refused:
-            recorder.run.note(f"no device samplers: {context.samplers.refused}")
-            return
-        _each(context, recorder, "device sampler BEST", counts, times)
-        context.set_sampler(most - 1, DeviceSampler.ROW)
-        recorder.time(f"device sampler BEST and one ROW, {most} rows", lambda: decode(context, most), times)
-        detach(context, most - 1)
-        cell = f"device sampler BEST and one row without a sampler, {most} rows"
-        recorder.time(cell, lambda: decode(context, most, take=False), times)
-        context.set_samplers(DeviceSampler.BEST)
-        decode(context, most)
-        context.set_sampler(most - 1, DeviceSampler.TOP_K)
-        recorder.once(
-            f"first step after a change of device sampler, {most} rows", lambda: decode(context, most)
-        )
-        for kind in (DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
-            context.set_samplers(kind)
-            _each(context, recorder, f"device sampler {kind.name}", counts, times)
+        yield
     finally:
         context.close()
+        for chain in chains:
+            C.llama_sampler_free(chain)
 
 
-def _each(context: Context, recorder: Recorder, what: str, counts: Sequence[int], times: int) -> None:
-    for n in counts:
-        recorder.time(f"{what}, {n} rows", lambda n=n: _take(decode(context, n)), times)  # type: ignore[misc]
-
-
-def _greedy_samplers(model: Model, recorder: Recorder, counts: Sequence[int], times: int) -> None:
-    context = _context(model, counts, samplers=False)
-    with greedy_chains(context, counts[-1]):
-
-        def step(n: int) -> None:
-            decode(context, n, take=False)
-            sampled_tokens(context, range(n))
-
-        for n in counts:
-            recorder.time(f"llama.cpp's greedy sampler, {n} rows", lambda n=n: step(n), times)  # type: ignore[misc]
-
-
-def _context(model: Model, counts: Sequence[int], *, samplers: bool) -> Context:
-    most = counts[-1]
-    return make_context(model, n_seq=most, n_ctx=CELLS_EACH * most, n_samplers=most if samplers else 0)
+def _sampled_by_llama_cpp(context: Context, n: int) -> None:
+    decode(context, n, take=False)
+    for index in range(n):
+        C.llama_get_sampled_token_ith(context._handle, index)
 
 
 def _take(rows: Rows) -> None:

@@ -32,11 +32,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.arguments import StoreOptions, comma_separated
 from bench.errors import BenchError
-from bench.store import MANIFEST, load
+from bench.servers.launch import PYTHON_PATH
+from bench.store import manifests
 from bench.terminal import Cell, Table
 
 FOLDER = Path(__file__).parent
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 1.5
 """A part is ended after this many times its expected minutes, and then some."""
 
@@ -173,7 +173,7 @@ def _run(words: Sequence[str], folder: Path, minutes: float, until: float | None
         if left < 60 * minutes:
             return f"left out: {max(0.0, left) / 60:.1f} of its {minutes:g} minutes are left"
         limit = min(limit, left)
-    process = subprocess.Popen([sys.executable, "-m", "bench", *words], env=_environment())
+    process = subprocess.Popen([sys.executable, "-m", "bench", *words], env={**os.environ, **PYTHON_PATH})
     try:
         status = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -188,18 +188,8 @@ def _run(words: Sequence[str], folder: Path, minutes: float, until: float | None
 
 
 def _is_there(words: Sequence[str], folder: Path) -> bool:
-    if not any(folder.rglob(MANIFEST)):
-        return False
     wanted = ["qwen-bench", *words]
-    return any(
-        one.command == wanted and one.status == "finished" for one in load([folder]).manifests.values()
-    )
-
-
-def _environment() -> dict[str, str]:
-    """In which this checkout is found from any folder."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+    return any(one.command == wanted and one.status == "finished" for one in manifests(folder).values())
 
 
 def _flag(name: str, value: Option, variables: Mapping[str, str]) -> list[str]:

@@ -4,17 +4,22 @@ A cell makes its prompts from the seed, its name and the round, so that every se
 the commands for one server and the comparison of several share it.
 """
 
+import asyncio
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from bench import provenance
-from bench.arguments import PromptOptions, ServerOptions
+from bench.arguments import PromptOptions, ServerOptions, StoreOptions
 from bench.errors import BenchError
-from bench.load.client import Client
+from bench.load.client import Client, clip
+from bench.load.generator import Job, Sender, Sent, Target, closed_loop, open_loop, values_of
+from bench.load.goodput import Limits
 from bench.load.prompts import Kind, Prompts, find_prompts
+from bench.load.protocol import WARM_UPS
 from bench.load.vocabulary import Vocabulary, find_vocabulary
 from bench.servers.counters import read_counters, record_growth
 from bench.store import Run
@@ -22,80 +27,24 @@ from bench.terminal import Bar
 
 MOST_FAILURES = 3
 """Requests in a row that may fail, each perhaps by a time-out of minutes, before a server is given up."""
+SUM_TOKENS = 64
+
+TOKENS = {"prompt_tokens", "cached_tokens", "claimed_tokens", "recounted_tokens", "verified_tokens"}
+WHOLE = {"failed", "latency", *TOKENS}
+STREAMED = {"failed", "ttft", "itl", "longest_gap", "chunks"}
+"""What is recorded of requests that are answered in one piece, and of streamed ones."""
+LOADED = {*WHOLE, *STREAMED, "lateness", "turn"}
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server under load. ``model`` stands in its requests, None: they name none."""
-
-    name: str
-    client: Client
-    model: str | None = None
-
-    @classmethod
-    async def of(cls, options: ServerOptions, client: Client, *, chat: bool) -> Self:
-        """As the command line says; a chat names the listed model where none is given."""
-        model = options.model or (await client.model() if chat else None)
-        return cls(options.name or client.url, client, model)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a cell found in a round. ``rows``: values of each request, then of the cell; ``answers``: the
-    texts in the order of the prompts, None for those that failed; ``said``: the round in a few words."""
-
-    rows: list[dict[str, float]]
-    answers: list[str | None]
-    said: str
-    errors: list[str] = field(default_factory=list)
-
-    @property
-    def all_failed(self) -> bool:
-        """Whether not one request was answered."""
-        return bool(self.errors) and all(answer is None for answer in self.answers)
-
-
-class Cell(ABC):
-    """``workload`` and ``name`` are the store's ``workload`` and ``cell``."""
-
-    workload: str
-    name: str
-
-    @abstractmethod
-    async def prepare(self, rounds: int) -> None:
-        """Make every prompt, so that nothing but requests happens while time is taken."""
-
-    @abstractmethod
-    async def warm_up(self, target: Target, *, again: bool = False) -> None:
-        """Untimed requests; fewer where the target has had this cell before (``again``).
-
-        Raises BenchError when one fails: a server that cannot answer is not measured.
-        """
-
-    @abstractmethod
-    async def measure(self, target: Target, round: int, bar: Bar) -> Measured:
-        """Round ``round``, from 1. A request that fails is recorded, whatever the reason."""
-
-    def requests(self) -> int:
-        """Timed requests in a round, for the progress bar."""
-        return 1
-
-    def rng(self, seed: int, round: int, *parts: object) -> random.Random:
-        """Of this cell in this round, the same for every target."""
-        return random.Random("/".join(map(str, (seed, self.workload, self.name, round, *parts))))
-
-
+@dataclass
 class Supply:
-    """Prompts by kind and the tokenizer they are counted with, found at the first use."""
+    """Prompts by kind, and the tokenizer they are counted with (None: the server's usage has to do)."""
 
-    def __init__(
-        self, client: Client, vocabulary: Vocabulary | None, model: str | None, options: PromptOptions
-    ):
-        self.vocabulary = vocabulary
-        self.options = options
-        self._client = client
-        self._model = model
-        self._made: dict[Kind, Prompts] = {}
+    client: Client
+    vocabulary: Vocabulary | None
+    model: str | None
+    options: PromptOptions
+    _made: dict[Kind, Prompts] = field(default_factory=dict)
 
     @classmethod
     async def of(cls, client: Client, model: str | None, options: PromptOptions) -> Self:
@@ -113,39 +62,205 @@ class Supply:
         wanted = kind or self.options.prompts
         if wanted not in self._made:
             self._made[wanted] = await find_prompts(
-                self._client, self.vocabulary, self._model, kind=wanted, seed=self.options.seed, text=text
+                self.client, self.vocabulary, self.model, kind=wanted, seed=self.options.seed, text=text
             )
         return self._made[wanted]
 
 
-def record(run: Run, target: Target, cell: Cell, round: int, found: Measured) -> None:
-    """Append a round to the run."""
-    for values in found.rows:
-        run.add(target.name, cell.workload, cell.name, round, values)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a cell found in a round. ``rows``: values of each request, then of the cell; ``answers``: the
+    texts in the order of the prompts, None for those that failed."""
+
+    rows: list[dict[str, float]]
+    answers: list[str | None]
+    errors: list[str]
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether not one request was answered."""
+        return bool(self.errors) and all(answer is None for answer in self.answers)
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """``workload`` and ``name`` are the store's; ``rounds`` the times that it is measured.
+
+    ``make``: the jobs of a round; round 0 is the warm-up. They are sent by so many ``clients``, or at a
+    ``rate`` (then ``clients`` is the concurrency of the warm-up). ``kept``: what is recorded of a request.
+    ``load``: rates of the whole cell are recorded, too. ``spot_checks``: sums asked during the warm-up.
+    """
+
+    workload: str
+    name: str
+    rounds: int
+    make: Callable[[int], Awaitable[Sequence[Job]]]
+    supply: Supply
+    max_tokens: int
+    ignore_eos: bool = False
+    stream: bool = False
+    endpoint: str | None = None
+    kept: Set[str] = field(default_factory=lambda: WHOLE)
+    clients: int = 1
+    rate: float | None = None
+    load: bool = False
+    spot_checks: int = 0
+    limits: Limits | None = None
+    _jobs: list[Sequence[Job]] = field(default_factory=list)
+    _wrong: dict[str, list[str]] = field(default_factory=dict)
+
+    async def prepare(self) -> None:
+        """Make every prompt, so that nothing but requests happens while time is taken."""
+        self._jobs = [await self.make(round) for round in range(self.rounds + 1)]
+
+    @property
+    def requests(self) -> int:
+        """Timed requests in a round, for the progress bar."""
+        return sum(len(job.turns) for job in self._jobs[1])
+
+    async def warm_up(self, target: Target, *, again: bool = False) -> None:
+        """Untimed requests, as many at once as the load will be, so that what a server does once for each
+        batch size is not timed; fewer where the target has had this cell before (``again``).
+
+        The spot checks ride along, within that concurrency. Raises BenchError when a request fails: a server
+        that cannot answer is not measured.
+        """
+        jobs = self._jobs[0][: min(WARM_UPS, self.clients)] if again else self._jobs[0]
+        checks = [] if again else [Sum.draw(self.rng(0, at)) for at in range(self.spot_checks)]
+        beside = min(len(checks), self.clients - 1)
+        sender = self._sender(target)
+        asker = replace(sender, max_tokens=SUM_TOKENS, ignore_eos=False, stream=False, endpoint=None)
+        questions = [Job((check.question,), chat=True) for check in checks]
+        if beside:
+            sent, asked = await asyncio.gather(
+                closed_loop(sender, jobs, self.clients - beside), closed_loop(asker, questions, beside)
+            )
+        else:
+            sent = await closed_loop(sender, jobs, self.clients)
+            asked = await closed_loop(asker, questions)
+        if failed := [one.error for one in sent if one.error is not None]:
+            raise BenchError(f"{self.workload}, {self.name}, warm-up: {failed[0]}")
+        self._wrong[target.name] = [
+            f"spot check: {check.question} got {reply.error or clip(reply.text or '')!r}"
+            for check, reply in zip(checks, asked, strict=True)
+            if not check.is_right(reply.text or "")
+        ]
+
+    async def measure(self, target: Target, round: int, bar: Bar) -> Measured:
+        """Round ``round``, from 1. A request that fails is recorded, whatever the reason."""
+        sender, jobs = self._sender(target), self._jobs[round]
+
+        def advance(one: Sent) -> None:
+            bar.advance(note=f"{1000 * (one.ended - one.planned):,.0f} ms")
+
+        if self.rate is None:
+            sent = await closed_loop(sender, jobs, self.clients, advance)
+        else:
+            sent = await open_loop(sender, jobs, self.rate, self.rng(round, "arrivals"), advance)
+        rows = []
+        for one in sent:
+            values = await values_of(one, self.supply.vocabulary)
+            rows.append({name: value for name, value in values.items() if name in self.kept})
+            if self.limits is not None:
+                rows[-1]["good"] = float(self.limits.kept_by(values))
+        wrong = self._wrong.pop(target.name, []) if round == 1 else []
+        if self.load:
+            together = self._together(sent, rows)
+            if round == 1 and self.spot_checks:
+                together["spot_checks_failed"] = len(wrong)
+            rows.append(together)
+        errors = [one.error for one in sent if one.error is not None]
+        return Measured(rows, [one.text for one in sent], [*errors, *wrong])
+
+    def rng(self, round: int, *parts: object) -> random.Random:
+        """Of this cell in this round, the same for every target."""
+        seed = self.supply.options.seed
+        return random.Random("/".join(map(str, (seed, self.workload, self.name, round, *parts))))
+
+    def _sender(self, target: Target) -> Sender:
+        return Sender(target, self.max_tokens, self.ignore_eos, self.stream, self.endpoint)
+
+    def _together(self, sent: list[Sent], rows: list[dict[str, float]]) -> dict[str, float]:
+        """Rates over the wall time from the first request's due time to the last one's end."""
+        wall = max(one.ended for one in sent) - min(one.planned for one in sent)
+        verified, prompts, good = (
+            sum(values.get(name, 0.0) for values in rows)
+            for name in ("verified_tokens", "prompt_tokens", "good")
+        )
+        found = {"seconds": wall}
+        if finished := sum(one.answer is not None for one in sent):
+            found |= {"output_rate": verified / wall, "total_rate": (verified + prompts) / wall}
+            found |= {"request_rate": finished / wall}
+        return found | ({"goodput": good / wall} if self.limits is not None else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A spot check: answered rightly if the sum is the last number of the answer."""
+
+    left: int
+    right: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Self:
+        return cls(rng.randint(2, 40), rng.randint(2, 40))
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.left}+{self.right}?"
+
+    def is_right(self, answer: str) -> bool:
+        """Whether an answer's last number is the sum."""
+        numbers = re.findall(r"\d+", answer)
+        return bool(numbers) and numbers[-1] == str(self.left + self.right)
+
+
+@asynccontextmanager
+async def measuring(
+    verb: str,
+    server: ServerOptions,
+    store: StoreOptions,
+    prompts: PromptOptions,
+    settings: Mapping[str, Any],
+    *,
+    chat: bool,
+) -> AsyncIterator[tuple[Run, Target, Supply]]:
+    """One server under load, and the run that records it. A chat names a model: the listed one, where none is
+    given."""
+    async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
+        listed = server.model or await client.model()
+        target = Target(server.name or client.url, client, listed if chat else server.model)
+        local = provenance.is_local(server.url)
+        with store.begin(verb, {**settings, **prompts.settings()}, local=local) as run:
+            supply = await Supply.of(client, listed, prompts)
+            about = await provenance.about_server(client)
+            run.describe(target.name, **about, counted_by=supply.counted_by)
+            yield run, target, supply
 
 
 async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar: Bar) -> Measured:
     """A round, recorded with what the server's own counters say of it, where it has some of ours."""
     before = await read_counters(target.client)
     found = await cell.measure(target, round, bar)
-    record(run, target, cell, round, found)
+    for values in found.rows:
+        run.add(target.name, cell.workload, cell.name, round, values)
     after = await read_counters(target.client) if before else {}
     record_growth(run, target.name, cell.workload, cell.name, round, before, after)
     return found
 
 
-async def measure_alone(run: Run, target: Target, cells: Sequence[tuple[Cell, int]]) -> list[str]:
-    """One server: cell after cell, each with its number of rounds. Returns the errors of failed requests.
+async def measure_alone(run: Run, target: Target, cells: Sequence[Cell]) -> list[str]:
+    """One server: cell after cell. Returns the errors of failed requests.
 
     A cell that cannot be warmed up ends the run with BenchError; what was measured before is recorded.
     """
     errors: list[str] = []
-    for cell, rounds in cells:
-        await cell.prepare(rounds)
+    for cell in cells:
+        await cell.prepare()
         await cell.warm_up(target)
         in_a_row = 0
-        with Bar(f"{cell.workload}, {cell.name}", total=rounds * cell.requests()) as bar:
-            for round in range(1, rounds + 1):
+        with Bar(f"{cell.workload}, {cell.name}", total=cell.rounds * cell.requests) as bar:
+            for round in range(1, cell.rounds + 1):
                 found = await measure_counted(run, target, cell, round, bar)
                 errors += found.errors
                 in_a_row = in_a_row + len(found.errors) if found.all_failed else 0
@@ -154,8 +269,3 @@ async def measure_alone(run: Run, target: Target, cells: Sequence[tuple[Cell, in
                         f"{cell.workload}, {cell.name}: {in_a_row} requests in a row failed: {errors[-1]}"
                     )
     return errors
-
-
-async def describe(run: Run, target: Target, supply: Supply) -> None:
-    """Take down what the server says of itself, and who counts its tokens."""
-    run.describe(target.name, **await provenance.about_server(target.client), counted_by=supply.counted_by)

@@ -61,11 +61,6 @@ class Completion:
     arrivals: list[float] = field(default_factory=list)
 
     @property
-    def first_token_seconds(self) -> float | None:
-        """Time to the first piece of text (reasoning counts); None when nothing was streamed."""
-        return self.arrivals[0] if self.arrivals else None
-
-    @property
     def seconds_per_token(self) -> float | None:
         """Mean time of each token after the first; None when there are fewer than two tokens or pieces."""
         if self.usage is None or self.usage.completion_tokens < 2 or len(self.arrivals) < 2:

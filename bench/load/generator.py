@@ -9,28 +9,44 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from bench.errors import BenchError
 from bench.load.client import Client, Completion
 from bench.load.vocabulary import Vocabulary
-from bench.load.workloads import Body, Job
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT_TOLERANCE = 0.02
 """Re-tokenizing a text may legitimately give a few tokens more or fewer than were generated."""
 
-OnDone = Callable[["Sent"], None]
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under load. ``model`` stands in its requests, None: they name none."""
+
+    name: str
+    client: Client
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One client's errand: its turns are sent one after the other, in a chat each with all that was said
+    before. ``fields`` stand in every request."""
+
+    turns: tuple[str, ...]
+    chat: bool
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request that came back, or did not: ``answer`` or ``error``. ``job``: which of the load's, from 0;
-    ``turn``: of its conversation, from 0.
+    """A request that came back, or did not: ``answer`` or ``error``. ``turn``: of its conversation, from 0.
 
     ``planned``: seconds from the load's start to when it was to be sent; ``lateness``: how much later it was;
     ``ended``: seconds from the load's start to its end.
     """
 
-    job: int
     turn: int
     planned: float
     lateness: float
@@ -39,96 +55,93 @@ class Sent:
     error: str | None = None
 
     @property
-    def seconds(self) -> float:
-        """From when it was to be sent to its end."""
-        return self.ended - self.planned
+    def text(self) -> str | None:
+        """All that was generated, thinking included; None where nothing was answered."""
+        return None if self.answer is None else self.answer.reasoning + self.answer.text
 
-    @property
-    def text(self) -> str:
-        """All that was generated, thinking included."""
-        return "" if self.answer is None else self.answer.reasoning + self.answer.text
+
+OnDone = Callable[[Sent], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """How one request is made from a body: endpoint, length, sampling, streamed or not."""
+    """How a job's requests are made: to whom, how long, streamed or not. Without an ``endpoint`` chats and
+    prompts go to their own."""
 
-    client: Client
-    endpoint: str
+    target: Target
     max_tokens: int
-    ignore_eos: bool
-    stream: bool
-    model: str | None
+    ignore_eos: bool = False
+    stream: bool = True
+    endpoint: str | None = None
 
-    async def send(self, body: Body) -> Completion:
-        """Raises BenchError when the server does not answer as it should."""
-        full = {**body, "max_tokens": self.max_tokens, "temperature": 0.0}
+    def path(self, job: Job) -> str:
+        """Where the job's requests go."""
+        return self.endpoint or (CHAT if job.chat else COMPLETIONS)
+
+    def body(self, job: Job, history: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """The request that has the last of ``history`` as its prompt."""
+        asked = {"messages": list(history)} if job.chat else {"prompt": history[-1]["content"]}
+        body = {**asked, "max_tokens": self.max_tokens, "temperature": 0.0, **job.fields}
         if self.ignore_eos:
-            full["ignore_eos"] = True
-        if self.model is not None:
-            full["model"] = self.model
-        send = self.client.stream if self.stream else self.client.complete
-        return await send(self.endpoint, full)
+            body["ignore_eos"] = True
+        if self.target.model is not None:
+            body["model"] = self.target.model
+        return body
 
-
-@dataclass
-class _Load:
-    """One load while it runs."""
-
-    sender: Sender
-    on_done: OnDone
-    began: float = field(default_factory=perf_counter)
-    sent: list[Sent] = field(default_factory=list)
-
-    async def converse(self, number: int, job: Job, planned: float | None = None) -> None:
-        """All turns of a job; ``planned``: when the first was to be sent, None: now."""
+    async def converse(
+        self, job: Job, *, began: float, planned: float | None = None, on_done: OnDone | None = None
+    ) -> list[Sent]:
+        """All turns of a job, up to the first that fails. ``planned``: when the first was to be sent, None:
+        now."""
+        send = self.target.client.stream if self.stream else self.target.client.complete
         history: list[Mapping[str, str]] = []
+        sent: list[Sent] = []
         for turn, text in enumerate(job.turns):
-            now = perf_counter() - self.began
+            now = perf_counter() - began
             due = now if planned is None or turn else planned
             history.append({"role": "user", "content": text})
-            body: Body = {"messages": list(history)} if job.chat else {"prompt": text}
-            answer: Completion | None = None
-            error: str | None = None
             try:
-                answer = await self.sender.send(body)
-                history.append({"role": "assistant", "content": answer.text})
+                answer = await send(self.path(job), self.body(job, history))
             except BenchError as failure:
-                error = str(failure)
-            started = answer.started - self.began if answer is not None else now
-            one = Sent(number, turn, due, started - due, perf_counter() - self.began, answer, error)
-            self.sent.append(one)
-            self.on_done(one)
-            if error is not None:
-                return
+                sent.append(Sent(turn, due, now - due, perf_counter() - began, error=str(failure)))
+            else:
+                history.append({"role": "assistant", "content": answer.text})
+                lateness = answer.started - began - due
+                sent.append(Sent(turn, due, lateness, perf_counter() - began, answer))
+            if on_done is not None:
+                on_done(sent[-1])
+            if sent[-1].error is not None:
+                break
+        return sent
 
 
-async def closed_loop(sender: Sender, jobs: Sequence[Job], clients: int, on_done: OnDone) -> list[Sent]:
+async def closed_loop(
+    sender: Sender, jobs: Sequence[Job], clients: int = 1, on_done: OnDone | None = None
+) -> list[Sent]:
     """``clients`` take job after job until none is left: constant concurrency. In the order of the jobs."""
-    load = _Load(sender, on_done)
-    left = enumerate(jobs)
+    began, left = perf_counter(), enumerate(jobs)
+    sent: dict[int, list[Sent]] = {}
 
     async def client() -> None:
         for number, job in left:
-            await load.converse(number, job)
+            sent[number] = await sender.converse(job, began=began, on_done=on_done)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return sorted(load.sent, key=lambda one: (one.job, one.turn))
+    return [one for number in sorted(sent) for one in sent[number]]
 
 
 async def open_loop(
-    sender: Sender, jobs: Sequence[Job], rate: float, rng: random.Random, on_done: OnDone
+    sender: Sender, jobs: Sequence[Job], rate: float, rng: random.Random, on_done: OnDone | None = None
 ) -> list[Sent]:
     """A job begins at each arrival of a Poisson process of ``rate`` a second. In the order of the jobs."""
-    load = _Load(sender, on_done)
+    began = perf_counter()
 
-    async def arrive(number: int, job: Job, at: float) -> None:
-        await asyncio.sleep(max(0.0, at - (perf_counter() - load.began)))
-        await load.converse(number, job, at)
+    async def arrive(job: Job, at: float) -> list[Sent]:
+        await asyncio.sleep(max(0.0, at - (perf_counter() - began)))
+        return await sender.converse(job, began=began, planned=at, on_done=on_done)
 
     times = zip(jobs, arrivals(rate, rng), strict=False)
-    await asyncio.gather(*(arrive(number, job, at) for number, (job, at) in enumerate(times)))
-    return sorted(load.sent, key=lambda one: (one.job, one.turn))
+    return [one for sent in await asyncio.gather(*(arrive(job, at) for job, at in times)) for one in sent]
 
 
 def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
@@ -140,7 +153,7 @@ def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float]:
-    """What is recorded of a request, by the names of `bench.metrics`.
+    """What there is to record of a request, by the names of `bench.metrics`.
 
     Without a tokenizer the claimed tokens are the verified ones: views say whose counts they are.
     """
@@ -165,10 +178,12 @@ async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float
         if answer.usage.cached_tokens is not None:
             values["cached_tokens"] = answer.usage.cached_tokens
     if vocabulary is not None:
-        values["recounted_tokens"] = await vocabulary.count(one.text)
+        values["recounted_tokens"] = await vocabulary.count(one.text or "")
         counts.append(int(values["recounted_tokens"]))
     if counts:
         values["verified_tokens"] = min(counts)
+    if values.get("verified_tokens"):
+        values["ms_per_token"] = values["latency"] / values["verified_tokens"]
     return values
 
 

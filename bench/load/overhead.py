@@ -13,10 +13,10 @@ from time import perf_counter, process_time
 
 from aiohttp import web
 
-from bench.analysis.statistics import percentiles
 from bench.arguments import Positive, Positives, StoreOptions
 from bench.load.client import Client
 from bench.load.protocol import at_concurrency
+from bench.report.views import show
 from bench.store import Results, Run
 from bench.terminal import Bar, Cell, Table
 
@@ -81,14 +81,13 @@ async def overhead(
     try:
         url = f"http://127.0.0.1:{await asyncio.to_thread(ours.recv)}"
         settings = {"levels": levels, "rate": rate, "tokens": tokens}
-        with Run.begin(store.out, "overhead", settings=settings, notes=store.note) as run:
+        with store.begin("overhead", settings) as run:
             async with Client(url) as client:
                 with Bar("client overhead", total=len(levels), unit="levels") as bar:
                     for level in levels:
                         await _measure(run, client, level, rate, tokens)
                         bar.advance()
-            for table in overhead_tables(run.results()):
-                table.print()
+            show(run)
     finally:
         process.terminate()
         process.join()
@@ -115,15 +114,12 @@ async def _measure(run: Run, client: Client, level: int, rate: float, tokens: in
 
 def overhead_tables(results: Results) -> list[Table]:
     """One table, a line a level."""
-    rows = results.frame[results.frame["workload"] == WORKLOAD]
-    delays, wholes = (percentiles(rows, metric, "cell") for metric in ("delay", "latency"))
-    lines: list[list[Cell]] = []
-    for (cell,), delay in delays.items():
-        whole = wholes[cell,]
-        here = rows[rows["cell"] == cell]
-        rate, load = (
-            float(here[here["metric"] == metric]["value"].iloc[0]) for metric in ("chunk_rate", "client_load")
-        )
-        lines.append([cell, rate, delay.p50, delay.p90, delay.p99, whole.p50, whole.p99, f"{load:.0%}"])
-    header = ["streams", "chunks/s", "delay p50 ms", "p90", "p99", "empty request p50 ms", "p99", "core used"]
-    return [Table(header, lines, title="What the client adds")] if lines else []
+    lines: list[dict[str, Cell]] = []
+    for cell, rows in results.frame.groupby("cell", sort=False):
+        values = {str(metric): some for metric, some in rows.groupby("metric")["value"]}
+        line: dict[str, Cell] = {"streams": str(cell), "chunks/s": float(values["chunk_rate"].iloc[0])}
+        for title, metric in (("delay", "delay"), ("empty request", "latency")):
+            for percent in (50, 90, 99):
+                line[f"{title} p{percent} ms"] = float(values[metric].quantile(percent / 100))
+        lines.append({**line, "core used": f"{values['client_load'].iloc[0]:.0%}"})
+    return [Table.of(lines, title="What the client adds")]

@@ -27,9 +27,7 @@ WORDS = Path(__file__).with_name("words.txt")
 
 
 class Prompts(ABC):
-    """A supply of prompts. ``source`` says what they are made of."""
-
-    source: str
+    """A supply of prompts."""
 
     @abstractmethod
     async def make(self, tokens: int, rng: random.Random) -> str:
@@ -46,7 +44,6 @@ class NaturalPrompts(Prompts):
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.source = f"paragraphs of the Python reference in random order, cut by {vocabulary.source}"
         self._vocabulary = vocabulary
 
     async def make(self, tokens: int, rng: random.Random) -> str:
@@ -87,8 +84,7 @@ class RandomPrompts(Prompts):
     ``words`` keeps to tokens that are a whole word with its space, which read like text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, pool: Sequence[int], source: str) -> None:
-        self.source = source
+    def __init__(self, vocabulary: Vocabulary, pool: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         self._pool = pool
 
@@ -99,9 +95,7 @@ class RandomPrompts(Prompts):
         pool = [token for token in drawn if _is_plain(await vocabulary.decode([token]), words)]
         if len(pool) < 16:
             raise BenchError(f"{vocabulary.source}: only {len(pool)} of {len(drawn)} tokens fit a prompt")
-        return cls(
-            vocabulary, pool, f"random {'whole-word tokens' if words else 'tokens'} from {vocabulary.source}"
-        )
+        return cls(vocabulary, pool)
 
     async def make(self, tokens: int, rng: random.Random) -> str:
         ids = rng.choices(self._pool, k=tokens)
@@ -118,8 +112,7 @@ class TextPrompts(Prompts):
     """Consecutive slices of a text that the user names: nothing is used twice, and ``rng`` decides
     nothing."""
 
-    def __init__(self, vocabulary: Vocabulary, ids: Sequence[int], path: Path) -> None:
-        self.source = f"slices of {path}"
+    def __init__(self, vocabulary: Vocabulary, ids: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         self._ids = ids
         self._next = 0
@@ -131,7 +124,7 @@ class TextPrompts(Prompts):
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BenchError(f"--text {path}: {error}") from error
-        return cls(vocabulary, await vocabulary.encode(text), path)
+        return cls(vocabulary, await vocabulary.encode(text))
 
     async def make(self, tokens: int, rng: random.Random) -> str:
         # A slice's own tokenization can differ at its ends: take as many tokens more or fewer as it needs.
@@ -151,14 +144,13 @@ class TextPrompts(Prompts):
             if count == tokens:
                 self._next += 1  # the slice begins or ends inside a character
             length += tokens - count
-        raise BenchError(f"no slice of exactly {tokens} tokens found in {self.source}")
+        raise BenchError(f"--text: no slice of exactly {tokens} tokens found")
 
 
 class CountedPrompts(Prompts):
     """Random words whose token counts the server's own usage told, where there is no tokenizer to ask."""
 
     def __init__(self, counts: dict[str, int], overhead: int) -> None:
-        self.source = f"random words, counted by the server's usage ({len(counts)} words)"
         self._counts = counts
         self._words = list(counts)
         self._single = [word for word, count in counts.items() if count == 1]

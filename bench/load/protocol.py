@@ -35,6 +35,8 @@ CATEGORIES = {
     )
 }
 
+ALL_CATEGORIES = tuple(CATEGORIES.values())
+
 # The hackathon's concurrency levels and their weights in the score.
 WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 TOKENS, REQUESTS, WARM_UPS = 1024, 64, 2

@@ -22,18 +22,16 @@ from cyclopts.validators import Number
 from bench.analysis.statistics import LEAST_ROUNDS, Ratio, unpaired
 from bench.arguments import Positive, PromptOptions, ServerOptions, StoreOptions
 from bench.errors import BenchError
-from bench.load.cell import Supply, Target, describe
-from bench.load.client import Client
-from bench.load.generator import Sender, Sent, closed_loop, values_of
+from bench.load.cell import LOADED, Supply, measuring
+from bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
 from bench.load.prompts import Prompts
 from bench.load.protocol import at_concurrency
-from bench.load.workloads import Job
 from bench.metrics import METRICS
-from bench.provenance import is_local
-from bench.report.peers import verdict
+from bench.report.requests import total
+from bench.report.views import show
 from bench.servers.counters import RESIDENT_MEMORY, read_counters
 from bench.store import Results, Run
-from bench.terminal import Bar, Cell, Table
+from bench.terminal import Bar, Table
 
 WORKLOAD = "soak"
 PREFIXES = 4
@@ -43,70 +41,78 @@ KNOWN = 0.7
 """Share of these under load; the rest is new, so that the server's caches change."""
 MOST_FAILURES = 100
 """In a row, at which the server counts as gone."""
+DRIFTS = ("output_rate", "itl", "ttft", "resident_memory")
+TOLERATED = 1.1
 
-Minutes = Annotated[float, Parameter(validator=Number(gt=0))]
+AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 
 
 @dataclass
 class Window:
-    """What happened in a round."""
+    """What happened in a round. ``same``: answers that are those of the reference, of so many compared."""
 
     sent: list[Sent] = field(default_factory=list)
     aborted: int = 0
     compared: int = 0
     same: int = 0
-    """Answers that are those of the reference, of so many compared."""
+
+    @property
+    def errors(self) -> list[str]:
+        return [one.error for one in self.sent if one.error is not None]
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A job that was done while nothing else was, and what the server answered to each turn."""
+class Errand:
+    """A job with its length; ``texts``: what the server answered to each turn when it was done alone."""
 
     job: Job
     tokens: int
-    texts: tuple[str, ...]
+    texts: tuple[str | None, ...] = ()
 
 
 @dataclass
 class Mixture:
-    """Endless jobs of all kinds, the same for a seed."""
+    """Endless errands of all kinds, the same for a seed, and those that were done alone."""
 
+    target: Target
     prompts: Prompts
     input_tokens: int
+    output_tokens: int
     rng: random.Random
-    prefixes: list[str] = field(default_factory=list)
+    prefixes: Sequence[str] = ()
+    references: list[Errand] = field(default_factory=list)
 
-    async def prepare(self) -> None:
-        """Make the prefixes that questions share."""
-        self.prefixes = [await self.prompts.make(self.input_tokens, self.rng) for _ in range(PREFIXES)]
+    async def errand(self) -> Errand:
+        """A known one, or a new one."""
+        if self.references and self.rng.random() < KNOWN:
+            return self.rng.choice(self.references)
+        return Errand(await self._job(), self.rng.randint(1, self.output_tokens))
 
-    async def job(self) -> Job:
+    async def _job(self) -> Job:
         """A chat of one to four turns, a question behind a prefix, or a prompt of its own."""
-        length = self.rng.randint(max(1, self.input_tokens // 8), self.input_tokens)
+        make, length = self.prompts.make, self.rng.randint(max(1, self.input_tokens // 8), self.input_tokens)
         kind = self.rng.choice(("chat", "shared", "alone"))
         if kind == "chat":
             turns = self.rng.randint(1, 4)
-            texts = [await self.prompts.make(max(1, length // turns), self.rng) for _ in range(turns)]
-            return Job(tuple(texts), chat=True)
-        text = await self.prompts.make(length, self.rng)
+            return Job(
+                tuple([await make(max(1, length // turns), self.rng) for _ in range(turns)]), chat=True
+            )
+        text = await make(length, self.rng)
         if kind == "shared":
             return Job((f"{self.rng.choice(self.prefixes)}\n\n{text}",), chat=True)
         return Job((text,), chat=False)
 
+    async def add_reference(self) -> None:
+        """Do a new errand alone. Raises BenchError where the server fails."""
+        job, tokens = await self._job(), self.rng.randint(1, self.output_tokens)
+        sent = await closed_loop(self.sender(tokens), [job])
+        if sent[-1].error is not None:
+            raise BenchError(f"a request of the reference failed: {sent[-1].error}")
+        self.references.append(Errand(job, tokens, tuple(one.text for one in sent)))
 
-async def _reference(target: Target, mixture: Mixture, output_tokens: int) -> Reference:
-    """Do a new job alone. Raises BenchError where the server fails."""
-    job, tokens = await mixture.job(), mixture.rng.randint(1, output_tokens)
-    sent = await closed_loop(_sender(target, job, tokens), [job], 1, _ignore)
-    if sent[-1].error is not None:
-        raise BenchError(f"a request of the reference failed: {sent[-1].error}")
-    return Reference(job, tokens, tuple(one.text for one in sent))
-
-
-def _sender(target: Target, job: Job, tokens: int) -> Sender:
-    path = "/v1/chat/completions" if job.chat else "/v1/completions"
-    return Sender(target.client, path, tokens, ignore_eos=False, stream=True, model=target.model)
+    def sender(self, tokens: int) -> Sender:
+        return Sender(self.target, tokens)
 
 
 async def soak(
@@ -114,8 +120,8 @@ async def soak(
     server: ServerOptions = ServerOptions(),
     store: StoreOptions = StoreOptions(),
     prompts: PromptOptions = PromptOptions(),
-    minutes: Minutes = 30.0,
-    window: Annotated[float, Parameter(validator=Number(gt=0))] = 60.0,
+    minutes: AboveZero = 30.0,
+    window: AboveZero = 60.0,
     concurrency: Positive = 8,
     input_tokens: Positive = 512,
     output_tokens: Positive = 128,
@@ -153,45 +159,33 @@ async def soak(
         "output_tokens": output_tokens,
         "aborts": aborts,
         "deterministic": deterministic,
-        **prompts.settings(),
     }
-    async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
-        target = await Target.of(server, client, chat=True)
-        local = is_local(server.url)
-        with Run.begin(
-            store.out, "soak", settings=settings, card=store.card, local=local, notes=store.note
-        ) as run:
-            supply = await Supply.of(client, target.model, prompts)
-            await describe(run, target, supply)
-            mixture = Mixture(await supply.prompts(), input_tokens, random.Random(prompts.seed))
-            await mixture.prepare()
-            references: list[Reference] = []
-            if deterministic:
-                with Bar("answers alone", total=REFERENCES, unit="jobs") as bar:
-                    for _ in range(REFERENCES):
-                        references.append(await _reference(target, mixture, output_tokens))
-                        bar.advance()
-            errors: list[str] = []
-            other = 0
-            rounds = max(1, round(60 * minutes / window))
-            try:
-                with Bar("soak", total=rounds, unit="windows") as bar:
-                    for number in range(1, rounds + 1):
-                        found = await _window(
-                            target, mixture, window, concurrency, output_tokens, aborts, references
-                        )
-                        other += found.compared - found.same
-                        errors += [one.error for one in found.sent if one.error is not None]
-                        await _record(run, target, supply, concurrency, number, found, window)
-                        told = f"{len(found.sent)} requests, {len(errors)} failures in all"
-                        bar.advance(note=told + (f", {other} other answers" if deterministic else ""))
-                        if found.sent and all(one.error for one in found.sent):
-                            raise BenchError(f"every request of a window failed: {errors[-1]}")
-            finally:
-                results = run.results()
-                for table in soak_tables(results):
-                    table.print()
-            worse = list(drifts(results))
+    errors: list[str] = []
+    other = 0
+    async with measuring("soak", server, store, prompts, settings, chat=True) as (run, target, supply):
+        made, rng = await supply.prompts(), random.Random(prompts.seed)
+        prefixes = [await made.make(input_tokens, rng) for _ in range(PREFIXES)]
+        mixture = Mixture(target, made, input_tokens, output_tokens, rng, prefixes)
+        if deterministic:
+            with Bar("answers alone", total=REFERENCES, unit="jobs") as bar:
+                for _ in range(REFERENCES):
+                    await mixture.add_reference()
+                    bar.advance()
+        rounds = max(1, round(60 * minutes / window))
+        try:
+            with Bar("soak", total=rounds, unit="windows") as bar:
+                for number in range(1, rounds + 1):
+                    found = await _window(mixture, window, concurrency, aborts)
+                    other += found.compared - found.same
+                    errors += found.errors
+                    await _record(run, target, supply, concurrency, number, found, window)
+                    told = f"{len(found.sent)} requests, {len(errors)} failures in all"
+                    bar.advance(note=told + (f", {other} other answers" if deterministic else ""))
+                    if found.sent and len(found.errors) == len(found.sent):
+                        raise BenchError(f"every request of a window failed: {errors[-1]}")
+        finally:
+            show(run)
+        worse = list(drifts(run.results()))
     if errors:
         raise BenchError(f"{len(errors)} requests failed; the first: {errors[0]}")
     if other:
@@ -201,45 +195,34 @@ async def soak(
     return 0
 
 
-async def _window(
-    target: Target,
-    mixture: Mixture,
-    seconds: float,
-    clients: int,
-    output_tokens: int,
-    aborts: float,
-    references: Sequence[Reference],
-) -> Window:
+async def _window(mixture: Mixture, seconds: float, clients: int, aborts: float) -> Window:
     found, until, failures = Window(), perf_counter() + seconds, 0
 
     async def client() -> None:
         nonlocal failures
         while perf_counter() < until and failures < MOST_FAILURES:
-            known = mixture.rng.choice(references) if references and mixture.rng.random() < KNOWN else None
-            job = known.job if known else await mixture.job()
-            tokens = known.tokens if known else mixture.rng.randint(1, output_tokens)
+            errand = await mixture.errand()
+            sender = mixture.sender(errand.tokens)
             if mixture.rng.random() < aborts:
-                found.aborted += await _abort(target, job, tokens, mixture.rng.randint(1, 8))
+                found.aborted += await _abort(sender, errand.job, mixture.rng.randint(1, 8))
                 continue
-            sent = await closed_loop(_sender(target, job, tokens), [job], 1, _ignore)
+            sent = await closed_loop(sender, [errand.job])
             found.sent += sent
-            if known:
+            if errand.texts:
                 answered = [one for one in sent if one.error is None]
                 found.compared += len(answered)
-                found.same += sum(one.text == known.texts[one.turn] for one in answered)
+                found.same += sum(one.text == errand.texts[one.turn] for one in answered)
             failures = failures + 1 if sent[-1].error is not None else 0
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return found
 
 
-async def _abort(target: Target, job: Job, tokens: int, events: int) -> int:
+async def _abort(sender: Sender, job: Job, events: int) -> int:
     """Leave after so many events of the stream. Returns 1; 0 where the server did not even begin."""
-    path = "/v1/chat/completions" if job.chat else "/v1/completions"
-    said = {"messages": [{"role": "user", "content": job.turns[0]}]} if job.chat else {"prompt": job.turns[0]}
-    body = {**said, "max_tokens": tokens, "stream": True, **({"model": target.model} if target.model else {})}
+    body = {**sender.body(job, [{"role": "user", "content": job.turns[0]}]), "stream": True}
     try:
-        async with aclosing(target.client.events(path, body)) as stream:
+        async with aclosing(sender.target.client.events(sender.path(job), body)) as stream:
             async for _ in stream:
                 events -= 1
                 if events <= 0:
@@ -257,7 +240,8 @@ async def _record(
     for one in found.sent:
         values = await values_of(one, supply.vocabulary)
         tokens += values.get("verified_tokens", 0.0)
-        run.add(target.name, WORKLOAD, cell, round, values)
+        kept = {name: value for name, value in values.items() if name in LOADED}
+        run.add(target.name, WORKLOAD, cell, round, kept)
     whole = {"output_rate": tokens / seconds, "aborted": float(found.aborted)}
     if found.compared:
         whole |= {"compared_answers": float(found.compared), "same_answers": float(found.same)}
@@ -266,13 +250,14 @@ async def _record(
     run.add(target.name, WORKLOAD, cell, round, whole)
 
 
-DRIFTS = ("output_rate", "itl", "ttft", "resident_memory")
-TOLERATED = 1.1
+def by_window(rows: pd.DataFrame, metric: str) -> "pd.Series[float]":
+    """The median of a metric in each window."""
+    return rows[rows["metric"] == metric].groupby("round")["value"].median()
 
 
 def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
     """The last quarter of the windows against the first after the first window: above 1 is better."""
-    medians = rows[rows["metric"] == metric].groupby("round")["value"].median().iloc[1:]
+    medians = by_window(rows, metric).iloc[1:]
     quarter = len(medians) // 4
     if quarter < LEAST_ROUNDS:
         return None
@@ -282,40 +267,35 @@ def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
 
 def drifts(results: Results) -> Iterator[str]:
     """What has become worse by more than chance and a tenth, in words."""
-    rows = results.frame[results.frame["workload"] == WORKLOAD]
     for metric in DRIFTS:
-        ratio = drift(rows, metric)
+        ratio = drift(results.frame, metric)
         if ratio is not None and ratio.high is not None and ratio.high < 1 / TOLERATED:
             yield f"{METRICS[metric].title}: the last quarter is {ratio} times as good as the first"
 
 
 def soak_tables(results: Results) -> list[Table]:
     """One table: each quantity over all windows, in the first quarter and the last."""
-    rows = results.frame[results.frame["workload"] == WORKLOAD]
-    if not len(rows):
-        return []
-    lines: list[list[Cell]] = []
-    for metric in DRIFTS:
-        medians = rows[rows["metric"] == metric].groupby("round")["value"].median()
-        if len(medians):
-            told = verdict(drift(rows, metric))
-            spread = [float(medians.min()), float(medians.median()), float(medians.max())]
-            lines.append([f"{METRICS[metric].title}, {METRICS[metric].unit}", *spread, told])
-    sums = {name: int(rows[rows["metric"] == name]["value"].sum()) for name in ("failed", "aborted")}
+    rows = results.frame
+    lines = [
+        {
+            "by window": f"{METRICS[metric].title}, {METRICS[metric].unit}",
+            "least": float(medians.min()),
+            "median": float(medians.median()),
+            "most": float(medians.max()),
+            "last / first": ratio.verdict if (ratio := drift(rows, metric)) is not None else None,
+        }
+        for metric in DRIFTS
+        if len(medians := by_window(rows, metric))
+    ]
     requests = int((rows["metric"] == "latency").sum())
-    notes = [f"{requests:,} requests answered, {sums['failed']} FAILED, {sums['aborted']} given up by us"]
-    compared, same = (
-        int(rows[rows["metric"] == name]["value"].sum()) for name in ("compared_answers", "same_answers")
+    failed, aborted, compared, same = (
+        round(total(rows, name)) for name in ("failed", "aborted", "compared_answers", "same_answers")
     )
+    notes = [f"{requests:,} requests answered, {failed} FAILED, {aborted} given up by us"]
     if compared:
         notes.append(f"{compared:,} answers compared with those given alone: {compared - same} are OTHERS")
     notes.append(
         f"last / first: times as good, the last quarter of the windows against the first; from "
         f"{4 * LEAST_ROUNDS + 1} windows on"
     )
-    header = ["by window", "least", "median", "most", "last / first"]
-    return [Table(header, lines, title="Soak", notes=notes)]
-
-
-def _ignore(_: Sent) -> None:
-    pass
+    return [Table.of(lines, title="Soak", notes=notes)]

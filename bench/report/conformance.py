@@ -6,12 +6,6 @@ from bench.terminal import Cell, Table
 WORKLOAD = "conformance"
 
 
-def show_conformance(results: Results) -> None:
-    """Print the tables of every run and server; nothing where nothing was checked."""
-    for table in conformance_tables(results):
-        table.print()
-
-
 def conformance_tables(results: Results) -> list[Table]:
     """For each run and server the counts by theme; failures with their reasons are its notes."""
     made: list[Table] = []

@@ -9,12 +9,6 @@ WORKLOAD = "KV cache"
 """The store's workload: a cell each type."""
 
 
-def show_kv_cache(results: Results) -> None:
-    """Print the table of every model."""
-    for table in kv_cache_tables(results):
-        table.print()
-
-
 def kv_cache_tables(results: Results) -> list[Table]:
     """For each run and model a row a type: bytes, time, divergence from f16, retrieval."""
     made: list[Table] = []

@@ -13,10 +13,6 @@ from bench.metrics import METRICS
 from bench.report.plot import PALETTE, figure
 from bench.terminal import show
 
-DRAWN = ("step_time", "prefill_time", "conversion_time")
-"""Metrics that get a picture of their own, if there are few enough cells."""
-MOST_PANELS = 6
-
 
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
     """Every picture that there are figures for, as SVG files: title -> file. ``about``: model and card."""
@@ -27,10 +23,6 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
         made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
     if len(open_loops(frame)):
         made["Goodput"] = draw_open_loops(frame, folder / f"{prefix}goodput.svg", about)
-    for metric in DRAWN:
-        if 0 < len(panels_of(frame, metric)) <= MOST_PANELS:
-            title = METRICS[metric].title.capitalize()
-            made[title] = draw_metric(frame, metric, folder / f"{prefix}{metric}.svg", about)
     return made
 
 
@@ -124,33 +116,6 @@ def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, tit
             axis.set_xlabel(what)
             axis.set_title(f"{workload} prompts", fontsize=9)
         axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return path
-
-
-def panels_of(frame: pd.DataFrame, metric: str) -> list[tuple[str, str]]:
-    """Every workload and cell that a metric was measured in."""
-    rows = frame[frame["metric"] == metric]
-    return list(dict.fromkeys(zip(rows["workload"], rows["cell"], strict=True)))
-
-
-def draw_metric(frame: pd.DataFrame, metric: str, path: Path, about: str = "") -> Path:
-    """Any metric: a panel a workload and cell, a bar a subject, every round a dot."""
-    rows = frame[frame["metric"] == metric]
-    panels = panels_of(frame, metric)
-    subjects, colours = list(dict.fromkeys(rows["subject"])), colours_of(frame)
-    height = 1.3 + 0.4 * len(subjects)
-    title = _titled(f"{METRICS[metric].title}, {METRICS[metric].unit}", about)
-    with figure(path, title=title, columns=len(panels), width=2 + 3.2 * len(panels), height=height) as axes:
-        for axis, (workload, cell) in zip(axes, panels, strict=True):
-            some = rows[(rows["workload"] == workload) & (rows["cell"] == cell)]
-            for place, subject in enumerate(subjects):
-                values = some[some["subject"] == subject]["value"]
-                axis.barh([place], [values.median()], 0.7, color=colours[subject], alpha=0.8)
-                axis.plot(values, [place] * len(values), "k.", markersize=4)
-            axis.set_yticks(range(len(subjects)), subjects if axis is axes[0] else [""] * len(subjects))
-            axis.set_ylim(len(subjects) - 0.4, -0.6)
-            axis.set_title(f"{workload}, {cell}", fontsize=9)
-            axis.grid(axis="y", visible=False)
     return path
 
 

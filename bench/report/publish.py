@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.analysis.comparison import compare_subjects
-from bench.analysis.statistics import LEAST_ROUNDS, percentiles
+from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects, percentiles
 from bench.errors import BenchError
 from bench.load.protocol import DISTINCT, OFFICIAL
 from bench.report.pictures import draw_pictures, loads
@@ -154,9 +153,8 @@ def _with_ratio(value: float, rows: pd.DataFrame, subject: str, reference: str, 
     ratio = compare_subjects(rows, subject, reference, metric)
     if ratio is None:
         return show(value)
-    known = ratio.paired and ratio.ratio.low is not None
-    times = ratio.ratio.value
-    return f"{show(value)} ({ratio.ratio if known else f'{times:.2f}x'})"
+    known = ratio.paired and ratio.low is not None
+    return f"{show(value)} ({ratio if known else f'{ratio.value:.2f}x'})"
 
 
 def _run_in_words(manifest: Manifest) -> str:

@@ -9,13 +9,11 @@ import pandas as pd
 from bench.gates.score import WORKLOAD as GATES
 from bench.gates.score import gate_scores
 from bench.report.perplexity import HISTOGRAM, WORKLOAD
-from bench.report.plot import PALETTE, figure
+from bench.report.plot import PALETTE, VERDICTS, figure
 from bench.store import Results
 
 if TYPE_CHECKING:
     from bench.gates.score import GateScore
-
-COLOURS = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1], None: PALETTE[6]}
 
 
 def quality_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -53,7 +51,7 @@ def draw_gates(scores: "Sequence[GateScore]", path: Path) -> Path:
                 xerr=[[100 * (gate.score - low)], [100 * (high - gate.score)]],
                 fmt="o",
                 capsize=4,
-                color=COLOURS[gate.verdict],
+                color=VERDICTS[gate.verdict],
             )
             for value, style in ((gate.threshold, "solid"), (gate.baseline, "dotted")):
                 if value is not None:

@@ -2,44 +2,18 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from bench.errors import BenchError
-from bench.report.pictures import draw_pictures
-from bench.report.publish import model_and_card, publish_results
-from bench.report.tables import subjects_table
+from bench.report.publish import publish_results
+from bench.report.views import pictures_of, tables_of
 from bench.store import Manifest, Results, load, write_atomically
 from bench.terminal import Table, show
-
-VIEWS = {
-    "latency": "bench.report.latency:latency_tables",
-    "throughput": "bench.report.throughput:throughput_tables",
-    "peers": "bench.report.peers:peers_tables",
-    "quality": "bench.report.quality:quality_tables",
-    "perplexity": "bench.report.perplexity:perplexity_tables",
-    "conformance": "bench.report.conformance:conformance_tables",
-    "sweep": "bench.report.sweep:sweep_tables",
-    "kv-cache": "bench.report.kv_cache:kv_cache_tables",
-}
-"""By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
-
-ADVICE = {"sweep": "bench.report.sweep:sweep_advice"}
-"""By verb, where sentences are made that stand above the tables: a function of `Results`."""
-
-PICTURES = {
-    "quality": "bench.report.quality_pictures:quality_pictures",
-    "perplexity": "bench.report.quality_pictures:perplexity_pictures",
-    "sweep": "bench.report.sweep_pictures:sweep_pictures",
-}
-"""By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix
-that returns files by title."""
 
 # what matplotlib writes around a picture for other programs than a browser that has the page already
 XML_HEAD = re.compile(r"^.*?(?=<svg)", re.DOTALL)
@@ -56,7 +30,6 @@ class Section:
     tables: Sequence[Table]
     pictures: Mapping[str, Path]
     facts: Mapping[str, str]
-    advice: Sequence[str] = field(default_factory=tuple)
 
 
 def report(
@@ -121,20 +94,9 @@ def write_page(results: Results, folder: Path) -> list[Path]:
 def make_section(results: Results, run: str, pictures: Path) -> Section:
     """One run: what its verb shows, the pictures there are figures for, and how it was made."""
     manifest = results.manifests[run]
-    one = Results(results.of(run=run), {run: manifest})
-    prefix = f"{run}-"
-    drawn = draw_pictures(one.frame, pictures, about=model_and_card(manifest), prefix=prefix)
-    if manifest.verb in PICTURES and not one.frame.empty:
-        drawn |= _find(PICTURES[manifest.verb])(one, pictures, prefix)
-    if one.frame.empty:
-        tables: Sequence[Table] = []
-    elif manifest.verb in VIEWS:
-        tables = _find(VIEWS[manifest.verb])(one)
-    else:
-        tables = [subjects_table(one)]
-    advice = _find(ADVICE[manifest.verb])(one) if manifest.verb in ADVICE and not one.frame.empty else ()
     title = f"{manifest.verb}, {manifest.started:%Y-%m-%d %H:%M} UTC, {manifest.card or 'no card'}"
-    return Section(title, manifest.status, tables, drawn, facts(manifest), advice)
+    drawn = pictures_of(results, run, pictures)
+    return Section(title, manifest.status, tables_of(results, run), drawn, facts(manifest))
 
 
 def facts(manifest: Manifest) -> dict[str, str]:
@@ -162,19 +124,12 @@ def markdown(title: str, sections: Sequence[Section], folder: Path) -> str:
         parts.append(f"## {section.title}")
         if section.status != "finished":
             parts.append(f"This run did not finish ({section.status}).")
-        parts += section.advice
         parts += [
             f"![{name}]({path.relative_to(folder).as_posix()})" for name, path in section.pictures.items()
         ]
         parts += [table.markdown().strip() for table in section.tables]
         parts.append("\n".join(f"- {name}: {value}" for name, value in section.facts.items()))
     return "\n\n".join(parts) + "\n"
-
-
-def _find(where: str) -> Callable[..., Any]:
-    module, _, name = where.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
 
 
 def _listed(group: Mapping[str, object]) -> str:

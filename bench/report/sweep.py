@@ -16,16 +16,8 @@ WEIGHTS, FILE = "weights", "file"
 """The store's workload and cell of a GGUF's size and bits."""
 
 
-def show_sweep(results: Results) -> None:
-    """Print the tables of every sweep, and under them what to ship."""
-    for table in sweep_tables(results):
-        table.print()
-    for sentence in sweep_advice(results):
-        print(sentence)
-
-
 def sweep_tables(results: Results) -> list[Table]:
-    """For each sweep the standings, then the latencies, if there are any."""
+    """For each sweep the standings with what to ship, then the latencies, if there are any."""
     made: list[Table] = []
     for run, manifest in results.manifests.items():
         if manifest.verb == VERB:
@@ -34,16 +26,6 @@ def sweep_tables(results: Results) -> list[Table]:
             if (rows["metric"] == LATENCY).any():
                 made.append(_latencies(rows, manifest.settings["variants"]))
     return made
-
-
-def sweep_advice(results: Results) -> list[str]:
-    """For each sweep which variant to ship and why, a sentence each."""
-    return [
-        sentence
-        for run, manifest in results.manifests.items()
-        if manifest.verb == VERB
-        for sentence in rank(results, run).advice
-    ]
 
 
 def gate_names(standings: list[Standing]) -> list[str]:
@@ -77,7 +59,7 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
             line += paired_cells(standing)
         line.append(_remark(ranking, standing))
         lines.append(line)
-    notes = []
+    notes = list(ranking.advice)
     if any(standing.speed is not None for standing in ranking.standings):
         notes.append(
             f"speed: times as fast as {ranking.baseline}, geometric mean over categories and protocols, "

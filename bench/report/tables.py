@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from bench.analysis.comparison import compare_subjects
-from bench.analysis.statistics import by_round, percentiles
+from bench.analysis.statistics import by_round, compare_subjects, percentiles
 from bench.metrics import METRICS
 from bench.store import Results
 from bench.terminal import Cell, Table, show
@@ -76,7 +75,7 @@ def _lines(
         if lines:
             line[:2] = ["", ""]
         line += [found.p50, f"{show(found.p10)} to {show(found.p90)}"] if spread else [None, None]
-        lines.append([*line, counted, str(ratio) if ratio is not None else None])
+        lines.append([*line, counted, ratio.verdict if ratio is not None else None])
     return lines
 
 

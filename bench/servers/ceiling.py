@@ -9,14 +9,15 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import pandas as pd
 
 from bench.errors import BenchError
+from bench.load.protocol import CATEGORIES
 from bench.store import Run
 
 PROGRAM = "llama-batched-bench"
@@ -48,41 +49,57 @@ class Batch:
         return self.sequences * self.output_tokens / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """Batches of several shapes."""
+Ceiling = Mapping[tuple[int, int, int], Batch]
+"""By tokens in, tokens out and sequences; empty where nothing was measured."""
 
-    batches: Sequence[Batch]
 
-    @classmethod
-    def of(cls, frame: pd.DataFrame) -> Self | None:
-        """As it was recorded; None where a run has none."""
-        rows = frame[frame["workload"] == WORKLOAD].pivot_table(
-            index="cell", columns="metric", values="value"
-        )
-        if rows.empty:
-            return None
-        shapes = [match.groups() for cell in rows.index if (match := CELL.fullmatch(cell))]
-        times = rows[["prefill_seconds", "decode_seconds"]].to_numpy().tolist()
-        return cls([Batch(*map(int, shape), *each) for shape, each in zip(shapes, times, strict=True)])
+def record_ceiling(run: Run, batches: Sequence[Batch]) -> None:
+    """Append them to a run, as round 1."""
+    for batch in batches:
+        cell = f"{batch.prompt_tokens} in, {batch.output_tokens} out, {batch.sequences} sequences"
+        times = {"prefill_seconds": batch.prefill_seconds, "decode_seconds": batch.decode_seconds}
+        run.add(SUBJECT, WORKLOAD, cell, 1, times)
 
-    def record(self, run: Run) -> None:
-        """Append it to a run, as round 1."""
-        for batch in self.batches:
-            cell = f"{batch.prompt_tokens} in, {batch.output_tokens} out, {batch.sequences} sequences"
-            times = {"prefill_seconds": batch.prefill_seconds, "decode_seconds": batch.decode_seconds}
-            run.add(SUBJECT, WORKLOAD, cell, 1, times)
 
-    def batch(self, prompt_tokens: int, output_tokens: int, sequences: int) -> Batch | None:
-        """That of this shape; None when it was not run."""
-        shape = (prompt_tokens, output_tokens, sequences)
-        found = (b for b in self.batches if (b.prompt_tokens, b.output_tokens, b.sequences) == shape)
-        return next(found, None)
+def read_ceiling(frame: pd.DataFrame) -> Ceiling:
+    """As it was recorded."""
+    rows = frame[frame["workload"] == WORKLOAD]
+    found: dict[tuple[int, int, int], Batch] = {}
+    for cell, times in rows.pivot_table(index="cell", columns="metric", values="value").iterrows():
+        if match := CELL.fullmatch(str(cell)):
+            tokens_in, tokens_out, sequences = map(int, match.groups())
+            both = float(times["prefill_seconds"]), float(times["decode_seconds"])
+            found[tokens_in, tokens_out, sequences] = Batch(tokens_in, tokens_out, sequences, *both)
+    return found
 
-    def prefill_rate(self, tokens: int) -> float | None:
-        """Tokens a second at which one prompt of this length is read; None when it was not run."""
-        found = (b for b in self.batches if (b.prompt_tokens, b.sequences) == (tokens, 1))
-        return next((tokens / batch.prefill_seconds for batch in found), None)
+
+def request_ms(ceiling: Ceiling, category: str) -> float | None:
+    """How long llama.cpp alone takes for a category's request; None where that was not measured."""
+    one = CATEGORIES[category]
+    found = ceiling.get((one.prompt_tokens, one.max_tokens, 1))
+    return 1000 * found.seconds if found is not None else None
+
+
+def output_rate(ceiling: Ceiling, workload: str, level: int, settings: Mapping[str, Any]) -> float | None:
+    """Output tok/s of llama.cpp alone at a level of concurrency; None for conversations.
+
+    With shared prefixes: each prefix read once, then rounds of full batches of questions, decoded as if they
+    had no prefix before them, so it can not quite be reached.
+    """
+    if not ceiling or workload == "chat":
+        return None
+    question, answer = int(settings["input_tokens"]), int(settings["output_tokens"])
+    batch = ceiling.get((question, answer, level))
+    if batch is None or workload != "shared-prefix":
+        return batch.output_rate if batch is not None else None
+    length = int(settings["prefix_tokens"])
+    prefix = [one for (tokens, _, sequences), one in ceiling.items() if (tokens, sequences) == (length, 1)]
+    if not prefix:
+        return None
+    waves = int(settings["waves"])
+    requests = max(4, waves * level) if waves else int(settings["requests"])
+    prefixes = min(int(settings["prefixes"]), requests) * prefix[0].prefill_seconds
+    return requests * answer / (prefixes + requests / level * batch.seconds)
 
 
 async def run_batches(

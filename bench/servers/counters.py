@@ -10,7 +10,6 @@ two readings becomes rows of the store:
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -75,17 +74,8 @@ def growth(before: Counters, after: Counters) -> Counters:
     return {key: value for key, value in grown.items() if value}
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A row of the store in the making."""
-
-    workload: str
-    cell: str
-    values: dict[str, float]
-
-
-def counted(grown: Counters, cell: str) -> Iterator[Counted]:
-    """The rows of a stretch of work that ``cell`` names."""
+def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(workload, cell, values) of the store's rows, of a stretch of work that ``cell`` names."""
     steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     engine: dict[str, float] = {}
@@ -101,11 +91,11 @@ def counted(grown: Counters, cell: str) -> Iterator[Counted]:
             engine[ENGINE_COUNTERS[name]] = value
     for kind, values in sorted(steps.items()):
         if values.get("steps"):
-            yield Counted(STEPS, f"{cell}, {kind}", dict(values))
+            yield STEPS, f"{cell}, {kind}", dict(values)
     for drafter, values in sorted(drafts.items()):
-        yield Counted(DRAFTS, f"{cell}, {drafter}", dict(values))
+        yield DRAFTS, f"{cell}, {drafter}", dict(values)
     if engine:
-        yield Counted(ENGINE, cell, engine)
+        yield ENGINE, cell, engine
 
 
 def record_growth(
@@ -113,8 +103,8 @@ def record_growth(
 ) -> None:
     """Append what grew between two readings around a cell's round; nothing for servers that do not count."""
     if before and after:
-        for one in counted(growth(before, after), f"{workload}, {cell}"):
-            run.add(subject, one.workload, one.cell, round, one.values)
+        for kind, name, values in counted(growth(before, after), f"{workload}, {cell}"):
+            run.add(subject, kind, name, round, values)
 
 
 def _kind(labels: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +18,15 @@ from bench.errors import BenchError
 
 POLL_SECONDS = 0.1
 LOG_LINES = 12
+
+
+def search_path(variable: str, folder: Path) -> dict[str, str]:
+    """An environment in which a child searches ``folder`` first."""
+    return {variable: os.pathsep.join(filter(None, [str(folder), os.environ.get(variable, "")]))}
+
+
+PYTHON_PATH = search_path("PYTHONPATH", Path(__file__).resolve().parents[2])
+"""In which a child finds this checkout's packages, wherever it runs."""
 
 
 class StartError(BenchError):
@@ -133,27 +142,6 @@ class ServerProcess:
                     log = f"; its log ends:\n{self.tail()}" if self.command else ""
                     raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
                 await asyncio.sleep(POLL_SECONDS)
-
-
-async def start_all(servers: Iterable[ServerProcess]) -> list[StartError | None]:
-    """Start one after the other: a server that measures the machine at its start must have it to itself.
-
-    What failed is in its server's place. Another error stops them all and is raised.
-    """
-    servers = list(servers)
-    failures: list[StartError | None] = []
-    try:
-        for server in servers:
-            failure = None
-            try:
-                await server.start()
-            except StartError as error:
-                failure = error
-            failures.append(failure)
-    except BaseException:
-        await asyncio.gather(*(server.stop() for server in servers))
-        raise
-    return failures
 
 
 def free_port() -> int:

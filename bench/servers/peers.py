@@ -10,28 +10,24 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from bench.analysis.statistics import DEFAULT_ROUNDS
-from bench.arguments import (
-    Natural,
-    Positive,
-    PromptOptions,
-    StoreOptions,
-    comma_separated,
-)
+from bench.arguments import Natural, Positive, PromptOptions, StoreOptions
 from bench.errors import BenchError
-from bench.load.cell import Cell, Supply, Target
-from bench.load.latency import LatencyCell, read_baseline
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, WARM_UPS, Category, category
+from bench.load.cell import Cell, Supply
+from bench.load.generator import Target
+from bench.load.latency import Categories, Protocol, latency_cells, read_baseline
+from bench.load.protocol import ALL_CATEGORIES, OFFICIAL, WARM_UPS
 from bench.load.tasks import HELDOUT, task_cells
 from bench.load.throughput import Kind, LoadOptions
-from bench.report.peers import show_peers
+from bench.report.views import show
 from bench.servers.builds import build_programs, this_machines_flavour
 from bench.servers.ceiling import PROGRAM as BATCHES
-from bench.servers.ceiling import Ceiling, run_batches
-from bench.servers.commands import Setup, allocated
-from bench.servers.peer import SYNTAX, Peer, parse_peer
-from bench.servers.presets import HELP
+from bench.servers.ceiling import record_ceiling, run_batches
+from bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
 from bench.servers.turns import Contender, Turns
 from bench.store import Run, load
+
+ALLOCATION = 256
+"""Cells that llama.cpp allocates at a time."""
 
 TEMPLATE_TOKENS = 64
 """Room for a chat template around a prompt."""
@@ -88,9 +84,9 @@ class Work:
     """One request at a time, a load, or held-out tasks."""
     rounds: Positive = DEFAULT_ROUNDS
     """Times that every server has its turn at every part; fewer than 10 settle nothing below 10%."""
-    protocol: Literal["both", "official", "distinct"] = "both"
+    protocol: Protocol = "both"
     """latency: the same prompt again, another each time, or both."""
-    categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values())
+    categories: Categories = ALL_CATEGORIES
     """latency: some of short, medium and long."""
     runs: Positive = 1
     """latency: timed requests of each category in each round."""
@@ -127,31 +123,23 @@ class Work:
             return {**made, "items": self.items, "max_tokens": self.max_tokens}
         return {**made, **load.settings(self.workload, LEVELS)}
 
-    async def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
+    def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
         """One for each category and protocol, level or rate, or family of tasks."""
-        if self.workload == "latency":
-            return self._latency_cells(supply, load)
         if self.workload == "tasks":
-            return task_cells(self.tasks, self.items, supply, max_tokens=self.max_tokens)
-        return await load.cells(self.workload, supply, LEVELS)
-
-    def _latency_cells(self, supply: Supply, load: LoadOptions) -> list[Cell]:
-        protocols = (OFFICIAL, DISTINCT) if self.protocol == "both" else (self.protocol,)
-        counts = [(False, self.runs), *([(True, self.stream_runs)] if self.stream_runs else [])]
-        return [
-            LatencyCell(
-                one,
-                protocol,
-                supply,
-                endpoint=load.endpoint or "/v1/completions",  # every server has this one
-                streamed=streamed,
-                warmup=WARM_UPS if load.warmup is None else load.warmup,
-                count=count,
-            )
-            for one in self.categories
-            for protocol in protocols
-            for streamed, count in counts
-        ]
+            given = {"max_tokens": self.max_tokens, "rounds": self.rounds}
+            return task_cells(self.tasks, self.items, supply, **given)
+        if self.workload != "latency":
+            return load.cells(self.workload, supply, LEVELS, self.rounds)
+        endpoint = load.endpoint or "/v1/completions"  # every server has this one
+        return latency_cells(
+            self.categories,
+            self.protocol,
+            supply,
+            endpoints=(endpoint, endpoint),
+            warmup=WARM_UPS if load.warmup is None else load.warmup,
+            rounds=(self.rounds, self.rounds),
+            counts=(self.runs, self.stream_runs),
+        )
 
 
 async def peers(
@@ -183,9 +171,9 @@ async def peers(
 
     async def make_cells(target: Target) -> tuple[Supply, Sequence[Cell]]:
         supply = await Supply.of(target.client, target.model, prompts)
-        return supply, await work.cells(supply, load)
+        return supply, work.cells(supply, load)
 
-    with Run.begin(store.out, "peers", settings=settings, card=store.card, notes=store.note) as run:
+    with store.begin("peers", settings) as run:
         setup = replace(setup, logs=run.folder / "logs")
         contenders = [
             Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in found
@@ -194,7 +182,7 @@ async def peers(
             await _ceiling(run, who, work, load, setup)
             await Turns(run, contenders, reference, work.rounds, resident, make_cells).hold()
         finally:
-            show_peers(run.results())
+            show(run)
         if not len(run.results().of(metric=["latency", "ttft"])):
             reasons = "\n".join(f"{one.peer.name}: {one.failed or 'not reached'}" for one in contenders)
             raise BenchError(f"nothing was measured:\n{reasons}")
@@ -211,8 +199,6 @@ output is in the run's folder. llama-batched-bench gives the ceiling that the en
     qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned
 
 {SYNTAX}
-
-{HELP}
 """
 
 
@@ -248,7 +234,7 @@ def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -
     return Setup(
         gguf=who.gguf or Path(),
         parallel=slots,
-        context=who.context or ROOM * slots * allocated(tokens),
+        context=who.context or ROOM * slots * ALLOCATION * -(-tokens // ALLOCATION),
         threads=who.threads,
         binaries=(binaries or Path()).resolve(),
         python=who.python,
@@ -324,4 +310,4 @@ async def _ceiling(run: Run, who: PeerOptions, work: Work, load: LoadOptions, se
     except BenchError as error:
         run.note(f"no ceiling: {error}")
     else:
-        Ceiling(batches).record(run)
+        record_ceiling(run, batches)

@@ -13,11 +13,11 @@ from typing import Self
 
 from bench import provenance
 from bench.errors import BenchError
-from bench.load.cell import Cell, Supply, Target, measure_counted
+from bench.load.cell import Cell, Supply, measure_counted
 from bench.load.client import Client
-from bench.servers.commands import Setup, command_for, resources
-from bench.servers.launch import ServerProcess, start_all
-from bench.servers.peer import Peer
+from bench.load.generator import Target
+from bench.servers.launch import ServerProcess
+from bench.servers.programs import Peer, Setup, process_of, resources
 from bench.store import Run
 from bench.terminal import Bar
 
@@ -38,7 +38,7 @@ class Contender:
     @classmethod
     def of(cls, peer: Peer, setup: Setup, run: Run, *, timeout: float, api_key: str | None) -> Self:
         """Not started yet; its command line and resources are on record."""
-        process = command_for(peer, setup)
+        process = process_of(peer, setup)
         command = [Path(word).name if at == 0 else word for at, word in enumerate(process.command)]
         log = {"log": str(process.log)} if process.log is not None else {}
         run.describe(
@@ -83,8 +83,7 @@ class Turns:
     rounds: int
     resident: bool
     make_cells: Callable[[Target], Awaitable[tuple[Supply, Sequence[Cell]]]]
-    _cells: Sequence[Cell] | None = None
-    _supply: Supply | None = None
+    _cells: Sequence[Cell] = ()
 
     async def hold(self) -> None:
         """Start, measure, stop. All servers are stopped when this returns, however it does."""
@@ -101,58 +100,53 @@ class Turns:
                 await contender.target.client.__aexit__(None, None, None)
 
     async def _all_at_once(self) -> None:
-        await self._start(self.contenders)
+        # one after the other: a server that measures the machine at its start must have it to itself
+        for contender in self.contenders:
+            await self._start(contender)
         first = next((one for one in self.contenders if one.alive), None)
         if first is None:
             return
-        cells = await self._prepared(first.target)
-        with self._bar(cells) as bar:
+        await self._prepare(first.target)
+        alive = sum(one.alive for one in self.contenders)
+        with self._bar(self.rounds * alive) as bar:
             for round in range(1, self.rounds + 1):
-                for turn, cell in enumerate(cells):
+                for turn, cell in enumerate(self._cells):
                     for contender in _from(self.contenders, round + turn):
                         await self._visit(contender, cell, round, bar, again=round > 1)
                 self._compare(round)
 
     async def _one_after_another(self) -> None:
-        bar: Bar | None = None
         for round in range(1, self.rounds + 1):
             for contender in _from(self.contenders, round):
-                await self._start([contender])
+                await self._start(contender)
                 if contender.alive:
-                    cells = await self._prepared(contender.target)
-                    with self._bar(cells, rounds=1, peers=1) as bar:
-                        for cell in cells:
+                    await self._prepare(contender.target)
+                    with self._bar(1) as bar:
+                        for cell in self._cells:
                             await self._visit(contender, cell, round, bar, again=False)
                 await contender.process.stop()
             self._compare(round)
 
-    async def _prepared(self, target: Target) -> Sequence[Cell]:
-        if self._cells is None:
-            self._supply, self._cells = await self.make_cells(target)
-            for cell in self._cells:
-                await cell.prepare(self.rounds)
-        assert self._supply is not None
+    async def _prepare(self, target: Target) -> None:
+        if self._cells:
+            return
+        supply, self._cells = await self.make_cells(target)
+        for cell in self._cells:
+            await cell.prepare()
         for one in self.contenders:
-            if "counted_by" not in self.run.manifest.subjects[one.peer.name]:
-                self.run.describe(one.peer.name, counted_by=self._supply.counted_by)
-        return self._cells
+            self.run.describe(one.peer.name, counted_by=supply.counted_by)
 
-    def _bar(self, cells: Sequence[Cell], *, rounds: int | None = None, peers: int | None = None) -> Bar:
-        each = sum(cell.requests() for cell in cells)
-        total = each * (rounds or self.rounds) * (peers or sum(one.alive for one in self.contenders))
-        return Bar("peers in turns", total=total)
+    def _bar(self, turns: int) -> Bar:
+        return Bar("peers in turns", total=turns * sum(cell.requests for cell in self._cells))
 
-    async def _start(self, contenders: Sequence[Contender]) -> None:
-        alive = [contender for contender in contenders if contender.alive]
-        outcomes = await start_all([contender.process for contender in alive])
-        for contender, failure in zip(alive, outcomes, strict=True):
-            if failure is not None:
-                contender.fail(self.run, str(failure))
-                continue
-            try:
-                await contender.started(self.run)
-            except BenchError as error:
-                contender.fail(self.run, str(error))
+    async def _start(self, contender: Contender) -> None:
+        if not contender.alive:
+            return
+        try:
+            await contender.process.start()
+            await contender.started(self.run)
+        except BenchError as error:
+            contender.fail(self.run, str(error))
 
     async def _visit(self, contender: Contender, cell: Cell, round: int, bar: Bar, *, again: bool) -> None:
         if not contender.alive:
@@ -168,7 +162,7 @@ class Turns:
             contender.fail(self.run, f"{where}, round {round}: {error}{log}")
             return
         contender.answers[cell.workload, cell.name] = found.answers
-        bar.advance(0, note=f"{contender.peer.name}, {where}: {found.said}")
+        bar.advance(0, note=f"{contender.peer.name}, {where}")
 
     def _compare(self, round: int) -> None:
         """Record how many of a round's answers equal the reference's, of those that both gave."""

@@ -3,18 +3,24 @@
 import argparse
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from bench import provenance
 from bench.analysis.statistics import DEFAULT_ROUNDS
+from bench.arguments import Natural, Positive, StoreOptions, parsed_by
 from bench.errors import BenchError
 from bench.gates.gate import NANO_FOLDER
-from bench.gates.options import GateOptions
-from bench.load.protocol import Category
+from bench.gates.options import Data, GateOptions, Limit
+from bench.load.latency import Categories, Protocol, protocols_of
+from bench.load.protocol import ALL_CATEGORIES
 from bench.variants.variant import Variant
 from convert.prune_vocab import label
 from convert.recipes import Recipe, known_recipes, load_recipe
@@ -39,23 +45,88 @@ LIGHT = Effort(rounds=7, runs=1, warmup=1, stream_runs=0)
 """For nano: a minute or two a variant on two cores. Intervals of fewer rounds are somewhat too narrow."""
 
 
-@dataclass(frozen=True, slots=True)
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings of one sweep. ``gates`` None leaves the quality gates out."""
+    """How the variants are made and measured."""
 
-    source: str
-    model: str
-    models: Path
-    store: Path
-    gates: GateOptions | None
-    protocols: tuple[str, ...]
-    categories: tuple[Category, ...]
-    effort: Effort
-    seed: int
-    threads: int | None
-    convert_options: tuple[str, ...]
-    start_timeout: float
-    timeout: float
+    src: str
+    """The checkpoint, a folder or a hub id."""
+    models: Path = Path("models")
+    """Where the GGUFs are or go."""
+    name: str | None = None
+    """First part of the GGUFs' names (else the source's)."""
+    convert_options: Annotated[tuple[str, ...], parsed_by(lambda text: tuple(shlex.split(text)))] = ()
+    """Further options of python -m convert: --convert-options='--no-kld --keep-vocab 100000'."""
+    threads: Positive | None = None
+    """CPU threads of converter and server (their own choice)."""
+    tasks: str | None = None
+    """nano, official, none, or names as of qwen-bench quality (else nano for a source with held-out items of
+    its own, official for any other)."""
+    limit: Limit = 0.1
+    """Items of each subtask: a share below 1, a number, or all."""
+    concurrency: Positive = 8
+    """Requests of a gate under way at once."""
+    data: Data = ()
+    """GATE=FOLDER: a dataset's local copy; may be repeated."""
+    rounds: Natural | None = None
+    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); 0 for no
+    timing."""
+    runs: Positive | None = None
+    """Timed requests per category, protocol and round (5; 1 for nano)."""
+    warmup: Natural | None = None
+    """Untimed requests before them (2; 1 for nano)."""
+    stream_runs: Natural | None = None
+    """Streamed requests per category, protocol and round, for TTFT and ITL (1; 0 for nano)."""
+    protocol: Protocol = "both"
+    """The same prompt again (official), another one each time (distinct), or both."""
+    categories: Categories = ALL_CATEGORIES
+    """Some of short, medium and long."""
+    seed: int = 0
+    """Of the drawn items and the prompts."""
+    start_timeout: float = 900.0
+    """Seconds a server may take to start."""
+    timeout: float = 3600.0
+    """Seconds a request may take."""
+    store: StoreOptions = StoreOptions()
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the source has held-out items and recorded answers of its own, as nano's folder has."""
+        folder = Path(self.src)
+        return (folder / "heldout").is_dir() and (folder / "reference.json").is_file()
+
+    @property
+    def model(self) -> str:
+        """The first part of the GGUFs' names: a folder's own, or the last part of a hub id."""
+        folder = Path(self.src).expanduser()
+        return self.name or (folder.resolve().name if folder.is_dir() else self.src.rpartition("/")[2])
+
+    @cached_property
+    def effort(self) -> Effort:
+        """How much is timed, by default what suits the source."""
+        usual = LIGHT if self.has_items else FULL
+        return Effort(
+            rounds=usual.rounds if self.rounds is None else self.rounds,
+            runs=usual.runs if self.runs is None else self.runs,
+            warmup=usual.warmup if self.warmup is None else self.warmup,
+            stream_runs=usual.stream_runs if self.stream_runs is None else self.stream_runs,
+        )
+
+    @cached_property
+    def gates(self) -> GateOptions | None:
+        """What is asked; None leaves the quality gates out."""
+        asked = self.tasks or ("nano" if self.has_items else "official")
+        if asked == "none":
+            return None
+        return GateOptions(
+            tasks=asked,
+            limit=self.limit,
+            seed=self.seed,
+            concurrency=self.concurrency,
+            data=self.data,
+            nano=Path(self.src) if self.has_items else NANO_FOLDER,
+        )
 
     def gguf(self, variant: Variant) -> Path:
         """Where the converter puts the variant's weights. Raises as `kept_vocabulary` does."""
@@ -73,7 +144,7 @@ class Plan:
         """What decides the latencies beside the variants; the number of rounds does not."""
         return {
             "endpoint": ENDPOINT,
-            "protocols": list(self.protocols),
+            "protocols": list(protocols_of(self.protocol)),
             "categories": [category.name for category in self.categories],
             "runs": self.effort.runs,
             "warmup": self.effort.warmup,
@@ -85,13 +156,12 @@ class Plan:
         """Of a comparison: all variants, how they are timed, and on what machine. Rounds of the same
         comparison belong together, whenever they were measured."""
         served = {one.name: [sha256[one.name], self.server_settings(one)] for one in variants}
-        return _digest({"source": self.source, "served": served, "timing": self.timing(), **_machine()})
+        return _digest({"source": self.src, "served": served, "timing": self.timing()})
 
     def gates_fingerprint(self, variant: Variant, sha256: str) -> str:
         """Of one variant's scores: they do not depend on the others', nor on its name."""
         asked = None if self.gates is None else self.gates.settings()
-        served = [sha256, self.server_settings(variant)]
-        return _digest({"served": served, "gates": asked, **_machine()})
+        return _digest({"served": [sha256, self.server_settings(variant)], "gates": asked})
 
 
 def recipe_of(variant: Variant) -> Recipe | None:
@@ -122,31 +192,12 @@ def kept_vocabulary(options: Sequence[str]) -> int | None:
     return kept
 
 
-def brings_items(source: str) -> bool:
-    """Whether a checkpoint's folder has held-out items and recorded answers of its own, as nano's has."""
-    folder = Path(source)
-    return (folder / "heldout").is_dir() and (folder / "reference.json").is_file()
-
-
-def items_folder(source: str) -> Path:
-    """Where the nano gates' items are: beside the checkpoint, else the bundled model's."""
-    return Path(source) if brings_items(source) else NANO_FOLDER
-
-
-def model_name(source: str) -> str:
-    """The first part of the GGUFs' names: a folder's own, or the last part of a hub id."""
-    folder = Path(source).expanduser()
-    return folder.resolve().name if folder.is_dir() else source.rpartition("/")[2]
-
-
-def _machine() -> dict[str, Any]:
-    return {
+def _digest(parts: Mapping[str, Any]) -> str:
+    """Of these parts on this machine."""
+    machine = {
         "format": FORMAT,
         "card": provenance.card(),
         "processor": provenance.host()["processor"],
         "llama-cpp-python": version("llama-cpp-python"),
     }
-
-
-def _digest(parts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps({**parts, **machine}, sort_keys=True).encode()).hexdigest()[:24]

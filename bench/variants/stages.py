@@ -11,18 +11,17 @@ from bench import provenance
 from bench.arguments import PromptOptions
 from bench.errors import BenchError
 from bench.gates.options import GateServer
-from bench.load.cell import Cell, Supply, Target, record
+from bench.load.cell import Cell, Supply
 from bench.load.client import Client
-from bench.load.latency import LatencyCell
+from bench.load.generator import Target
+from bench.load.latency import latency_cells
 from bench.load.vocabulary import GgufVocabulary, Vocabulary
-from bench.servers.launch import ServerProcess, free_port
+from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
 from bench.store import Run
 from bench.terminal import Bar
 from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
 from bench.variants.variant import Variant
-from bench.variants.weights import import_paths
 
-READY = "/ping"
 GATES = "gates"
 
 
@@ -71,11 +70,11 @@ class Stages:
             cells = self._cells[variant.name]
             for cell in cells:
                 await cell.warm_up(target)
-            total = sum(cell.requests() for cell in cells)
-            with Bar(f"{variant.name}, {round_stage(number)}", total=total) as bar:
+            with Bar(f"{variant.name}, {round_stage(number)}", total=sum(c.requests for c in cells)) as bar:
                 for cell in cells:
                     found = await cell.measure(target, number, bar)
-                    record(self._run, target, cell, number, found)
+                    for values in found.rows:
+                        self._run.add(variant.name, cell.workload, cell.name, number, values)
                     if found.errors:
                         raise BenchError(
                             f"latency, {cell.workload}, {cell.name}: {len(found.errors)} requests failed; "
@@ -85,24 +84,17 @@ class Stages:
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
         supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
-        cells: list[Cell] = []
-        for category in plan.categories:
-            for protocol in plan.protocols:
-                for streamed, count in ((False, effort.runs), (True, effort.stream_runs)):
-                    if count:
-                        endpoint = STREAM_ENDPOINT if streamed else ENDPOINT
-                        warmup = min(effort.warmup, 1) if streamed else effort.warmup
-                        cell = LatencyCell(
-                            category,
-                            protocol,
-                            supply,
-                            endpoint=endpoint,
-                            streamed=streamed,
-                            warmup=warmup,
-                            count=count,
-                        )
-                        await cell.prepare(effort.rounds)
-                        cells.append(cell)
+        cells = latency_cells(
+            plan.categories,
+            plan.protocol,
+            supply,
+            endpoints=(ENDPOINT, STREAM_ENDPOINT),
+            warmup=effort.warmup,
+            rounds=(effort.rounds, effort.rounds),
+            counts=(effort.runs, effort.stream_runs),
+        )
+        for cell in cells:
+            await cell.prepare()
         return cells
 
     def _log(self, variant: Variant, stage: str) -> Path:
@@ -132,14 +124,9 @@ def serving(plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
             command.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             command += [f"--{flag}", str(value)]
+    url, timeout = f"http://127.0.0.1:{port}", plan.start_timeout
     server = ServerProcess(
-        variant.name,
-        command,
-        f"http://127.0.0.1:{port}",
-        ready_path=READY,
-        log=log,
-        environment=import_paths(),
-        timeout=plan.start_timeout,
+        variant.name, command, url, ready_path="/ping", log=log, environment=PYTHON_PATH, timeout=timeout
     )
     asyncio.run(server.start())
     try:

@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from bench.analysis.statistics import Ratio, by_round, interval, times_as_good
+from bench.analysis.statistics import Ratio, times_as_good
 from bench.gates.estimate import Paired, wilson
 from bench.gates.gate import Verdict, verdict
 from bench.gates.score import GateScore, gate_scores
@@ -167,26 +165,16 @@ def _alone(rows: pd.DataFrame, name: str, speed: Ratio | None, error: str | None
 def _speeds(rows: pd.DataFrame, names: Sequence[str], manifest: Manifest) -> tuple[dict[str, Ratio], str]:
     """Times as fast as the baseline, and what that is."""
     wanted: str | Mapping[str, float] = manifest.settings.get("baseline", FIRST)
-    if not isinstance(wanted, str):
-        found = {name: against(rows, name, wanted) for name in names}
-        told = "given medians: " + ", ".join(f"{name} {ms:,.0f} ms" for name, ms in wanted.items())
-    else:
+    if isinstance(wanted, str):
         reference = wanted if wanted in names else next(iter(names), "")
-        found = {name: times_as_good(rows, name, reference, LATENCY) for name in names}
-        told = reference
-    return {name: ratio for name, ratio in found.items() if ratio is not None}, told
-
-
-def against(rows: pd.DataFrame, name: str, milliseconds: Mapping[str, Any]) -> Ratio | None:
-    """One variant's times as fast as given medians by category; None where they have none in common."""
-    own = rows[(rows["subject"] == name) & rows["cell"].isin(list(milliseconds))]
-    medians = by_round(own, LATENCY)
-    if medians.empty:
-        return None
-    logs = np.log(medians.index.get_level_values("cell").map(milliseconds).to_numpy(dtype=np.float64))
-    paired = pd.Series(logs - np.log(medians.to_numpy(dtype=np.float64)), index=medians.index)
-    rounds = paired.unstack(["workload", "cell"]).dropna()
-    return interval(rounds.mean(axis=1).to_numpy(dtype=np.float64)) if len(rounds) else None
+    else:  # medians by category: a variant that takes exactly these
+        told = ", ".join(f"{name} {ms:,.0f} ms" for name, ms in wanted.items())
+        reference = f"given medians: {told}"
+        timed = rows[(rows["metric"] == LATENCY) & rows["cell"].isin(list(wanted))]
+        given = timed.assign(subject=reference, value=timed["cell"].map(wanted))
+        rows = pd.concat([timed, given])
+    found = {name: times_as_good(rows, name, reference, LATENCY) for name in names}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}, reference
 
 
 def _speed(standing: Standing) -> float:

@@ -6,38 +6,26 @@ the quality gates have a fingerprint for each variant, so those of another sweep
 """
 
 import os
-import shlex
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from bench import provenance
-from bench.arguments import Natural, Positive, StoreOptions, comma_separated, repeated
+from bench.arguments import comma_separated, repeated
 from bench.errors import BenchError
-from bench.gates.options import Data, GateOptions, Limit
 from bench.gates.score import SUBTASKS
 from bench.gates.score import WORKLOAD as SCORES
 from bench.load.latency import read_baseline
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL, Category, category
 from bench.report.perplexity import WORKLOAD as DIVERGENCE
-from bench.report.sweep import FILE, WEIGHTS, show_sweep
+from bench.report.sweep import FILE, WEIGHTS
+from bench.report.views import show
 from bench.store import Manifest, Run, load, manifests
-from bench.variants.plan import (
-    FULL,
-    LIGHT,
-    Effort,
-    Plan,
-    brings_items,
-    items_folder,
-    kept_vocabulary,
-    model_name,
-)
+from bench.variants.plan import Plan, kept_vocabulary
 from bench.variants.stages import GATES, Stages, round_stage, samples_of
 from bench.variants.standing import FIRST
 from bench.variants.variant import (
@@ -49,40 +37,19 @@ from bench.variants.variant import (
     read_setting,
     read_variant,
 )
-from bench.variants.weights import EVERY_POSITION, Weights, make_weights
+from bench.variants.weights import EVERY_POSITION, Weights, make_weights, say
 
-NONE = "none"
-SOME = 0.1
-"""Of each benchmark's items."""
 ENV_PREFIX = "QWEN_"
 
 
 def sweep(
     *,
-    src: str,
+    plan: Plan,
     quants: Annotated[tuple[str, ...], comma_separated(str)] = (),
     variants: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
     set_: Annotated[tuple[tuple[str, Setting], ...], repeated(read_setting), Parameter(name="--set")] = (),
-    models: Path = Path("models"),
-    name: str | None = None,
-    convert_options: str = "",
-    threads: Positive | None = None,
-    tasks: str | None = None,
-    limit: Limit = SOME,
-    concurrency: Positive = 8,
-    data: Data = (),
-    rounds: Natural | None = None,
-    runs: Positive | None = None,
-    warmup: Natural | None = None,
-    stream_runs: Natural | None = None,
-    protocol: Literal["both", "official", "distinct"] = "both",
-    categories: Annotated[tuple[Category, ...], comma_separated(category)] = tuple(CATEGORIES.values()),
     baseline: str | None = None,
-    store: StoreOptions = StoreOptions(),
     force: Annotated[bool, Parameter(negative=())] = False,
-    seed: int = 0,
-    start_timeout: float = 900.0,
-    timeout: float = 3600.0,
 ) -> int:
     """Which quant to ship: convert, serve and measure every variant of a model, and rank them.
 
@@ -97,8 +64,6 @@ def sweep(
 
     Parameters
     ----------
-    src
-        The checkpoint, a folder or a hub id.
     quants
         Levels of quant_recipes/ (or F16, BF16, F32), separated by commas.
     variants
@@ -106,91 +71,22 @@ def sweep(
         bench/variants/examples).
     set_
         NAME=VALUE, a server setting for every variant that does not set it itself; may be repeated.
-    models
-        Where the GGUFs are or go.
-    name
-        First part of the GGUFs' names (else the source's).
-    convert_options
-        Further options of python -m convert: --convert-options='--no-kld --keep-vocab 100000'.
-    threads
-        CPU threads of converter and server (their own choice).
-    tasks
-        nano, official, none, or names as of qwen-bench quality (else nano for a source with held-out items of
-        its own, official for any other).
-    limit
-        Items of each subtask: a share below 1, a number, or all.
-    concurrency
-        Requests of a gate under way at once.
-    data
-        GATE=FOLDER: a dataset's local copy; may be repeated.
-    rounds
-        Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); 0 for no
-        timing.
-    runs
-        Timed requests per category, protocol and round (5; 1 for nano).
-    warmup
-        Untimed requests before them (2; 1 for nano).
-    stream_runs
-        Streamed requests per category, protocol and round, for TTFT and ITL (1; 0 for nano).
-    protocol
-        The same prompt again (official), another one each time (distinct), or both.
-    categories
-        Some of short, medium and long.
     baseline
         What speed is relative to: first (the first variant; for nano), another variant, official (BF16 on an
         A10G; for others), or short=MS,medium=MS,long=MS.
     force
         Measure everything again.
-    seed
-        Of the drawn items and the prompts.
-    start_timeout
-        Seconds a server may take to start.
-    timeout
-        Seconds a request may take.
     """
     chosen = choose_variants(quants, variants, dict(set_))
-    suited = "nano" if brings_items(src) else "official"
-    usual = LIGHT if suited == "nano" else FULL
-    convert = tuple(shlex.split(convert_options))
-    kept_vocabulary(convert)  # a mistake shows before anything is made
-    asked = tasks or suited
-    plan = Plan(
-        source=src,
-        model=name or model_name(src),
-        models=models,
-        store=store.out,
-        gates=None
-        if asked == NONE
-        else GateOptions(
-            tasks=asked,
-            limit=limit,
-            seed=seed,
-            concurrency=concurrency,
-            data=data,
-            nano=items_folder(src),
-        ),
-        protocols=(OFFICIAL, DISTINCT) if protocol == "both" else (protocol,),
-        categories=categories,
-        effort=Effort(
-            rounds=usual.rounds if rounds is None else rounds,
-            runs=usual.runs if runs is None else runs,
-            warmup=usual.warmup if warmup is None else warmup,
-            stream_runs=usual.stream_runs if stream_runs is None else stream_runs,
-        ),
-        seed=seed,
-        threads=threads,
-        convert_options=convert,
-        start_timeout=start_timeout,
-        timeout=timeout,
-    )
-    against = checked_baseline(baseline or (FIRST if suited == "nano" else "official"), chosen)
+    kept_vocabulary(plan.convert_options)  # a mistake shows before anything is made
+    against = checked_baseline(baseline or (FIRST if plan.has_items else "official"), chosen)
     for variable in [variable for variable in os.environ if variable.startswith(ENV_PREFIX)]:
         say(f"{variable} is left out: a variant's settings are in its file")
         del os.environ[variable]
     try:
         say(f"weights of {len(chosen)} variants in {plan.models}")
         weights = make_weights(plan, chosen)
-        failed = Sweep(plan, chosen, weights, against, store, force=force).run()
+        failed = Sweep(plan, chosen, weights, against, force=force).run()
     except (KeyboardInterrupt, SystemExit):  # SIGTERM: main turns it into this
         say("the same command goes on from here")
         raise
@@ -208,13 +104,11 @@ class Sweep:
         variants: Sequence[Variant],
         weights: Mapping[str, Weights | BenchError],
         baseline: str | dict[str, float],
-        store: StoreOptions,
         *,
         force: bool,
     ) -> None:
         self._plan = plan
         self._variants = variants
-        self._store = store
         self._force = force
         self._errors: dict[str, str] = {}
         self._weights: dict[str, Weights] = {}
@@ -224,13 +118,13 @@ class Sweep:
                 self._fail(variant, str(have))
             else:
                 self._weights[variant.name] = have
-        sha256 = {name: have.report.sha256 for name, have in self._weights.items()}
+        sha256 = {name: have.sha256 for name, have in self._weights.items()}
         self._asked = {
             variant.name: plan.gates_fingerprint(variant, sha256[variant.name]) for variant in self._left()
         }
         fingerprint = plan.fingerprint(self._left(), sha256)
         self._settings = {
-            "source": plan.source,
+            "source": plan.src,
             "variants": [variant.name for variant in variants],
             "baseline": baseline,
             "rounds": plan.effort.rounds,
@@ -243,7 +137,7 @@ class Sweep:
     def run(self) -> list[str]:
         """Measure what is not finished, stage by stage, and show the tables. Returns what failed: one
         variant's failure is not the others'."""
-        known = {} if self._force else manifests(self._plan.store)
+        known = {} if self._force else manifests(self._plan.store.out)
         with self._begin(known) as run:
             self._take_down(run, known)
             stages = Stages(self._plan, run)
@@ -252,8 +146,8 @@ class Sweep:
                 for number in range(1, self._plan.effort.rounds + 1):
                     self._time(run, stages, number)
             finally:
-                show_sweep(run.results())
-        say(f"recorded in {run.folder}; qwen-bench report {self._plan.store} makes a page of it")
+                show(run)
+        say(f"recorded in {run.folder}; qwen-bench report {self._plan.store.out} makes a page of it")
         return list(self._errors)
 
     def _begin(self, known: Mapping[Path, Manifest]) -> Run:
@@ -262,8 +156,7 @@ class Sweep:
         mine = [folder for folder, one in known.items() if one.settings.get("fingerprint") == fingerprint]
         if mine:
             return self._resume(mine[-1], known[mine[-1]])
-        store = self._store
-        return Run.begin(store.out, "sweep", settings=self._settings, card=store.card, notes=store.note)
+        return self._plan.store.begin("sweep", self._settings)
 
     def _take_down(self, run: Run, known: Mapping[Path, Manifest]) -> None:
         """What is known of every variant before anything is served."""
@@ -273,7 +166,7 @@ class Sweep:
             run.describe(variant.name, **about, settings=self._plan.server_settings(variant), error=error)
         for variant in self._left():
             have = self._weights[variant.name]
-            run.describe(variant.name, file=have.path.name, sha256=have.report.sha256)
+            run.describe(variant.name, file=have.path.name, sha256=have.sha256)
             run.add(variant.name, WEIGHTS, FILE, 1, have.values)
             run.add(variant.name, DIVERGENCE, EVERY_POSITION, 1, have.divergence)
             if self._plan.gates is not None and not self._has_scores(run.manifest, variant):
@@ -311,7 +204,7 @@ class Sweep:
         if (now := provenance.commit()) != before.commit:
             run.note(f"begun at commit {before.commit}, gone on with at {now}")
             run.manifest.commit = now
-        run.manifest.notes += [note for note in self._store.note if note not in run.manifest.notes]
+        run.manifest.notes += [note for note in self._plan.store.note if note not in run.manifest.notes]
         for name, stages in done.items():
             run.describe(name, stages=stages)
         say(f"going on with {folder}")
@@ -427,8 +320,3 @@ def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, 
         names = ", ".join(by_name.values())
         raise BenchError(f"--baseline {text}: want first, one of {names}, official or short=MS,...")
     return read_baseline(text)
-
-
-def say(*parts: str) -> None:
-    """Progress over variants and stages, on stderr; a stage's own bar comes below it."""
-    print(": ".join(parts), file=sys.stderr, flush=True)

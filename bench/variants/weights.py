@@ -1,72 +1,39 @@
 """The variants' GGUFs: `python -m convert` makes what is missing, its reports tell size and divergence."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-
 from bench.errors import BenchError
 from bench.report.perplexity import positions
+from bench.servers.launch import PYTHON_PATH
 from bench.variants.plan import Plan
 from bench.variants.variant import Variant
 from convert.chunks import CHUNK_SIZE
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 6
 EVERY_POSITION = positions(0, CHUNK_SIZE - 1, CHUNK_SIZE)
 """What the converter's divergence is over."""
 
 
-class Divergence(BaseModel):
-    """The part of a converter's report that is read here."""
-
-    tokens: int
-    mean: float
-    p99: float
-    same_top: float
-
-
-class Report(BaseModel):
-    """The converter's report beside a GGUF; what else is in it does not matter here."""
-
-    file: str
-    n_bytes: int
-    sha256: str
-    bits_per_weight: float
-    divergence: Divergence | None
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The GGUF, as the converter's report has it."""
+    """A GGUF, as the converter's report beside it has it.
+
+    ``values`` and ``divergence`` are rows of the store; divergence is from the whole model, at
+    `EVERY_POSITION`, empty where the converter measured none.
+    """
 
     path: Path
-    report: Report
-
-    @property
-    def values(self) -> dict[str, float]:
-        """As a row of the store has them."""
-        return {"size": self.report.n_bytes / 1e6, "bits_per_weight": self.report.bits_per_weight}
-
-    @property
-    def divergence(self) -> dict[str, float]:
-        """From the whole model, at `EVERY_POSITION`; empty where the converter measured none."""
-        found = self.report.divergence
-        if found is None:
-            return {}
-        return {
-            "scored_tokens": found.tokens,
-            "kld_mean": found.mean,
-            "kld_p99": found.p99,
-            "same_top": 100 * found.same_top,
-        }
+    sha256: str
+    values: dict[str, float]
+    divergence: dict[str, float]
 
 
 def make_weights(plan: Plan, variants: Sequence[Variant]) -> dict[str, Weights | BenchError]:
@@ -119,34 +86,32 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
     Returns the names of the GGUFs it reported on, made now or found finished. Raises BenchError with its
     last words, KeyboardInterrupt when it was interrupted.
     """
-    command = [sys.executable, "-m", "convert", "--src", plan.source, "--name", plan.model]
+    command = [sys.executable, "-m", "convert", "--src", plan.src, "--name", plan.model]
     command += ["--out", str(plan.models), *what]
-    if plan.threads:
-        command += ["--threads", str(plan.threads)]
-    command += plan.convert_options
-    log = plan.store / "convert.log"
+    command += ["--threads", str(plan.threads)] if plan.threads else []
+    log = plan.store.out / "convert.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     start = log.stat().st_size if log.exists() else 0
+    words: deque[str] = deque(maxlen=LAST_LINES)
     with log.open("ab") as tables:
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **import_paths()},
+            [*command, *plan.convert_options],
+            env={**os.environ, **PYTHON_PATH},
             stdout=tables,
             stderr=subprocess.PIPE,
             text=True,
         )
-    words: deque[str] = deque(maxlen=LAST_LINES)
-    reader = threading.Thread(target=_pass_on, args=(process, words))
-    reader.start()
+    assert process.stderr is not None
     try:
-        status = process.wait()
+        for line in process.stderr:
+            words.append(line.rstrip())
+            say(f"    {line.rstrip()}")
     except BaseException:
         # Ctrl-C has reached it too; a SIGTERM to us has not
         process.send_signal(signal.SIGTERM)
-        process.wait()
         raise
     finally:
-        reader.join()
+        status = process.wait()
     if status == 130 or status == -signal.SIGINT:
         raise KeyboardInterrupt
     if status != 0:
@@ -158,18 +123,6 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
     return {line for line in lines if line.endswith(".gguf") and not line[:1].isspace()}
 
 
-def import_paths() -> dict[str, str]:
-    """The environment in which a child finds this repository's packages, wherever it runs."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-
-
-def _pass_on(process: "subprocess.Popen[str]", words: deque[str]) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        words.append(line.rstrip())
-        print(f"    {line.rstrip()}", file=sys.stderr, flush=True)
-
-
 def read_weights(gguf: Path, made: Set[str]) -> Weights:
     """The converter's report of a GGUF. Raises BenchError when it is not among those that were ``made``, or
     cannot be read: what lies there may be another run's."""
@@ -177,9 +130,19 @@ def read_weights(gguf: Path, made: Set[str]) -> Weights:
         raise BenchError(
             f"{gguf}: the converter made {', '.join(sorted(made)) or 'nothing'} instead (--convert-options)"
         )
-    report_file = gguf.with_suffix(".json")
+    file = gguf.with_suffix(".json")
     try:
-        report = Report.model_validate_json(report_file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise BenchError(f"{report_file}: not a report of the converter: {error}") from error
-    return Weights(gguf, report)
+        report = json.loads(file.read_bytes())
+        values = {"size": report["n_bytes"] / 1e6, "bits_per_weight": report["bits_per_weight"]}
+        found, divergence = report["divergence"], {}
+        if found is not None:
+            divergence = {"scored_tokens": found["tokens"], "same_top": 100 * found["same_top"]}
+            divergence |= {"kld_mean": found["mean"], "kld_p99": found["p99"]}
+        return Weights(gguf, report["sha256"], values, divergence)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{file}: not a report of the converter: {error!r}") from error
+
+
+def say(text: str) -> None:
+    """Progress over variants and stages, on stderr; a stage's own bar comes below it."""
+    print(text, file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from .profile import StepProfile
 from .sampling import Sampler
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
+from .stages import Stages
 from .stats import EngineStats
 from .verification import sample
 
@@ -58,13 +59,15 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
+        stages = Stages()
         settings = decide(settings)
         self.plan = plan_memory(settings, read_header(settings.model))
         self.settings = self.plan.settings
         """The settings with every choice made; a `prefill_budget` of 0 is the warm-up's to measure."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
+        stages.done("plan")
         self._profile = StepProfile()
-        self._parts = parts = Parts(self.plan, self._profile)
+        self._parts = parts = Parts(self.plan, self._profile, stages)
         self._scheduler, self._runner, self._speculator = parts.scheduler, parts.runner, parts.speculator
         self.vocab = parts.vocab
         self.metadata = parts.model.metadata()
@@ -215,6 +218,7 @@ class Engine:
             queue.close()
         if intact:
             self._parts.write_prefixes()
+            self._parts.remember()
         self._parts.close()
 
     def _request_cancel(self, generation: Generation) -> None:
@@ -239,6 +243,7 @@ class Engine:
         try:
             self._parts.warm_up()
             self._parts.read_prefixes()
+            log.info("start: %s", self._parts.stages)
             self._warm.set()
             while self._receive():
                 self._step()

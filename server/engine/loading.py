@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from importlib.metadata import version
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import warmup
 from .batch import Batch
@@ -17,6 +17,7 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, Model, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
+from .measured import Measured, MeasuredFile
 from .memory import context_options, head_options, scored_rows, uses_mtp, verified_rows
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
@@ -25,6 +26,7 @@ from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
 from .sequence_ids import SequenceIds
 from .speculation import build_speculator
+from .stages import Stages
 from .states import StateStore
 from .verification import sample
 from .vocab import Vocab
@@ -95,9 +97,11 @@ class Parts:
     Raises ModelLoadError when the file is no good, DoesNotFit without memory.
     """
 
-    def __init__(self, plan: MemoryPlan, profile: StepProfile) -> None:
+    def __init__(self, plan: MemoryPlan, profile: StepProfile, stages: Stages | None = None) -> None:
         settings, spec = plan.settings, plan.spec
-        self._plan = plan
+        self._plan, self.stages = plan, stages or Stages()
+        self._file: MeasuredFile | None = None
+        self._prompt_seconds = 0.0
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = Model(
             settings.model,
@@ -108,7 +112,9 @@ class Parts:
             mlock=settings.mlock,
             load_mtp=uses_mtp(settings, spec),
         )
+        self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
+        self.stages.done("contexts")
         self.device_runs_alone = plan.leaves_the_host_alone
         """llama_decode returns before what it started is computed."""
         ids = SequenceIds.of(settings)
@@ -160,18 +166,36 @@ class Parts:
 
     def warm_up(self) -> None:
         """Touch every shape that the first requests need, and measure what is chosen by measurement."""
-        started, settings, context, on_gpu = perf_counter(), self._plan.settings, self.context, self._on_gpu
+        settings, context, on_gpu = self._plan.settings, self.context, self._on_gpu
+        self._file = MeasuredFile(self._circumstances()) if settings.remember else None
+        known = self._file.read() if self._file else None
+        if known:
+            log.debug("measured at an earlier start: %s", self._file.path if self._file else "")
         # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
         few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
-        warmup.warm_up(context, counts, prefill, choose=settings.sampling == "auto")
+        warmup.warm_up(
+            context,
+            counts,
+            prefill,
+            choose=settings.sampling == "auto",
+            known=known.samples_on_device if known else None,
+        )
+        self.stages.done("first steps")
         if settings.deterministic:
             self._check_rows(counts)
             return
         drafts = settings.speculation != "off"
-        seconds = warmup.time_prompt(context, prefill) if drafts or not settings.prefill_budget else 0.0
+        self._prompt_seconds = (
+            known.prompt_seconds
+            if known
+            else warmup.time_prompt(context, prefill)
+            if drafts or not settings.prefill_budget
+            else 0.0
+        )
+        seconds = self._prompt_seconds
         if not settings.prefill_budget:
             most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
             budget = warmup.prefill_budget(
@@ -181,8 +205,33 @@ class Parts:
             log.debug("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
         if drafts:
             spare = MEASURING_GPU if on_gpu else MEASURING_CPU
-            self.speculator.measure(self._rehearse, spare, prompt=(prefill, seconds))
-        log.debug("warm after %.1f s", perf_counter() - started)
+            self.speculator.measure(
+                self._rehearse, spare, prompt=(prefill, seconds), known=known.step_times if known else None
+            )
+        self.stages.done("measuring")
+        self.remember()
+
+    def remember(self) -> None:
+        """Keep for the next start what is known of this machine by now."""
+        if self._file is not None:
+            self._file.write(
+                Measured(
+                    samples_on_device=self.context.samplers.active,
+                    prompt_seconds=self._prompt_seconds,
+                    step_times=self.speculator.step_times(),
+                )
+            )
+
+    def _circumstances(self) -> dict[str, Any]:
+        """All that what is measured depends on, but for the driver."""
+        settings = self._plan.settings
+        return {
+            "model": fingerprint(settings.model),
+            "build": _build(),
+            "devices": [(usage.device.name, usage.device.description) for usage in self._plan.usages],
+            "cores": physical_cores(),
+            **settings.model_dump(exclude={"model", "prefix_file", "max_queue"}),
+        }
 
     def read_prefixes(self) -> None:
         """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
@@ -216,7 +265,7 @@ class Parts:
         settings = self._plan.settings
         made_by = {
             "model": fingerprint(settings.model),
-            "build": f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}",
+            "build": _build(),
             "device": [usage.device.description for usage in self._plan.usages],
             **{name: getattr(settings, name) for name in STATE_SETTINGS},
             "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
@@ -260,6 +309,10 @@ class Parts:
             self._head.close()
         self.context.close()
         self.model.close()
+
+
+def _build() -> str:
+    return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
 
 
 def fingerprint(model: Path) -> str:

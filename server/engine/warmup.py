@@ -38,15 +38,25 @@ LEAST_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
 
 
-def warm_up(context: Context, counts: Sequence[int], prefill: int, *, choose: bool) -> None:
+def warm_up(
+    context: Context,
+    counts: Sequence[int],
+    prefill: int,
+    *,
+    choose: bool,
+    known: bool | None = None,
+) -> None:
     """Touch the weights and the shapes that the first requests need, then forget it all.
 
     These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last. If
     rows are to be read out on the device, its answers are compared with the host's first. With `choose`,
-    the faster of the two, for one row and for as many as that, is measured and kept.
+    the faster of the two, for one row and for as many as that, is measured and kept. An earlier start's
+    answer, where it is `known`, is taken for that.
     """
     decode(context, 1, prefill)
-    if context.samplers.active:
+    if known is False:
+        context.set_samplers(None)
+    elif context.samplers.active and known is None:
         _check(context, counts[0], counts[-1], choose=choose)
     for count in counts:
         for _ in range(2):

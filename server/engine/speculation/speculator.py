@@ -11,7 +11,7 @@ from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
 from .controller import Always, Backoff, Controller, Option, Step
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
-from .times import Mean, StepTimes
+from .times import Mean, StepTimes, StepTimesRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -448,21 +448,41 @@ class Speculator:
         rehearse: Callable[[int, int], None],
         seconds: float,
         prompt: tuple[int, float] | None = None,
+        known: StepTimesRecord | None = None,
     ) -> None:
-        """Time verifications of more and more rows, and drafts, in about so many seconds.
+        """Time drafts and, unless they are `known` from an earlier start (`step_times`), verifications of
+        more and more rows, in about so many seconds.
 
         A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
         what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
         tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the
         slots again; it needs no `propose`.
         """
+        self._graphs_reused, self._passes = self._context.graphs_reused, 0
+        if known is not None:
+            self._controller.times.take(known)
+        else:
+            self._measure_steps(rehearse, seconds, prompt)
+        for watched in self._watched:
+            try:
+                watched.drafter.measure()
+            except Exception as error:
+                watched.failed(error, self._controller.now)
+
+    def step_times(self) -> StepTimesRecord:
+        """What is known of steps by now, for the next start."""
+        return self._controller.times.dump()
+
+    def _measure_steps(
+        self, rehearse: Callable[[int, int], None], seconds: float, prompt: tuple[int, float] | None
+    ) -> None:
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
         shapes += [(n, rows) for n in (2, 4, 8, 16) for rows in MEASURED[:3] if n <= self._slots]
         deadline = self._clock() + seconds
         if prompt is not None:
             self._controller.times.add(1, *prompt)
-        self._graphs_reused, self._passes, self._rehearsing = self._context.graphs_reused, 0, True
+        self._rehearsing = True
         try:
             self._measure_building(rehearse, longest)
             for turn in range(TURNS):
@@ -474,11 +494,6 @@ class Speculator:
             self._measure_building(rehearse, longest)
         finally:
             self._rehearsing = False
-        for watched in self._watched:
-            try:
-                watched.drafter.measure()
-            except Exception as error:
-                watched.failed(error, self._controller.now)
 
     def _measure_building(self, rehearse: Callable[[int, int], None], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 FIRST = 8
 """Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
@@ -25,6 +28,18 @@ class Mean:
     def __init__(self, first: int = FIRST) -> None:
         self.value, self.count, self.first = 0.0, 0, first
 
+    @classmethod
+    def of(cls, value: float, count: int) -> Self:
+        """One that so many measurements brought to `value`."""
+        mean = cls()
+        mean.value, mean.count = value, count
+        return mean
+
+    @property
+    def pair(self) -> tuple[float, int]:
+        """Value and number of measurements."""
+        return self.value, self.count
+
     def add(self, value: float) -> None:
         """One more measurement."""
         self.count += 1
@@ -32,6 +47,16 @@ class Mean:
             self.value = value if self.count == 1 else min(self.value, value)
         else:
             self.value += WEIGHT * (min(value, LATE * self.value) - self.value)
+
+
+class StepTimesRecord(BaseModel):
+    """What is known of steps, as JSON has it: seconds and how many measurements they are of."""
+
+    building: tuple[NonNegativeFloat, NonNegativeInt]
+    capturing: tuple[NonNegativeFloat, NonNegativeInt]
+    means: list[tuple[PositiveInt, PositiveInt, NonNegativeFloat, NonNegativeInt]]
+    """Group of sequences, and rows of each, before the two."""
+    steady: list[tuple[PositiveInt, PositiveInt]]
 
 
 class StepTimes:
@@ -56,6 +81,30 @@ class StepTimes:
         self._age = 0
         self._curve: tuple[list[int], list[float]] = [], []
         """Rows and seconds of one sequence."""
+
+    def dump(self) -> StepTimesRecord:
+        """All that is known; `take` brings it back."""
+        return StepTimesRecord(
+            building=self.building.pair,
+            capturing=self.capturing.pair,
+            means=[
+                (group, rows, *mean.pair)
+                for group, means in self._means.items()
+                for rows, mean in means.items()
+            ],
+            steady=sorted(self._steady),
+        )
+
+    def take(self, record: StepTimesRecord) -> None:
+        """What `dump` gave, in place of what is known."""
+        self.building, self.capturing = Mean.of(*record.building), Mean.of(*record.capturing)
+        self._means = {}
+        for group, rows, value, count in record.means:
+            self._means.setdefault(group, {})[rows] = Mean.of(value, count)
+        self._steady = set(record.steady)
+        self._known.clear()
+        known = sorted(self._means.get(1, {}))
+        self._curve = known, _rising([self._means[1][rows] for rows in known])
 
     @property
     def moving(self) -> float:

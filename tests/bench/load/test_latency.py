@@ -54,7 +54,7 @@ def test_both_protocols_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert results.of(metric="latency", workload="official")["round"].tolist() == [1, 2, 3]
     assert sum(values(results, "cached_tokens", "distinct")) < 4, "of 192: a first word, by chance"
     shown = capsys.readouterr().out
-    assert "official ms" in shown
+    assert "latency ms" in shown
     assert "TTFT p50" in shown
     assert "Steps of our server" in shown
     steps = results.of(workload="steps", cell="official, short, decode, 1 rows")
@@ -138,15 +138,15 @@ def test_a_server_that_has_died_is_given_up_with_what_was_measured(
     assert manifest.status == "stopped"
     shown = capsys.readouterr()
     assert "3 requests in a row failed" in shown.err
-    assert "official ms" in shown.out, "what was measured is shown"
+    assert "latency ms" in shown.out, "what was measured is shown"
 
 
 def test_a_server_of_500s_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer(Script(fail=failing_after(0))) as server:
         assert main(["latency", "--url", server.url, "--out", str(tmp_path), *SHORT]) == 1
     shown = capsys.readouterr()
-    assert "error: short, official, warm-up: POST /invocations answered 500: scripted failure" in shown.err
-    assert "official ms" not in shown.out
+    assert "error: official, short, warm-up: POST /invocations answered 500: scripted failure" in shown.err
+    assert "latency ms" not in shown.out
     assert list(tmp_path.iterdir()) == []
 
 

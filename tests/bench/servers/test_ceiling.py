@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
-from bench.servers.ceiling import Batch, Ceiling, read_batches, run_batches
+from bench.servers.ceiling import Batch, read_batches, read_ceiling, record_ceiling, run_batches
 from bench.store import Run
 
 # Printed by the program itself, on a CPU, for models/nano at Q4_K_M.
@@ -74,16 +74,9 @@ async def test_run_fails(tmp_path: Path) -> None:
 
 
 def test_it_is_read_as_it_was_recorded(tmp_path: Path) -> None:
-    ceiling = Ceiling(read_batches(BATCHED))
+    batches = read_batches(BATCHED)
     with Run.begin(tmp_path, "peers", settings={}) as run:
-        ceiling.record(run)
-        assert Ceiling.of(run.results().frame) == ceiling
-    assert Ceiling.of(run.results().of(workload="random")) is None
-
-
-def test_what_was_run_is_found() -> None:
-    ceiling = Ceiling(read_batches(BATCHED))
-    assert ceiling.batch(64, 16, 4) is not None
-    assert ceiling.batch(64, 16, 8) is None
-    assert ceiling.prefill_rate(64) == pytest.approx(64 / 0.032997)
-    assert ceiling.prefill_rate(2000) is None
+        record_ceiling(run, batches)
+        found = read_ceiling(run.results().frame)
+    assert found == {(64, 16, 1): batches[0], (64, 16, 4): batches[1]}
+    assert not read_ceiling(run.results().of(workload="random"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers.counters import Counted, counted, growth, parse_counters, record_growth
+from bench.servers.counters import counted, growth, parse_counters, record_growth
 from bench.store import Run
 
 BEFORE = """
@@ -46,16 +46,16 @@ qwen_drafter_active{drafter="mtp"} 1.0
 def test_what_grew_becomes_rows() -> None:
     grown = growth(parse_counters(BEFORE), parse_counters(AFTER))
     steps, drafts, engine = counted(grown, "random, 8 concurrent")
-    assert (steps.workload, steps.cell) == ("steps", "random, 8 concurrent, decode, 8 rows")
-    assert steps.values == pytest.approx(
+    assert steps[:2] == ("steps", "random, 8 concurrent, decode, 8 rows")
+    assert steps[2] == pytest.approx(
         {"steps": 10, "step_tokens": 70, "host_time": 3, "device_time": 14, "overlapped_time": 8}
     )
-    assert drafts == Counted(
+    assert drafts == (
         "drafts",
         "random, 8 concurrent, mtp",
         {"drafted_tokens": 8.0, "accepted_tokens": 6.0, "drafts_failed": 1.0},
     )
-    assert engine == Counted("engine", "random, 8 concurrent", {"prefix_failed_copies": 2.0})
+    assert engine == ("engine", "random, 8 concurrent", {"prefix_failed_copies": 2.0})
 
 
 def test_a_server_that_does_not_count_adds_nothing(tmp_path: Path) -> None:

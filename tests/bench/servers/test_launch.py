@@ -4,11 +4,10 @@ import asyncio
 import sys
 from pathlib import Path
 from time import sleep
-from typing import cast
 
 import pytest
 
-from bench.servers.launch import ServerProcess, StartError, free_port, start_all
+from bench.servers.launch import ServerProcess, StartError, free_port
 
 SERVER = """
 import http.server, subprocess, sys
@@ -107,36 +106,9 @@ async def test_somebody_elses_server_is_not_stopped(tmp_path: Path) -> None:
         await gone.start()
 
 
-async def test_one_failure_leaves_the_others(tmp_path: Path) -> None:
-    servers = [process(tmp_path), process(tmp_path, "raise SystemExit(1)"), process(tmp_path)]
-    outcomes = await start_all(servers)
-    try:
-        assert [outcome is None for outcome in outcomes] == [True, False, True]
-        assert [server.running for server in servers] == [True, False, True]
-    finally:
-        for server in servers:
-            await server.stop()
-
-
-async def test_the_next_starts_when_the_one_before_is_ready() -> None:
-    said: list[str] = []
-
-    class Slow:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def start(self) -> None:
-            said.append(f"{self.name} begins")
-            await asyncio.sleep(0.01)
-            said.append(f"{self.name} is ready")
-
-    await start_all(cast("list[ServerProcess]", [Slow("one"), Slow("two")]))
-    assert said == ["one begins", "one is ready", "two begins", "two is ready"]
-
-
 async def test_cancelling_stops_what_is_starting(tmp_path: Path) -> None:
     server = process(tmp_path, ready="/never")
-    starting = asyncio.create_task(start_all([server]))
+    starting = asyncio.create_task(server.start())
     while "child" not in server.tail():
         await asyncio.sleep(0.02)
     child = child_of(server)

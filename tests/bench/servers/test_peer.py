@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
-from bench.servers.commands import Setup, command_for, resources
-from bench.servers.peer import Peer, parse_peer
+from bench.servers.programs import Peer, Setup, parse_peer, process_of, resources
 
 
 @pytest.mark.parametrize(
@@ -85,21 +84,21 @@ def flag(command: list[str], name: str) -> str:
 
 def test_commands(tmp_path: Path) -> None:
     setup = setup_in(tmp_path)
-    theirs = command_for(parse_peer("llama-server:cache --n 1"), setup)
+    theirs = process_of(parse_peer("llama-server:cache --n 1"), setup)
     assert theirs.command[:3] == ["/bin/llama-server", "--model", "m.gguf"]
     assert theirs.command[-2:] == ["--n", "1"]
     assert (flag(theirs.command, "--threads"), flag(theirs.command, "--ctx-size")) == ("1", "6144")
     assert theirs.environment["LD_LIBRARY_PATH"].split(":")[0] == "/bin"
     assert theirs.log == tmp_path / "llama-server-cache---n-1.log"
-    ours = command_for(parse_peer("server --ctx-size 9"), setup)
+    ours = process_of(parse_peer("server --ctx-size 9"), setup)
     assert ours.command[:3] == ["py", "-m", "server"]
     assert (flag(ours.command, "--parallel"), flag(ours.command, "--ctx-size")) == ("8", "6144"), "equal"
     assert ours.command[-2:] == ["--ctx-size", "9"], "the user's flags come last and win"
-    python = command_for(parse_peer("llama_cpp.server"), setup)
+    python = process_of(parse_peer("llama_cpp.server"), setup)
     assert flag(python.command, "--n_ctx") == "768"
     for process in (theirs, ours, python):
         assert process.url == f"http://127.0.0.1:{flag(process.command, '--port')}"
-    running = command_for(parse_peer("x=http://gpu:1"), setup)
+    running = process_of(parse_peer("x=http://gpu:1"), setup)
     assert (running.command, running.url, running.log) == ([], "http://gpu:1", None)
 
 
@@ -114,11 +113,11 @@ def test_resources_are_the_same_and_stated(tmp_path: Path) -> None:
 def test_vllm_is_started_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/no")
     with pytest.raises(BenchError, match="vllm is not installed"):
-        command_for(parse_peer("vllm:Qwen/Qwen3.5-4B"), setup_in(tmp_path))
+        process_of(parse_peer("vllm:Qwen/Qwen3.5-4B"), setup_in(tmp_path))
     (tmp_path / "vllm").touch()
     setup = setup_in(tmp_path, str(tmp_path / "python"))
-    command = command_for(parse_peer("vllm:Qwen/Qwen3.5-4B --dtype half"), setup).command
+    command = process_of(parse_peer("vllm:Qwen/Qwen3.5-4B --dtype half"), setup).command
     assert command[:3] == [str(tmp_path / "vllm"), "serve", "Qwen/Qwen3.5-4B"]
     assert (flag(command, "--max-num-seqs"), flag(command, "--max-model-len")) == ("8", "768")
     assert command[-2:] == ["--dtype", "half"]
-    assert command_for(parse_peer("vllm"), setup).command[2] == "m.gguf"
+    assert process_of(parse_peer("vllm"), setup).command[2] == "m.gguf"

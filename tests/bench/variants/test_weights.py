@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.arguments import StoreOptions
 from bench.errors import BenchError
-from bench.load.protocol import CATEGORIES
 from bench.variants import weights
-from bench.variants.plan import LIGHT, Plan, kept_vocabulary
+from bench.variants.plan import Plan, kept_vocabulary
 from bench.variants.variant import Variant
 from bench.variants.weights import Weights, make_weights
 
@@ -16,21 +16,8 @@ Q4 = Variant(name="q", quant="Q4_K_M")
 
 
 def plan(folder: Path, *options: str) -> Plan:
-    return Plan(
-        source="models/nano",
-        model="nano",
-        models=folder,
-        store=folder / "store",
-        gates=None,
-        protocols=("official",),
-        categories=tuple(CATEGORIES.values()),
-        effort=LIGHT,
-        seed=0,
-        threads=None,
-        convert_options=options,
-        start_timeout=1,
-        timeout=1,
-    )
+    store = StoreOptions(out=folder / "store")
+    return Plan(src="models/nano", models=folder, tasks="none", convert_options=options, store=store)
 
 
 def write_gguf(path: Path, sha256: str) -> None:

@@ -98,7 +98,9 @@ def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch:
 def test_the_warm_up_measures_the_budget_that_is_left_open(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = decide(settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0))
+    wanted = decide(
+        settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
+    )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     parts = Parts(plan, StepProfile())
     with caplog.at_level(logging.DEBUG):

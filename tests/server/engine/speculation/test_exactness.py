@@ -138,10 +138,13 @@ async def test_drafts_change_no_answer(
             )
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         again = await ask_all(engine, requests) if mix == "few checkpoints" else []
+        # by itself: the head drafts for nobody else, and the others may have run together all the time
+        (last,) = await ask_all(engine, [Request(prompts[0], N)])
         stats = engine.stats()
     for prompt, answer, expected in zip(prompts, answers, alone, strict=False):
         assert answer.tokens == expected, f"the request with {len(prompt)} prompt tokens"
     assert [answer.tokens for answer in again] in ([], alone)
+    assert last.tokens == alone[0]
     assert (stats.running, stats.waiting) == (0, 0)
     assert (stats.preemptions > 0) == crowded
     counts = stats.drafts

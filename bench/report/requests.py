@@ -1,0 +1,350 @@
+"""Requests as tables, of one server or of several: a line a cell and server, one over all cells, and what our
+server counted of its steps and drafts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.statistics import times_as_good
+from bench.load.generator import is_miscounted
+from bench.load.protocol import (
+    CATEGORIES,
+    DISTINCT,
+    REQUESTS,
+    TOKENS,
+    WARM_UPS,
+    WEIGHTS,
+    at_concurrency,
+)
+from bench.report.counters import counter_tables
+from bench.servers import ceiling
+from bench.servers.counters import COUNTED
+from bench.store import Manifest, Results
+from bench.terminal import Cell, Table
+
+LONGEST_NAME = 16
+"""Of a reference that fits into a column's header."""
+LATE_MS = 5.0
+"""From which on the client itself distorts the times of an open loop."""
+STREAMED = {
+    "ttft": ("TTFT", (50, 90, 99)),
+    "itl": ("ITL", (50, 90, 99)),
+    "longest_gap": ("longest gap", (99,)),
+}
+"""Percentiles that are shown of requests that were streamed."""
+
+Line = dict[str, Cell]
+
+
+def request_tables(results: Results) -> list[Table]:
+    """For each run and workload a table, one of TTFT and ITL where answers were streamed, one by turn of
+    conversations; then llama.cpp alone, what our server counted, and who took part in a comparison."""
+    made: list[Table] = []
+    for run, rows in results.frame.groupby("run", sort=False):
+        manifest = results.manifests[str(run)]
+        alone = ceiling.read_ceiling(rows)
+        requests = rows[~rows["workload"].isin({*COUNTED, ceiling.WORKLOAD})]
+        # in turns another server begins each time: they are shown as they were named
+        named = {name: number for number, name in enumerate(manifest.subjects)}
+        requests = requests.sort_values("subject", key=lambda names: names.map(named), kind="stable")
+        for workload, group in requests.groupby("workload", sort=False):
+            made.append(_requests(group, str(workload), manifest, alone))
+            if (group["metric"] == "ttft").any():
+                made.append(_streamed(group, str(workload)))
+        made += [_alone(alone)] if alone else []
+        made += counter_tables(rows)
+        made += [_who(manifest)] if "reference" in manifest.settings else []
+    return made
+
+
+def headline(rows: pd.DataFrame) -> str:
+    """The metric that decides a cell: the rate of a closed loop, the latency of an open one, whose rate is
+    given."""
+    names = set(rows["metric"])
+    if "ms_per_token" in names:
+        return "ms_per_token"
+    closed = "output_rate" in names and not rows["cell"].str.endswith(" req/s").all()
+    return "output_rate" if closed else "latency"
+
+
+def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling.Ceiling) -> Table:
+    """A line for each cell and server, and one over all cells for each server."""
+    settings = manifest.settings
+    subjects, cells = (list(dict.fromkeys(rows[column])) for column in ("subject", "cell"))
+    single = CATEGORIES.keys() >= set(cells)
+    baseline: Mapping[str, float] = (settings.get("baseline") or {}) if single else {}
+    lines: list[Line] = []
+    for cell, subject, group in _by_cell(rows):
+        line = {"cell": cell, "server": subject, **_figures(group)}
+        line["of the engine"] = _share(group, workload, cell, settings, alone)
+        median = line["latency ms"]
+        if cell in baseline and isinstance(median, float):
+            line["speed-up"] = baseline[cell] / median
+        line |= _compared(rows[rows["cell"] == cell], subject, settings)
+        lines.append(line)
+    alike = len({headline(rows[rows["cell"] == cell]) for cell in cells}) == 1
+    if len(cells) > 1 and alike and (single or "reference" in settings):
+        lines += [_all(lines, rows, subject, settings) for subject in subjects]
+    models = dict.fromkeys(manifest.subjects.get(name, {}).get("model") for name in subjects)
+    model = settings.get("gguf") or ", ".join(filter(None, models)) or "the model"
+    who = f"{subjects[0]}, {model}" if len(subjects) == 1 else str(model)
+    how = [settings.get("endpoint"), "one request at a time"] if single else [_lengths(settings)]
+    title = ", ".join(filter(None, (workload, who, *how)))
+    return Table.of(_who_is_who(lines), title=title, notes=_notes(rows, workload, manifest, alone))
+
+
+def _by_cell(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """(cell, server, rows), all servers of a cell together."""
+    for cell in rows["cell"].unique():
+        for subject, group in rows[rows["cell"] == cell].groupby("subject", sort=False):
+            yield str(cell), str(subject), group
+
+
+def _who_is_who(lines: Sequence[Line]) -> Sequence[Line]:
+    """Without the servers' names where there is one alone."""
+    if len({line["server"] for line in lines}) > 1:
+        return lines
+    return [{name: cell for name, cell in line.items() if name != "server"} for line in lines]
+
+
+def _figures(rows: pd.DataFrame) -> Line:
+    """Of one server in one cell."""
+    failed, latencies = round(total(rows, "failed")), (rows["metric"] == "latency").sum()
+    line: Line = {"requests": failed + int(latencies) if latencies else None, "failed": failed}
+    for title, metric in (
+        ("output tok/s", "output_rate"),
+        ("total tok/s", "total_rate"),
+        ("req/s", "request_rate"),
+        ("goodput req/s", "goodput"),
+        ("ms a token", "ms_per_token"),
+    ):
+        line[title] = median_of(rows, metric)
+    if (rows["metric"] == "good").any():
+        line["within limits"] = f"{total(rows, 'good') / (failed + int(latencies)):.0%}"
+    line["latency ms"] = median_of(rows, "latency")
+    for percent in (10, 90, 99):
+        line[f"p{percent}"] = percentile_of(rows, "latency", percent)
+    line["cached"] = _cached(rows)
+    return line
+
+
+def _streamed(rows: pd.DataFrame, workload: str) -> Table:
+    """A line for each cell and server, of conversations for each turn."""
+    lines: list[Line] = []
+    keys = ["cell", "subject"]
+    if (rows[rows["metric"] == "turn"]["value"] > 1).any():
+        # the requests' rows follow one another; of a request, latency and lateness come before its turn
+        rows = rows.assign(turn=rows["value"].where(rows["metric"] == "turn"))
+        ahead = rows["metric"].isin(["latency", "lateness"])
+        rows["turn"] = rows["turn"].bfill().where(ahead, rows["turn"].ffill())
+        keys.append("turn")
+    for (cell, subject, *turn), group in rows.groupby(keys, sort=False):
+        line: Line = {"cell": f"{cell}, turn {turn[0]:.0f}" if turn else str(cell), "server": str(subject)}
+        line |= {"prompt tokens": median_of(group, "prompt_tokens"), "cached": _cached(group)}
+        for metric, (title, percents) in STREAMED.items():
+            for percent in percents:
+                line[f"{title} p{percent}"] = percentile_of(group, metric, percent)
+        lines.append(line)
+    return Table.of(_who_is_who(lines), title=f"{workload}: streamed, milliseconds")
+
+
+def _cached(rows: pd.DataFrame) -> str | None:
+    share = cached_share(rows)
+    return f"{share:.0%}" if share is not None else None
+
+
+def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> Line:
+    """What a comparison adds: the ratio, and how many answers were the reference's."""
+    if "reference" not in settings:
+        return {}
+    reference = settings["reference"]
+    against = reference if len(reference) <= LONGEST_NAME else "reference"
+    mine = rows[rows["subject"] == subject]
+    compared = total(mine, "compared_answers")
+    same = f"{total(mine, 'same_answers'):.0f}/{compared:.0f}" if compared else None
+    ratio = times_as_good(rows, subject, reference, headline(rows))
+    return {f"x {against}": ratio.verdict if ratio is not None else None, "same answers": same}
+
+
+def _all(
+    lines: Sequence[Line], rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]
+) -> dict[str, Cell]:
+    """All cells of a server, each counting alike: means of medians, and one ratio."""
+    own = [line for line in lines if line["server"] == subject]
+    line: Line = {"cell": "all", "server": subject}
+    if CATEGORIES.keys() >= set(rows["cell"]):
+        for name in ("latency ms", "speed-up"):
+            values = [value for one in own if isinstance(value := one.get(name), float)]
+            line[name] = fmean(values) if values and len(values) == rows["cell"].nunique() else None
+    return {**line, **_compared(rows, subject, settings)}
+
+
+def _share(
+    rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[str, Any], alone: ceiling.Ceiling
+) -> str | None:
+    """Of what llama.cpp alone reaches."""
+    if cell in CATEGORIES:
+        best, value = ceiling.request_ms(alone, cell), median_of(rows, "latency")
+        return f"{best / value:.0%}" if best and value else None
+    if headline(rows) != "output_rate":
+        return None
+    rate = ceiling.output_rate(alone, workload, int(cell.split()[0]), settings)
+    value = median_of(rows, "output_rate")
+    return f"{value / rate:.0%}" if rate and value else None
+
+
+def _lengths(settings: Mapping[str, Any]) -> str:
+    if "input_tokens" not in settings:
+        return ""
+    return f"{settings['input_tokens']:,} tokens in, {settings['output_tokens']:,} out"
+
+
+def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling.Ceiling) -> list[str]:
+    settings, about = manifest.settings, manifest.subjects
+    counted = dict.fromkeys(about.get(name, {}).get("counted_by") for name in rows["subject"].unique())
+    notes = []
+    if known := [str(name) for name in counted if name]:
+        notes.append(f"output tokens counted by {', '.join(known)}")
+    if "reference" in settings:
+        notes.append(
+            "the ratio: times as good, paired by round, [95% interval]; of latencies at a request rate"
+        )
+    if alone:
+        notes.append("of the engine: llama.cpp's own figure by the server's")
+    if settings.get("baseline") and CATEGORIES.keys() >= set(rows["cell"]):
+        told = ", ".join(f"{name} {ms:,.0f}" for name, ms in settings["baseline"].items())
+        notes.append(f"speed-up: against {told} ms; only a ratio on one card compares software")
+    if settings.get("goodput"):
+        notes.append(f"goodput: requests a second that keep {settings['goodput']}")
+    several = rows["subject"].nunique() > 1
+    for cell, subject, group in _by_cell(rows):
+        where = f"{workload} {cell}, {subject}" if several else f"{workload} {cell}"
+        notes += [f"{where}: {text}" for text in _cell_notes(group, workload, cell, settings)]
+    if workload == "random" and not several:
+        recounted = "recounted_tokens" in set(rows["metric"])
+        value, deviations = hackathon_score(rows, settings, recounted=recounted)
+        if value is not None and deviations:
+            notes.append(f"weighted sum {value:,.0f}, not a score of the protocol: {'; '.join(deviations)}")
+        elif value is not None:
+            notes.append(f"score: {value:,.0f}")
+    return notes + ([] if "reference" in settings else manifest.notes)
+
+
+def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the requests of a server in a cell."""
+    category = CATEGORIES.get(cell)
+    notes: list[str] = []
+    wanted = category.max_tokens if category is not None else settings.get("output_tokens", 0)
+    early = int((rows[rows["metric"] == "claimed_tokens"]["value"] < wanted).sum())
+    if early:
+        notes.append(f"{early} answers stopped before {wanted} tokens")
+    prompt = median_of(rows, "prompt_tokens")
+    if category is not None and workload == DISTINCT and prompt not in (None, category.prompt_tokens):
+        notes.append(f"the server counts {prompt:.0f} prompt tokens, not {category.prompt_tokens}")
+    late = rows[rows["metric"] == "lateness"]["value"].quantile(0.99)
+    if late > LATE_MS:
+        notes.append(f"the client itself sent its last percent {late:.0f} ms late")
+    if wrong := round(total(rows, "spot_checks_failed")):
+        notes.append(f"{wrong} spot checks FAILED")
+    if wrong := miscounted(rows):
+        claimed, verified = (total(rows, name) for name in ("claimed_tokens", "verified_tokens"))
+        notes.append(
+            f"{wrong} answers re-count to other lengths than claimed ({claimed:,.0f} claimed, "
+            f"{verified:,.0f} verified)"
+        )
+    if failed := total(rows, "failed"):
+        notes.append(f"{failed:.0f} requests FAILED and are left out")
+    return notes
+
+
+def hackathon_score(
+    rows: pd.DataFrame, settings: Mapping[str, Any], *, recounted: bool
+) -> tuple[float | None, list[str]]:
+    """The hackathon's weighted sum of verified output tok/s over the levels that have a weight (None when
+    none has), and in what the run deviates from its protocol."""
+    cells = {level: rows[rows["cell"] == at_concurrency(level)] for level in WEIGHTS}
+    known = {
+        level: rate for level, group in cells.items() if (rate := median_of(group, "output_rate")) is not None
+    }
+    if not known:
+        return None, []
+    missing = [str(level) for level in WEIGHTS if level not in known]
+    checks = rows[rows["metric"] == "spot_checks_failed"]["value"]
+    tokens = settings["input_tokens"], settings["output_tokens"]
+    deviations = {
+        f"levels {', '.join(missing)} were not run": bool(missing),
+        f"{tokens[0]:,} / {tokens[1]:,} tokens instead of 1,024 / 1,024": tokens != (TOKENS, TOKENS),
+        f"{settings['requests']} requests a level instead of {REQUESTS}": settings["requests"] != REQUESTS,
+        f"warm-ups other than {WARM_UPS} a level (--warmup {WARM_UPS})": settings["warmup"] != WARM_UPS,
+        "requests failed": total(rows, "failed") > 0,
+        "spot checks failed or were left out": not len(checks) or checks.sum() > 0,
+        "token counts are the server's own claims": not recounted,
+        "re-counted tokens differ from the claimed ones": any(miscounted(one) for one in cells.values()),
+    }
+    value = sum(WEIGHTS[level] * rate for level, rate in known.items())
+    return value, [why for why, holds in deviations.items() if holds]
+
+
+def _alone(alone: ceiling.Ceiling) -> Table:
+    """What the engine does without a server."""
+    lines: list[Line] = [
+        {
+            "shape": f"{row.prompt_tokens:,} in, {row.output_tokens:,} out, {row.sequences} at once",
+            "prefill ms": 1000 * row.prefill_seconds,
+            "decode ms": 1000 * row.decode_seconds,
+            "output tok/s": row.output_rate,
+        }
+        for row in alone.values()
+    ]
+    return Table.of(lines, title="llama.cpp without a server (llama-batched-bench)")
+
+
+def _who(manifest: Manifest) -> Table:
+    """Who took part, with which resources, how long its start took, and who dropped out."""
+    lines: list[Line] = [
+        {
+            "server": name,
+            **{key: about.get(key) for key in ("program", "slots", "context")},
+            "start s": about.get("start_seconds"),
+            "state": "FAILED" if "failed" in about else "ok",
+        }
+        for name, about in manifest.subjects.items()
+    ]
+    return Table.of(lines, title="Servers", notes=manifest.notes)
+
+
+# --- figures of some rows ----------------------------------------------------------------------------------
+
+
+def miscounted(rows: pd.DataFrame) -> int:
+    """How many requests claim another number of tokens than the tokenizer finds."""
+    claimed, recounted = (
+        rows[rows["metric"] == name]["value"] for name in ("claimed_tokens", "recounted_tokens")
+    )
+    if not len(recounted):
+        return 0
+    return sum(is_miscounted(*counts) for counts in zip(claimed, recounted, strict=True))
+
+
+def cached_share(rows: pd.DataFrame) -> float | None:
+    """Of the prompt tokens, those that came from a cache; None where the server does not say."""
+    prompt, cached = total(rows, "prompt_tokens"), rows[rows["metric"] == "cached_tokens"]["value"]
+    return float(cached.sum()) / prompt if prompt and len(cached) else None
+
+
+def total(rows: pd.DataFrame, metric: str) -> float:
+    """The sum of a metric."""
+    return float(rows[rows["metric"] == metric]["value"].sum())
+
+
+def percentile_of(rows: pd.DataFrame, metric: str, percent: float) -> float | None:
+    """A percentile of a metric; None where it was not measured."""
+    values = rows[rows["metric"] == metric]["value"]
+    return float(values.quantile(percent / 100)) if len(values) else None
+
+
+def median_of(rows: pd.DataFrame, metric: str) -> float | None:
+    """The median of a metric; None where it was not measured."""
+    return percentile_of(rows, metric, 50)

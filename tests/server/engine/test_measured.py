@@ -1,0 +1,124 @@
+"""What one start measured serves the next one, as long as nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.engine.measured import KEPT, Measured, MeasuredFile
+from server.engine.speculation.speculator import Speculator
+from server.engine.speculation.times import StepTimes
+from server.engine.warmup import time_prompt
+from tests.server.engine.helpers import Request, ask_all, running
+
+
+@pytest.fixture
+def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Says each time that something is measured; the file is the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done: list[str] = []
+    steps = Speculator._measure_steps
+
+    def watched_steps(*arguments: object) -> None:
+        done.append("steps")
+        steps(*arguments)  # type: ignore[arg-type]
+
+    def watched_prompt(*arguments: object) -> float:
+        done.append("prompt")
+        return time_prompt(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Speculator, "_measure_steps", watched_steps)
+    monkeypatch.setattr("server.engine.warmup.time_prompt", watched_prompt)
+    return done
+
+
+def test_the_next_start_measures_nothing(
+    nano_q4_k_m: Path, measurings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    question = Request([300, 301, 302] * 10, 20)
+    with running(nano_q4_k_m, speculation="ngram") as engine:
+        first = asyncio.run(ask_all(engine, [question]))
+    assert measurings == ["prompt", "steps"]
+    with caplog.at_level(logging.INFO), running(nano_q4_k_m, speculation="ngram") as engine:
+        assert engine._speculator.step_times().means
+        assert asyncio.run(ask_all(engine, [question])) == first
+    assert measurings == ["prompt", "steps"], "once"
+    assert "start: plan " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"parallel": 3}, {"speculation": "off"}, {"ctx_size": 4096}, {"remember": False}]
+)
+def test_another_setting_is_measured_anew(
+    nano_q4_k_m: Path, measurings: list[str], changes: dict[str, object]
+) -> None:
+    with running(nano_q4_k_m, speculation="ngram"):
+        pass
+    measurings.clear()
+    with running(nano_q4_k_m, **{"speculation": "ngram", **changes}):
+        pass
+    assert measurings[0] == "prompt"
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"KEY": {"samples_on_device": 7}}'])
+def test_a_damaged_file_costs_what_it_would_have_saved(
+    nano_q4_k_m: Path, measurings: list[str], tmp_path: Path, damage: str
+) -> None:
+    with running(nano_q4_k_m, speculation="ngram"):
+        pass
+    path = tmp_path / "qwen-serve" / "measured.json"
+    (key,) = json.loads(path.read_text())
+    path.write_text(damage.replace("KEY", key))
+    measurings.clear()
+    with running(nano_q4_k_m, speculation="ngram"):
+        pass
+    assert measurings == ["prompt", "steps"]
+    assert list(json.loads(path.read_text())) == [key]
+
+
+def test_a_folder_that_can_not_be_written_costs_nothing(
+    nano_q4_k_m: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with running(nano_q4_k_m, speculation="ngram"):
+        pass
+    assert measurings
+
+
+def test_the_latest_starts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = [MeasuredFile({"number": number}) for number in range(KEPT + 2)]
+    measured = Measured(samples_on_device=True, prompt_seconds=0.5, step_times=StepTimes().dump())
+    for file in files:
+        file.write(measured)
+    assert [file.read() for file in files[:2]] == [None, None]
+    assert all(file.read() == measured for file in files[2:])
+    assert [path.name for path in (tmp_path / "qwen-serve").iterdir()] == ["measured.json"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 20), st.integers(1, 300), st.floats(1e-4, 1.0), st.booleans(), st.booleans()
+        ),
+        max_size=60,
+    )
+)
+def test_times_come_back_as_they_were(added: list[tuple[int, int, float, bool, bool]]) -> None:
+    before, after = StepTimes(), StepTimes()
+    for n, rows, seconds, built, captured in added:
+        before.add(n, rows, seconds, built=built, captured=captured and not built)
+    record = before.dump()
+    after.take(type(record).model_validate_json(record.model_dump_json()))
+    assert after.dump() == record
+    before.take(record)  # answers that were kept for a while are worked out anew
+    for n, rows in ((1, 1), (1, 7), (2, 3), (8, 2), (16, 16)):
+        assert after.of(n, rows) == before.of(n, rows)
+    assert (after.moving, after.leaving) == (before.moving, before.leaving)
