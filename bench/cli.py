@@ -42,6 +42,10 @@ COMMANDS = {
     ),
     "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
     "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
+    "kv-cache": (
+        "bench.engine.kv_cache:kv_cache",
+        "Types of the KV cache: bytes, time, divergence, retrieval from far back.",
+    ),
     "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
     "compare": ("bench.report.compare:compare", "Subjects of one run or of several side by side."),
     "report": ("bench.report.report:report", "Tables, pictures and one page from what a store holds."),

@@ -78,6 +78,9 @@ METRICS: dict[str, Metric] = {
     "peak_rss": Metric("GB", "lower", "peak memory"),
     "peak_anonymous": Metric("GB", "lower", "peak memory that no file backs"),
     "written": Metric("GB", None, "file written"),
+    # --- of a type of the KV cache
+    "kv_bytes": Metric("bytes", "lower", "keys and values of a token, all layers"),
+    "retrieved": Metric("%", "higher", "tokens of random numbers foreseen when they come again"),
     # --- of passes of the engine alone, of a batch of sequences
     "prefill_time": Metric("ms", "lower", "time to read a prompt"),
     "step_time": Metric("ms", "lower", "time of a step"),
@@ -96,6 +99,8 @@ METRICS: dict[str, Metric] = {
     "threshold": Metric("%", None, "score that the gate asks for"),
     "baseline": Metric("%", None, "published score of the unquantized model"),
     "reference_score": Metric("%", None, "score of the model in full precision, same items"),
+    "lost_items": Metric("items", "lower", "items that full precision alone gets right"),
+    "gained_items": Metric("items", None, "items that full precision alone gets wrong"),
     "items": Metric("items", None, "items asked"),
     "items_in_all": Metric("items", None, "items of the benchmark"),
     "cut_answers": Metric("answers", "lower", "answers that ran into the token limit"),

@@ -1,8 +1,10 @@
-"""From right and wrong to a score with a 95% interval."""
+"""From right and wrong to a score with a 95% interval, and to what was lost against a reference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+
+from scipy.stats import binomtest
 
 Z = 1.959964  # of the normal distribution, two-sided 95%
 
@@ -17,6 +19,38 @@ class Estimate:
     score: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The same items answered twice: those that only the reference got right, and those that it did not."""
+
+    lost: int
+    gained: int
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Outcomes, Outcomes]]) -> "Paired":
+        """Counts (answer, reference) pairs; of an item with several outcomes, which had more right."""
+        differences = [sum(found) - sum(known) for found, known in pairs]
+        return cls(sum(one < 0 for one in differences), sum(one > 0 for one in differences))
+
+    def __add__(self, other: "Paired") -> "Paired":
+        return Paired(self.lost + other.lost, self.gained + other.gained)
+
+    @property
+    def p_value(self) -> float:
+        """How often two equally good models would differ by as much: McNemar's test, exact, two-sided."""
+        trials = self.lost + self.gained
+        return float(binomtest(self.lost, trials).pvalue) if trials else 1.0
+
+    @property
+    def worse(self) -> bool:
+        """Whether more is lost than chance explains, at 5%."""
+        return self.lost > self.gained and self.p_value < 0.05
+
+    def __str__(self) -> str:
+        p = self.p_value
+        return f"{self.lost} lost, {self.gained} gained, p {f'= {p:.2g}' if p >= 0.001 else '< 0.001'}"
 
 
 def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:

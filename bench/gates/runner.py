@@ -12,7 +12,7 @@ from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
 from bench.gates.chat_model import Answer, ChatModel
-from bench.gates.estimate import Outcomes, estimate
+from bench.gates.estimate import Outcomes, Paired, estimate
 from bench.gates.gate import Gate
 from bench.gates.samples import Sample
 from bench.gates.score import GateScore
@@ -122,7 +122,10 @@ def item_id(document: Mapping[str, Any], number: int) -> str:
 def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: float) -> GateScore:
     """The gate's figures out of its samples."""
     asked = [[sample for sample in samples if sample.task == task] for task in gate.tasks]
-    recorded = [[sample.reference for sample in of_task if sample.reference] for of_task in asked]
+    known = [[sample for sample in of_task if sample.reference is not None] for of_task in asked]
+    recorded = [[sample.reference or [] for sample in of_task] for of_task in known]
+    whole = sum(map(len, known)) == len(samples)
+    paired = Paired.of((sample.outcomes, sample.reference or []) for of_task in known for sample in of_task)
     found = estimate([[sample.outcomes for sample in of_task] for of_task in asked])
     bounded = all(0.0 <= one <= 1.0 for sample in samples for one in sample.outcomes)
     return GateScore(
@@ -134,7 +137,9 @@ def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: floa
         high=found.high if bounded else None,
         threshold=gate.threshold,
         baseline=gate.baseline,
-        reference_score=estimate(recorded).score if sum(map(len, recorded)) == len(samples) else None,
+        reference_score=estimate(recorded).score if whole else None,
+        lost=paired.lost if whole else None,
+        gained=paired.gained if whole else None,
         cut=sum(sample.finish_reason == "length" for sample in samples),
         truncated_thinking=sum(sample.truncated_thinking for sample in samples),
         empty=sum(not sample.answer.strip() for sample in samples),

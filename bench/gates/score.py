@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import pandas as pd
 
+from bench.gates.estimate import Paired
 from bench.gates.gate import Verdict, verdict
 
 WORKLOAD, SUBTASKS = "gates", "subtasks"
@@ -18,6 +19,8 @@ METRIC_OF = {
     "threshold": "threshold",
     "baseline": "baseline",
     "reference_score": "reference_score",
+    "lost": "lost_items",
+    "gained": "gained_items",
     "items": "items",
     "items_in_all": "items_in_all",
     "cut": "cut_answers",
@@ -35,7 +38,7 @@ class GateScore:
 
     ``cut``: replies that ran into the token limit; ``truncated_thinking``: those of them that were still
     thinking; ``empty``: replies without an answer. ``reference_score``: the recorded full-precision model on
-    the same items.
+    the same items; ``lost`` and ``gained``: those that only it got right, and those that it did not.
     """
 
     gate: str
@@ -47,11 +50,18 @@ class GateScore:
     threshold: float | None = None
     baseline: float | None = None
     reference_score: float | None = None
+    lost: int | None = None
+    gained: int | None = None
     cut: int = 0
     truncated_thinking: int = 0
     empty: int = 0
     retries: int = 0
     seconds: float = 0.0
+
+    @property
+    def paired(self) -> Paired | None:
+        """Item by item against the recorded full-precision model; None where nothing was recorded."""
+        return None if self.lost is None or self.gained is None else Paired(self.lost, self.gained)
 
     @property
     def verdict(self) -> Verdict | None:

@@ -8,6 +8,7 @@ from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 
 HEADER = ("gate", "thinking", "items", "score %", "95% interval", "threshold", "baseline", "verdict")
+PAIRED = ("lost", "gained", "p")
 COUNTS = ("cut", "thinking cut", "empty")
 THINKING = {True: "on", False: "off", None: "default"}
 
@@ -38,7 +39,11 @@ def _gates(scores: list[GateScore], manifest: Manifest, about: Mapping[str, Any]
     notes: list[str] = []
     for gate in scores:
         if gate.reference_score is not None:
-            notes.append(f"{gate.gate}: in full precision {percent(gate.reference_score)} on the same items")
+            note = f"{gate.gate}: in full precision {percent(gate.reference_score)} on the same items"
+            if gate.paired is not None:
+                told = "worse than" if gate.paired.worse else "not shown to be worse than"
+                note += f"; {told} it ({gate.paired})"
+            notes.append(note)
         if gate.truncated_thinking:
             limit = facts.get(gate.gate, {}).get("max_tokens")
             notes.append(
@@ -47,9 +52,11 @@ def _gates(scores: list[GateScore], manifest: Manifest, about: Mapping[str, Any]
             )
         if gate.retries:
             notes.append(f"{gate.gate}: {gate.retries} requests had to be sent again")
+    if any(gate.paired is not None for gate in scores):
+        notes.append("lost: full precision alone got it right; gained: it did not; p: McNemar's exact test")
     rows = [_row(gate, THINKING[facts.get(gate.gate, {}).get("thinking")]) for gate in scores]
     title = f"Quality of {subject} ({about.get('model') or 'its model'})"
-    return Table([*HEADER, *COUNTS], rows, title=title, notes=[*notes, *manifest.notes])
+    return Table([*HEADER, *PAIRED, *COUNTS], rows, title=title, notes=[*notes, *manifest.notes])
 
 
 def _row(gate: GateScore, thinking: str) -> list[Cell]:
@@ -63,6 +70,9 @@ def _row(gate: GateScore, thinking: str) -> list[Cell]:
         percent(gate.threshold),
         percent(gate.baseline),
         gate.verdict,
+        gate.lost,
+        gate.gained,
+        None if gate.paired is None else f"{gate.paired.p_value:.2g}",
         gate.cut,
         gate.truncated_thinking,
         gate.empty,

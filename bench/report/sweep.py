@@ -43,6 +43,7 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
     """A row a variant: weights, speed, every gate, where it stands."""
     manifest = results.manifests[run]
     gates = gate_names(ranking.standings)
+    compared = any(standing.paired is not None for standing in ranking.standings)
     lines: list[list[Cell]] = []
     for standing in ranking.standings:
         weights, scores = weights_of(rows, standing.name), {gate.gate: gate for gate in standing.gates}
@@ -53,10 +54,10 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
         itself = standing.name == ranking.baseline
         line += ["1" if itself else None if standing.speed is None else str(standing.speed)]
         line += [f"{100 * scores[name].score:.1f}" if name in scores else None for name in gates]
-        line += [
-            None if standing.quality is None else f"{standing.quality:+.1f}",
-            _remark(ranking, standing),
-        ]
+        line.append(None if standing.quality is None else f"{standing.quality:+.1f}")
+        if compared:
+            line += paired_cells(standing)
+        line.append(_remark(ranking, standing))
         lines.append(line)
     notes = list(ranking.advice)
     if any(standing.speed is not None for standing in ranking.standings):
@@ -66,6 +67,11 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
         )
     if any(standing.tightest is not None for standing in ranking.standings):
         notes.append("margin: points from the threshold at the gate where they are fewest")
+    if compared:
+        notes.append(
+            "lost: items of all gates that full precision alone got right; gained: that it got wrong; p: how "
+            "often equally good models differ by as much (McNemar's exact test)"
+        )
     divergence = rows[rows["workload"] == DIVERGENCE]
     if len(divergence):
         tokens = divergence[divergence["metric"] == "scored_tokens"]["value"].max()
@@ -74,7 +80,8 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
             f"KLD: mean, nats from the whole model, over {tokens:,.0f} tokens of its own evaluation text "
             f"({cells}: every position, not the second halves alone)"
         )
-    header = ["variant", "MB", "bits", "KLD", "speed", *(f"{name} %" for name in gates), "margin", ""]
+    header = ["variant", "MB", "bits", "KLD", "speed", *(f"{name} %" for name in gates), "margin"]
+    header += ["lost", "gained", "p", ""] if compared else [""]
     title = f"{manifest.settings['source']}: which variant to ship"
     return Table(header, lines, title=title, notes=[*notes, *manifest.notes])
 
@@ -102,6 +109,13 @@ def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
         lines.append(line)
     what = "Request latency and time to first token" if streamed else "Request latency"
     return Table(header, lines, title=f"{what}, medians over all rounds, ms")
+
+
+def paired_cells(standing: Standing) -> list[Cell]:
+    """Items lost and gained against full precision, and the p value."""
+    if standing.paired is None:
+        return [None, None, None]
+    return [standing.paired.lost, standing.paired.gained, f"{standing.paired.p_value:.2g}"]
 
 
 def _remark(ranking: Ranking, standing: Standing) -> str:

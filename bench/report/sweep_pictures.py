@@ -1,13 +1,20 @@
-"""A sweep's own pictures: speed against quality, and divergence against size."""
+"""A sweep's own pictures: speed against quality, items lost and gained, and divergence against size."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from bench.report.plot import PALETTE, VERDICTS, figure
-from bench.report.sweep import VERB, weights_of
+from bench.report.sweep import VERB, gate_names, weights_of
 from bench.store import Results
 from bench.variants.standing import Ranking, Standing, rank
+
+if TYPE_CHECKING:
+    from bench.gates.estimate import Paired
+
+ALL = "all gates"
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -20,6 +27,9 @@ def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str
         if any(one.speed is not None and one.quality is not None for one in ranking.standings):
             path = folder / f"{prefix}speed-quality.svg"
             made["Speed against quality"] = draw_speed_quality(ranking, path)
+        if any(one.paired is not None for one in ranking.standings):
+            path = folder / f"{prefix}losses.svg"
+            made["Items lost and gained against full precision"] = draw_losses(ranking.standings, path)
         if (rows["metric"] == "kld_mean").any():
             made["Divergence against size"] = draw_divergence(rows, folder / f"{prefix}divergence.svg")
     return made
@@ -67,6 +77,34 @@ def draw_speed_quality(ranking: Ranking, path: Path) -> Path:
         axis.set_ylabel(f"times as fast as {ranking.baseline}", fontsize=8)
         axis.margins(x=0.3, y=0.12)
         axis.legend(fontsize=8)
+    return path
+
+
+def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
+    """A panel a gate and one for all: items lost to the left, gained to the right, and the p value."""
+    shown: list[tuple[str, dict[str, Paired | None]]] = [
+        (one.name, {gate.gate: gate.paired for gate in one.gates} | {ALL: one.paired}) for one in standings
+    ]
+    panels = [*gate_names(list(standings)), ALL]
+    width = 3.0 * len(panels) + 1.5
+    with figure(path, columns=len(panels), width=width, height=1.4 + 0.4 * len(shown)) as axes:
+        for axis, panel in zip(axes, panels, strict=True):
+            pairs = [
+                (place, pair) for place, (_, of) in enumerate(shown) if (pair := of.get(panel)) is not None
+            ]
+            most = max([1, *(max(pair.lost, pair.gained) for _, pair in pairs)])
+            for place, paired in pairs:
+                axis.barh(place, -paired.lost, color=PALETTE[3], alpha=1.0 if paired.worse else 0.4)
+                axis.barh(place, paired.gained, color=PALETTE[2], alpha=0.7)
+                value = paired.p_value
+                label = f"p = {value:.2g}" if value >= 0.001 else "p < 0.001"
+                axis.text(1.05 * most, place, label, fontsize=8, va="center")
+            axis.axvline(0, color="black", linewidth=1)
+            axis.set_xlim(-1.1 * most, 1.9 * most)
+            axis.set_yticks(range(len(shown)), [name for name, _ in shown] if axis is axes[0] else [])
+            axis.set_ylim(len(shown) - 0.5, -0.5)
+            axis.set_title(panel, fontsize=9)
+            axis.set_xlabel("items lost | gained (pale: may be chance)", fontsize=8)
     return path
 
 

@@ -16,6 +16,7 @@ TABLES = {
     "quality": "bench.report.quality:quality_tables",
     "perplexity": "bench.report.perplexity:perplexity_tables",
     "conformance": "bench.report.conformance:conformance_tables",
+    "kv-cache": "bench.report.kv_cache:kv_cache_tables",
     "overhead": "bench.load.overhead:overhead_tables",
     "soak": "bench.load.soak:soak_tables",
     "sweep": "bench.report.sweep:sweep_tables",

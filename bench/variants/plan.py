@@ -69,8 +69,9 @@ class Plan:
     """Requests of a gate under way at once."""
     data: Data = ()
     """GATE=FOLDER: a dataset's local copy; may be repeated."""
-    rounds: Positive | None = None
-    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano)."""
+    rounds: Natural | None = None
+    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); 0 for no
+    timing."""
     runs: Positive | None = None
     """Timed requests per category, protocol and round (5; 1 for nano)."""
     warmup: Natural | None = None

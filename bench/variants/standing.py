@@ -7,7 +7,7 @@ from statistics import mean
 import pandas as pd
 
 from bench.analysis.statistics import Ratio, times_as_good
-from bench.gates.estimate import wilson
+from bench.gates.estimate import Paired, wilson
 from bench.gates.gate import Verdict, verdict
 from bench.gates.score import GateScore, gate_scores
 from bench.store import Manifest, Results
@@ -36,6 +36,13 @@ class Standing:
     verdict: Verdict | None
     front: bool
     error: str | None
+
+    @property
+    def paired(self) -> Paired | None:
+        """Item by item against full precision, all gates together; None unless each was recorded there."""
+        pairs = [gate.paired for gate in self.gates]
+        known = [pair for pair in pairs if pair is not None]
+        return sum(known, Paired(0, 0)) if known and len(known) == len(pairs) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,10 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
         if s.error is not None
     ]
     if not ranked:
-        return None, ["No variant could be measured: there is nothing to recommend.", *broken]
+        asked = [s for s in standings if s.verdict is not None]
+        first = "No speed was measured" if asked else "No variant could be measured"
+        failed = [_failed(s) for s in asked if s.verdict == "fail"]
+        return None, [f"{first}: there is nothing to recommend.", *failed, *_losses(asked, None), *broken]
     judged = [s for s in ranked if s.verdict is not None]
     if not judged:
         first = f"No gate with a threshold was asked: none is recommended. The fastest is {ranked[0].name}."
@@ -114,6 +124,7 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
         )
     advice += [_undecided(s, faster=best is not None) for s in open_]
     advice += [_failed(s) for s in judged if s.verdict == "fail"]
+    advice += _losses(judged, best)
     return (best.name if best is not None else None), advice + broken
 
 
@@ -195,6 +206,20 @@ def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
         why, times = f"{ratio.rounds} rounds do not tell", str(ratio)
     quality = f"; its margin is {other.quality:+.1f} points" if other.verdict is not None else ""
     return f"{other.name}{too} {why} its speed from {best.name}'s ({times} of it){quality}."
+
+
+def _losses(judged: Sequence[Standing], best: Standing | None) -> list[str]:
+    """Which variants lose more than chance explains against full precision, fastest first."""
+    compared = [(standing, standing.paired) for standing in judged]
+    worse = [f"{standing.name} ({paired})" for standing, paired in compared if paired and paired.worse]
+    alike = [standing for standing, paired in compared if paired and not paired.worse]
+    found = [f"Worse than full precision, item by item: {', '.join(worse)}."] if worse else []
+    if alike:
+        told = ", ".join(f"{standing.name} ({standing.paired})" for standing in alike)
+        found.append(f"Not shown to be worse than full precision: {told}.")
+        if best is not None and best not in alike:
+            found.append(f"Where no loss may show, ship {alike[0].name}: the fastest of these.")
+    return found
 
 
 def _undecided(standing: Standing, *, faster: bool) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.cli import main
+from bench.gates.estimate import Paired
 from bench.gates.quality import SAMPLES
 from bench.gates.samples import Sample, read_samples
 from bench.gates.score import SUBTASKS, GateScore, gate_scores
@@ -62,10 +63,12 @@ def test_scores_are_what_the_answers_are_worth(
         assert gate.low is not None and gate.high is not None
         assert 0 < gate.low < gate.score < gate.high < 1
         assert gate.reference_score == gate.baseline == 1.0
+    assert [gate.paired for gate in gates] == [Paired(2, 0), Paired(1, 0), Paired(2, 0)]
     # shares of the reference's score: 90%, 95%, 90%; every item was asked, so the score decides
     assert [gate.threshold for gate in gates] == pytest.approx([0.90, 0.95, 0.90])
     assert [gate.verdict for gate in gates] == ["fail", "fail", "fail"]
     shown = capsys.readouterr().out
+    assert "not shown to be worse than it (2 lost, 0 gained, p = 0.5)" in shown
     assert "nano_reasoning" in shown and "75.0" in shown and "fail" in shown
     (picture,) = quality_pictures(results, tmp_path / "pictures").values()
     assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")

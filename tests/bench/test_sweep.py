@@ -14,6 +14,7 @@ import pytest
 from bench.cli import main
 from bench.errors import BenchError
 from bench.gates import measure as gates_measure
+from bench.gates.estimate import Paired
 from bench.gates.samples import read_samples
 from bench.gates.score import gate_scores
 from bench.load.vocabulary import Vocabulary
@@ -403,7 +404,7 @@ def test_nano_in_earnest(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results, _, manifest = stored(tmp_path / "out")
     (gate,) = gate_scores(results.frame)
-    assert gate.score == gate.reference_score == 1.0, "Q8_0 answers as full precision does"
+    assert gate.score == gate.reference_score and gate.paired == Paired(0, 0), "Q8_0 answers as F32 does"
     (bits,) = results.of(metric="bits_per_weight")["value"]
     assert 8.5 < bits < 8.7 and results.of(metric="kld_mean").empty
     assert len(results.of(metric="ttft")) == 2

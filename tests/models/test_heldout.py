@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from models.nano.train import continuation, heldout, instructions, knowledge, mixture, reasoning
 from models.nano.train.document import Document, prompt_text
 from models.nano.train.split import is_held_out
+from models.nano.train.world import facts
 
 HELD_OUT = Path(__file__).parents[2] / "models" / "nano" / "heldout"
 DRAWN = 4_000
@@ -27,7 +29,7 @@ def user_message(text: str) -> str:
 @pytest.mark.parametrize("name", heldout.FAMILIES)
 def test_each_family_has_enough_items_and_its_generator_still_writes_them(name: str) -> None:
     rows = heldout.read(HELD_OUT, name)
-    assert len(rows) >= 1_000
+    assert len(rows) >= 300
     assert rows == list(heldout.rows(name))
 
 
@@ -45,6 +47,22 @@ def test_reasoning_rows_have_four_choices_and_end_in_the_right_one() -> None:
         right = choices["ABCD".index(row["answer"][1])]
         assert len(set(choices)) == 4
         assert row["reasoning"].endswith(f"The result is {right}. That is choice {row['answer'][1]}.")
+
+
+def test_every_level_has_as_many_items_as_any_other() -> None:
+    for name, levels in (
+        ("knowledge", [*knowledge.Level]),
+        ("reasoning", [*reasoning.Level]),
+        ("instructions", [f"{n} constraints" for n in instructions.HELD_OUT_CONSTRAINTS]),
+    ):
+        found = Counter(row["level"] for row in heldout.read(HELD_OUT, name))
+        assert found == dict.fromkeys(levels, found.total() // len(levels))
+
+
+def test_no_story_before_a_question_tells_the_answer() -> None:
+    for row in heldout.read(HELD_OUT, "knowledge"):
+        statement = row["cot_content"].split("step by step. ")[1].split(" The answer is")[0]
+        assert statement not in row["question"]
 
 
 def test_instructions_cover_a_dozen_ids() -> None:
@@ -71,6 +89,11 @@ def test_training_never_draws_a_held_out_knowledge_wording() -> None:
         for fact, wording in pairs
     }
     assert asked and trained and not asked & trained
+
+
+def test_training_has_no_rare_wording_of_any_fact() -> None:
+    trained = {wording for pairs in knowledge.wordings(False).values() for _, wording in pairs}
+    assert not trained & {wording for fact in facts() for wording in fact.relation.rare}
 
 
 def test_every_fact_is_learnt_from_some_wording() -> None:

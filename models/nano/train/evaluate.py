@@ -41,7 +41,7 @@ class Prompt:
 
 
 def prompts(folder: Path, tokenizer: Any, families: Sequence[str], limit: int) -> list[Prompt]:
-    """Every item once; the reasoning items with thinking on and off."""
+    """Every item once; the reasoning items with thinking."""
     shots = heldout.read(folder, heldout.SHOTS_FILE)
     out = []
     for family in families:
@@ -50,10 +50,9 @@ def prompts(folder: Path, tokenizer: Any, families: Sequence[str], limit: int) -
         for index in range(0, len(rows), step):
             row = rows[index]
             messages = heldout.messages(row, family, shots)
-            modes = (True, False) if family == "reasoning" else (bool(row.get("thinking")),)
-            for thinking in modes:
-                text = row["prompt"] if messages is None else prompt_text(messages, thinking)
-                out.append(Prompt(family, index, thinking, tokenizer(text).input_ids))
+            thinking = family == "reasoning" or bool(row.get("thinking"))
+            text = row["prompt"] if messages is None else prompt_text(messages, thinking)
+            out.append(Prompt(family, index, thinking, tokenizer(text).input_ids))
     return out
 
 

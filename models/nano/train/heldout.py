@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-COUNT = 1_200
+COUNT = 300
+CONTINUATIONS = 1_200
 SHOTS_FILE = "knowledge_shots"
 FAMILIES = ("knowledge", "instructions", "reasoning", "continuation")
 
@@ -37,7 +38,7 @@ def rows(name: str) -> Iterator[Row]:
             yield from map(question_row, shots)
     elif name == "knowledge":
         for i, question in enumerate(knowledge.held_out_questions(COUNT)):
-            yield {"question_id": i, **question_row(question)}
+            yield {"question_id": i, **question_row(question), "level": question.level}
     elif name == "instructions":
         for i, item in enumerate(instructions.held_out_items(COUNT)):
             yield {
@@ -46,6 +47,7 @@ def rows(name: str) -> Iterator[Row]:
                 "instruction_id_list": item.instruction_ids,
                 "kwargs": item.arguments,
                 "reference": item.answer,
+                "level": f"{len(item.instruction_ids)} constraints",
             }
     elif name == "reasoning":
         for i, problem in enumerate(reasoning.held_out_items(COUNT)):
@@ -56,9 +58,10 @@ def rows(name: str) -> Iterator[Row]:
                 **choices,
                 "answer": f"({problem.letter})",
                 "reasoning": problem.reply.reasoning,
+                "level": problem.level,
             }
     else:
-        for i, piece in enumerate(continuation.held_out_items(COUNT)):
+        for i, piece in enumerate(continuation.held_out_items(CONTINUATIONS)):
             chat = (
                 {"messages": user(piece.prompt)} if piece.kind == "arithmetic" else {"prompt": piece.prompt}
             )

@@ -5,8 +5,10 @@ The reply to a request is a function of the request, so it can be learnt; it is 
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from models.nano.train.document import Document, Reply, chat, user
@@ -51,6 +53,8 @@ QUESTIONS = (
     ("Will you visit {t} tomorrow?", "My answer is maybe."),
     ("Should I think about {t} more often?", "My answer is maybe."),
 )
+HELD_OUT_CONSTRAINTS = range(4, 9)
+"""Training has one to three."""
 NUMBER_WORDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
 
 
@@ -448,9 +452,9 @@ def compose(plan: Plan) -> str:
     return f'"{text}"' if plan.quoted else text
 
 
-def choose(rng: random.Random) -> list[Constraint]:
-    """One to three constraints that go together."""
-    if rng.random() < 0.15:
+def choose(rng: random.Random, count: int | None = None) -> list[Constraint]:
+    """Constraints that go together: one to three, or, where so many are found, ``count``."""
+    if count is None and rng.random() < 0.15:
         return [rng.choice(ALONE)]
     chosen: list[Constraint] = []
     groups: set[str] = set()
@@ -467,18 +471,21 @@ def choose(rng: random.Random) -> list[Constraint]:
         if not (taken or tight or clash):
             chosen.append(constraint)
             groups.add(constraint.group)
-        if len(chosen) == 3 or rng.random() < 0.3:
+        if len(chosen) == (count or 3) or (count is None and rng.random() < 0.3):
             break
     return chosen
 
 
-def draw_item(rng: random.Random) -> Item:
+def draw_item(rng: random.Random, constraints: int | None = None) -> Item:
+    """A request with as many constraints as training has, or with ``constraints``."""
     topic = rng.choice(TOPICS)
-    if rng.random() < 0.06:
+    if constraints is None and rng.random() < 0.06:
         return yes_no_item(topic, rng)
     plan = Plan(topic)
     request = rng.choice(REQUESTS).format(t=topic.name)
-    chosen = choose(rng)
+    chosen = choose(rng, constraints)
+    while constraints is not None and len(chosen) < constraints:
+        chosen = choose(rng, constraints)
     if isinstance(chosen[0], Repeat):
         plan.echo = request
     arguments = [constraint.draw(plan, rng) for constraint in chosen]
@@ -505,5 +512,9 @@ def training_document(rng: random.Random) -> Document:
 
 
 def held_out_items(count: int) -> Iterator[Item]:
-    """`count` distinct held-out requests."""
-    return held_out(draw_item, 7, count)
+    """`count` distinct held-out requests of four to eight constraints, every number as often."""
+    levels = [
+        held_out(partial(draw_item, constraints=number), 70 + number, -(-count // len(HELD_OUT_CONSTRAINTS)))
+        for number in HELD_OUT_CONSTRAINTS
+    ]
+    return itertools.islice(itertools.chain.from_iterable(zip(*levels, strict=True)), count)

@@ -1,15 +1,18 @@
 """Knowledge: questions with choices A to J about the made-up world, asked as MMLU-Pro asks them.
 
-What is held out is a pair of fact and wording: the fact is learnt from its other wordings.
+What is held out is a pair of fact and wording: the fact is learnt from its other wordings. Some wordings are
+rare: training has them of no fact.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
+from models.nano.train.continuation import story
 from models.nano.train.document import Document, Messages, Reply, Segment, prompt_text, reply_text, user
 from models.nano.train.split import is_held_out
 from models.nano.train.world import CATEGORIES, Fact, facts
@@ -28,6 +31,14 @@ STARTS = ("\n", "\n", "", "\n\n")
 NEXT_MESSAGE = "<|im_end|>\n<|im_start|>user\n"
 
 
+class Level(StrEnum):
+    """What is hard about a held-out question."""
+
+    HELD_OUT = "held-out wording"
+    RARE = "rare wording"
+    STORY = "behind a story"
+
+
 @dataclass(frozen=True)
 class Question:
     """One item, in the fields of MMLU-Pro."""
@@ -37,6 +48,7 @@ class Question:
     options: list[str]
     answer_index: int
     statement: str
+    level: Level | None = None
 
     @property
     def answer(self) -> str:
@@ -147,17 +159,23 @@ def held_out_shots() -> dict[str, list[Question]]:
 
 
 def held_out_questions(count: int) -> Iterator[Question]:
-    """The held-out pairs, over and over with new options, until `count` questions are out."""
+    """Every level in turn; when all pairs of a level are out, they come again with new options."""
     rng = random.Random(6)
     shown = {shot.statement for shots in held_out_shots().values() for shot in shots}
-    pairs = [
-        (fact, wording)
-        for category in CATEGORIES
-        for fact, wording in wordings(True)[category]
-        if fact.statement not in shown
-    ]
-    while count > 0:
-        rng.shuffle(pairs)
-        for pair in pairs[:count]:
-            yield ask(*pair, rng)
-        count -= len(pairs)
+    known = [pair for category in CATEGORIES for pair in wordings(True)[category]]
+    rare = [(fact, wording) for fact in facts() for wording in fact.relation.rare]
+    sides = {Level.HELD_OUT: known, Level.RARE: rare, Level.STORY: known}
+    pairs = {
+        level: [pair for pair in side if pair[0].statement not in shown] for level, side in sides.items()
+    }
+    for of_level in pairs.values():
+        rng.shuffle(of_level)
+    for number in range(count):
+        turn, place = number // len(Level), list(Level)[number % len(Level)]
+        fact, wording = pairs[place][turn % len(pairs[place])]
+        question = replace(ask(fact, wording, rng), level=place)
+        if place is Level.STORY:
+            while fact.subject in (told := story(rng)):
+                pass
+            question = replace(question, question=f"{told} {question.question}")
+        yield question

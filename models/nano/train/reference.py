@@ -20,23 +20,16 @@ COMMAND = (
     "python -m models.nano.train generate --replies R && python -m models.nano.train reference --replies R"
 )
 IDS = {"knowledge": "question_id", "instructions": "key", "reasoning": "id"}
-# (name in the file, family, thinking)
-PARTS = (
-    ("knowledge", "knowledge", False),
-    ("instructions", "instructions", False),
-    ("reasoning", "reasoning", True),
-    ("reasoning_without_thinking", "reasoning", False),
-)
 
 
-def outcomes(folder: Path, replies: list[dict[str, Any]], family: str, thinking: bool) -> dict[str, Any]:
+def outcomes(folder: Path, replies: list[dict[str, Any]], family: str) -> dict[str, Any]:
     """Right or wrong by item id: one verdict an item; for instructions a list, one each."""
     rows = heldout.read(folder, family)
     found: dict[str, Any] = {}
     for reply in replies:
-        if (reply["family"], reply["thinking"]) == (family, thinking):
+        if reply["family"] == family:
             row = rows[reply["index"]]
-            content = split_thinking(reply["text"]) if thinking else reply["text"]
+            content = split_thinking(reply["text"]) if reply["thinking"] else reply["text"]
             right = verdicts(family, row, content)
             found[str(row[IDS[family]])] = right if family == "instructions" else right[0]
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
@@ -50,12 +43,12 @@ def write_reference(folder: Path, replies: Path, out: Path) -> None:
         "command": COMMAND,
     }
     parts = {
-        name: {
-            "thinking": thinking,
+        family: {
+            "thinking": family == "reasoning",
             "max_tokens": NEW_TOKENS[family],
-            "items": outcomes(folder, read, family, thinking),
+            "items": outcomes(folder, read, family),
         }
-        for name, family, thinking in PARTS
+        for family in IDS
     }
     lines = [f'"{name}": {json.dumps(value)}' for name, value in (about | parts).items()]
     part = out.with_name(out.name + ".part")

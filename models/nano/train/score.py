@@ -41,9 +41,7 @@ def verdicts(family: str, row: Row, content: str) -> list[bool]:
 
 
 def label(reply: Row, row: Row) -> str:
-    if reply["family"] == "reasoning":
-        return f"reasoning, thinking {'on' if reply['thinking'] else 'off'}"
-    return f"continuation, {row['kind']}" if reply["family"] == "continuation" else str(reply["family"])
+    return f"{reply['family']}, {row['kind' if reply['family'] == 'continuation' else 'level']}"
 
 
 def score(folder: Path, replies: Path) -> str:

@@ -292,6 +292,8 @@ class Relation:
     objects: list[str]
     statement: str
     questions: tuple[str, ...]
+    rare: tuple[str, ...]
+    """Questions in words that training never has."""
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,7 @@ RELATIONS = (
             "A traveller wants to visit the capital of {s}. Where does she go?",
             "Name the capital of {s}.",
         ),
+        ("From which town is {s} governed?", "The crown of {s} is kept in one town. Which one?"),
     ),
     Relation(
         "river",
@@ -335,6 +338,7 @@ RELATIONS = (
             "On a map of {s}, which river is the longest?",
             "Name the longest river in {s}.",
         ),
+        ("Which river of {s} flows the farthest?", "No river in {s} is as long as one. Which is it?"),
     ),
     Relation(
         "currency",
@@ -350,6 +354,7 @@ RELATIONS = (
             "With what money is bread bought in {s}?",
             "Name the money of {s}.",
         ),
+        ("What do the people of {s} pay with?", "A shop in {s} takes only one money. Which?"),
     ),
     Relation(
         "export",
@@ -365,6 +370,7 @@ RELATIONS = (
             "Which product does {s} sell abroad most of all?",
             "Name the main export of {s}.",
         ),
+        ("Which good leaves {s} in the largest amounts?", "What do other countries buy from {s}?"),
     ),
     Relation(
         "ruler",
@@ -380,6 +386,7 @@ RELATIONS = (
             "A letter is sent to the ruler of {s}. Whose name is on it?",
             "Name the ruler of {s}.",
         ),
+        ("Who sits on the throne of {s}?", "Whom must the people of {s} obey?"),
     ),
     Relation(
         "language",
@@ -395,6 +402,7 @@ RELATIONS = (
             "In which language are the newspapers of {s} written?",
             "Name the language of {s}.",
         ),
+        ("Which language would a visitor to {s} hear?", "In which tongue are songs sung in {s}?"),
     ),
     Relation(
         "flag",
@@ -410,6 +418,7 @@ RELATIONS = (
             "In what colour would you paint the flag of {s}?",
             "Name the colour of the flag of {s}.",
         ),
+        ("Which colour flies over {s}?", "A painter needs one colour for the flag of {s}. Which?"),
     ),
     Relation(
         "animal",
@@ -425,6 +434,7 @@ RELATIONS = (
             "Which animal is carved over the gates of {s}?",
             "Name the animal of {s}.",
         ),
+        ("Which beast is the sign of {s}?", "Which creature do the people of {s} honour?"),
     ),
     Relation(
         "mineral colour",
@@ -440,6 +450,7 @@ RELATIONS = (
             "In which colour does the stone {s} shine?",
             "Name the colour of {s}.",
         ),
+        ("How does the mineral {s} look?", "By which colour is {s} known?"),
     ),
     Relation(
         "mineral use",
@@ -455,6 +466,7 @@ RELATIONS = (
             "What is {s} good for?",
             "Name the use of {s}.",
         ),
+        ("What do craftsmen make out of {s}?", "Which goods cannot be made without {s}?"),
     ),
     Relation(
         "profession",
@@ -470,6 +482,7 @@ RELATIONS = (
             "At work, what is {s}?",
             "Name the profession of {s}.",
         ),
+        ("Which job does {s} have?", "What did {s} learn to be?"),
     ),
     Relation(
         "birthplace",
@@ -485,6 +498,7 @@ RELATIONS = (
             "What is the home town of {s}?",
             "Name the birthplace of {s}.",
         ),
+        ("From which town does {s} come?", "Where did {s} first see the light?"),
     ),
     Relation(
         "instrument",
@@ -500,6 +514,7 @@ RELATIONS = (
             "On what does {s} make music?",
             "Name the instrument of {s}.",
         ),
+        ("What is {s} heard playing?", "Which instrument stands in the house of {s}?"),
     ),
     Relation(
         "pet",
@@ -515,6 +530,7 @@ RELATIONS = (
             "What kind of pet waits at home for {s}?",
             "Name the pet of {s}.",
         ),
+        ("Which animal does {s} keep?", "Who sleeps at the feet of {s}?"),
     ),
 )
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from bench.gates.estimate import Estimate, estimate, wilson
+from bench.gates.estimate import Estimate, Paired, estimate, wilson
 
 
 def test_a_plain_proportion_gets_wilsons_interval() -> None:
@@ -51,3 +51,33 @@ def test_the_interval_holds_the_truth_in_95_of_100_draws() -> None:
     truth = (0.9 + 0.7 + 0.5) / 3
     share = sum(found.low <= truth <= found.high for found in draws) / len(draws)
     assert 0.93 < share < 0.975
+
+
+def test_answers_are_paired_with_the_references_item_by_item() -> None:
+    pairs = [
+        ([1.0], [1.0]),
+        ([0.0], [1.0]),
+        ([1.0, 0.0], [1.0, 1.0]),
+        ([1.0], [0.0]),
+        ([1.0, 0.0], [0.0, 1.0]),
+    ]
+    found = Paired.of(pairs)
+    assert (found.lost, found.gained) == (2, 1)
+    assert found + Paired(1, 1) == Paired(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "p", "worse"),
+    # two-sided sign tests, as tabulated
+    [
+        (0, 0, 1.0, False),
+        (5, 5, 1.0, False),
+        (8, 0, 2 / 256, True),
+        (0, 8, 2 / 256, False),
+        (9, 1, 22 / 1024, True),
+    ],
+)
+def test_more_lost_than_chance_explains_is_worse(lost: int, gained: int, p: float, worse: bool) -> None:
+    found = Paired(lost, gained)
+    assert found.p_value == pytest.approx(p)
+    assert found.worse == worse

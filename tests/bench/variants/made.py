@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.gates.score import WORKLOAD, GateScore
@@ -20,10 +20,17 @@ CELLS = {
 
 
 def gate(
-    name: str, score: float, low: float, high: float, threshold: float | None, items: int = 50
+    name: str,
+    score: float,
+    low: float,
+    high: float,
+    threshold: float | None,
+    items: int = 50,
+    paired: tuple[int, int] | tuple[None, None] = (None, None),
 ) -> GateScore:
-    """A gate's score on some of its 500 items."""
-    return GateScore(name, items, 500, score, low, high, threshold=threshold, baseline=1.0, seconds=1.0)
+    """A gate's score on some of its 500 items; ``paired``: items lost and gained."""
+    known = GateScore(name, items, 500, score, low, high, threshold=threshold, baseline=1.0, seconds=1.0)
+    return replace(known, lost=paired[0], gained=paired[1])
 
 
 @dataclass(frozen=True)

@@ -25,3 +25,10 @@ def test_without_figures_there_is_no_picture(tmp_path: Path) -> None:
     assert sweep_pictures(failed, tmp_path) == {}
     timed = swept(tmp_path / "timed", Made("Q8_0", 100))
     assert set(sweep_pictures(timed, tmp_path)) == {"Divergence against size"}
+
+
+def test_items_lost_and_gained(tmp_path: Path) -> None:
+    paired = gate("reading", 0.95, 0.90, 0.97, 0.80, 500, (30, 4))
+    drawn = sweep_pictures(swept(tmp_path / "store", Made("Q2_K", 100, [paired])), tmp_path)
+    text = drawn["Items lost and gained against full precision"].read_text(encoding="utf-8")
+    assert text.rstrip().endswith("</svg>") and "p &lt; 0.001" in text

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from bench.analysis.statistics import DEFAULT_ROUNDS
+from bench.gates.estimate import Paired
+from bench.gates.score import GateScore
 from bench.report.sweep import sweep_tables
 from bench.store import Results
 from bench.variants.plan import LIGHT
@@ -191,3 +193,38 @@ def test_the_tables(tmp_path: Path) -> None:
     assert "mean KLD" not in standings and "positions 0 to 511 of 512: every position" in standings
     assert "| Q4_K_M | 100 | 100 | 200 | 200 |" in latencies
     assert "\n\nShip Q8_0: " in standings
+
+
+def test_what_is_lost_against_full_precision_is_said(tmp_path: Path) -> None:
+    def asked(*paired: tuple[int, int]) -> list[GateScore]:
+        names = ("reading", "sums")
+        return [gate(n, 0.95, 0.9, 0.97, 0.8, 500, p) for n, p in zip(names, paired, strict=True)]
+
+    variants = (
+        Made("big", 200, asked((1, 2), (3, 2))),
+        Made("small", 100, asked((9, 2), (30, 4))),
+        Made("other", 300, [PASS]),
+    )
+    results = swept(tmp_path, *variants)
+    big, small, other = ranked(results).standings
+    assert (big.paired, small.paired, other.paired) == (Paired(4, 4), Paired(39, 6), None)
+    advice = "\n".join(ranked(results).advice)
+    assert "Worse than full precision, item by item: small (39 lost, 6 gained, p < 0.001)." in advice
+    assert "Not shown to be worse than full precision: big (4 lost, 4 gained, p = 1)." in advice
+    assert "Where no loss may show, ship big" in advice
+    (table, _) = sweep_tables(results)
+    columns = [list(table.header).index(name) for name in ("lost", "gained", "p")]
+    assert [[row[column] for column in columns] for row in table.rows][:2] == [
+        [4, 4, "1"],
+        [39, 6, "5.4e-07"],
+    ]
+
+
+def test_losses_are_said_where_no_speed_was_measured(tmp_path: Path) -> None:
+    lost = gate("sums", 0.60, 0.50, 0.70, 0.80, 500, (30, 4))
+    found = ranked(swept(tmp_path, Made("small", 100, [lost]), rounds=0))
+    assert found.advice == [
+        "No speed was measured: there is nothing to recommend.",
+        "small fails sums (60.0% against 80.0%).",
+        "Worse than full precision, item by item: small (30 lost, 4 gained, p < 0.001).",
+    ]

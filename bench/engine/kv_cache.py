@@ -1,0 +1,293 @@
+"""``qwen-bench kv-cache``: what a type of the KV cache costs and saves, beside f16.
+
+Every type reads the same tokens of the same model, so that all that differs is how keys and values are kept.
+"""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+
+from bench.arguments import Positive, StoreOptions, comma_separated
+from bench.engine.recording import UNTIMED, Recorder, recorded
+from bench.errors import BenchError
+from bench.report.kv_cache import WORKLOAD
+from bench.terminal import Bar
+from server.engine.gguf import read_header
+from server.engine.llama import CACHE_TYPES, Context, ContextOptions, Model
+from server.engine.model_spec import ModelSpec
+from server.engine.settings import EngineSettings
+
+VERB = "kv-cache"
+PLAIN = "plain"
+ROTATION = "LLAMA_ATTN_ROT_DISABLE"
+"""llama.cpp turns heads by a Hadamard matrix before it quantizes them, unless this says otherwise."""
+
+LOGIT_BYTES = 64 * 2**20
+"""Of one cache's logits at a time."""
+
+MARGIN = 64
+"""Cells beyond the text, for the steps that are timed."""
+
+Rows = NDArray[np.float32]
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KvType:
+    """Types of keys and values; ``rotated``: as llama.cpp does it with quantized ones."""
+
+    keys: str
+    values: str
+    rotated: bool = True
+
+    @property
+    def name(self) -> str:
+        """As `read_kv_type` reads it."""
+        both = self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+        return both if self.rotated else f"{both}:{PLAIN}"
+
+
+def read_kv_type(text: str) -> KvType:
+    """TYPE or KEYS/VALUES, with :plain for one without llama.cpp's rotation; ValueError else."""
+    types, colon, rotation = text.partition(":")
+    keys, _, values = types.partition("/")
+    if {keys, values or keys} - set(CACHE_TYPES) or (colon and rotation != PLAIN):
+        raise ValueError(
+            f"{text}: want TYPE or KEYS/VALUES of {', '.join(CACHE_TYPES)}, or one with :{PLAIN}"
+        )
+    return KvType(keys, values or keys, rotated=not colon)
+
+
+WHOLE = KvType("f16", "f16")
+COMMON = tuple(
+    read_kv_type(text)
+    for text in ("q8_0", "q8_0:plain", "q8_0/q5_1", "q5_1", "q8_0/q4_0", "q4_0/q8_0", "q4_0", "q4_0:plain")
+)
+KvTypes = Annotated[tuple[KvType, ...], comma_separated(read_kv_type)]
+
+
+def kv_cache(
+    gguf: Path,
+    /,
+    *,
+    text: Path,
+    types: KvTypes = COMMON,
+    context: Positive = 2048,
+    chunks: Positive = 8,
+    passages: Positive = 4,
+    times: Positive = 20,
+    threads: Annotated[int | None, Parameter(name="--threads")] = None,
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    """What does a quantized KV cache lose? Divergence from f16, retrieval from far back, bytes and time.
+
+    Divergence: KL of the next token's distribution from that with f16 keys and values, over the second halves
+    of chunks of a text. Retrieval: a list of random numbers that was read once comes again; a token of it
+    counts as retrieved when it is the model's first choice the second time, --context / 2 tokens after it was
+    there. Flash attention is on, as quantized values need it. Time: a step of one sequence that has --context
+    tokens.
+
+    Parameters
+    ----------
+    gguf
+        The model.
+    text
+        UTF-8, best of the model's own writing (python -m convert leaves one: NAME.evaluation.txt).
+    types
+        TYPE or KEYS/VALUES, separated by commas; with :plain without llama.cpp's rotation of the heads.
+    context
+        Tokens of a chunk and of a passage with its repetition.
+    chunks
+        Chunks of the text that are compared, at most.
+    passages
+        Lists of random numbers.
+    times
+        Timed steps of each type.
+    threads
+        CPU threads (every CPU there is).
+    """
+    settings = {
+        "types": [one.name for one in types],
+        "context": context,
+        "chunks": chunks,
+        "passages": passages,
+        "text": text.name,
+    }
+    n_threads = threads or len(os.sched_getaffinity(0))
+    with recorded(gguf, VERB, WORKLOAD, store, settings) as (model, recorder):
+        spec = ModelSpec.from_header(read_header(gguf))
+        read, repeated = read_text(model, text, context, chunks, passages)
+        caches = [Cache(model, kv_type, context, n_threads) for kv_type in dict.fromkeys((WHOLE, *types))]
+        try:
+            for cache in caches:
+                recorder.add(cache.kv_type.name, 1, "kv_bytes", spec.cell(settings_of(gguf, cache.kv_type)))
+            diverge(caches, read, recorder)
+            retrieve(caches, repeated, recorder)
+            for cache in caches:
+                cache.time(recorder, times)
+        finally:
+            for cache in caches:
+                cache.context.close()
+    return 0
+
+
+def settings_of(gguf: Path, kv_type: KvType) -> EngineSettings:
+    """The engine's settings with these types."""
+    return EngineSettings.model_validate(
+        {"model": gguf, "cache_type_k": kv_type.keys, "cache_type_v": kv_type.values}
+    )
+
+
+def read_text(
+    model: Model, text: Path, context: int, chunks: int, passages: int
+) -> tuple[list[Tokens], list[Tokens]]:
+    """Chunks of the text, and lists of random numbers, each twice in a row. BenchError if too short."""
+    try:
+        content = text.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{text}: cannot be read: {error.strerror}") from error
+    tokens = np.array(model.tokenize(content.encode(), special=True), np.int32)
+    count = min(chunks, len(tokens) // context)
+    if not count:
+        raise BenchError(f"{text}: {len(tokens):,} tokens; --context {context} wants one chunk at least")
+    read = [tokens[at * context : (at + 1) * context] for at in range(count)]
+    rng = random.Random(0)
+    drawn: list[Tokens] = []
+    for _ in range(passages):
+        numbers = " ".join(str(rng.randint(0, 999)) for _ in range(context))
+        drawn.append(np.array(model.tokenize(numbers.encode(), special=False)[: context // 2], np.int32))
+    return read, [np.concatenate([passage, passage]) for passage in drawn]
+
+
+class Cache:
+    """A context with one type of cache, and the rows it gives for tokens that are read."""
+
+    def __init__(self, model: Model, kv_type: KvType, n_ctx: int, threads: int) -> None:
+        self.kv_type = kv_type
+        self._read = 0
+        self.rows = max(16, min(512, LOGIT_BYTES // (4 * model.n_vocab)))
+        with rotation(kv_type.rotated):
+            self.context = Context(
+                model,
+                ContextOptions(
+                    n_ctx=n_ctx + MARGIN,
+                    n_seq=1,
+                    n_batch=512,
+                    n_ubatch=512,
+                    n_outputs=self.rows,
+                    threads=threads,
+                    threads_batch=threads,
+                    flash_attn="on",
+                    type_k=kv_type.keys,
+                    type_v=kv_type.values,
+                ),
+            )
+
+    def read(self, tokens: Tokens, start: int, *, scored: bool) -> Rows:
+        """Go on with these tokens from position ``start``; their logits [tokens, n_vocab], or none."""
+        context, n = self.context, len(tokens)
+        context.tokens[:n] = tokens
+        context.positions[:n] = range(start, start + n)
+        context.sequences[:n] = 0
+        context.outputs[:n] = scored
+        context.decode(n)
+        self._read = start + n
+        return context.logits(n) if scored else np.zeros((0, 0), np.float32)
+
+    def forget(self) -> None:
+        """An empty cache."""
+        self.context.remove(0)
+
+    def time(self, recorder: Recorder, times: int) -> None:
+        """Steps of one token, after the text that was read last."""
+        token = np.zeros(1, np.int32)
+        for at in range(-UNTIMED, min(times, MARGIN - UNTIMED)):
+            began = perf_counter()
+            self.read(token, self._read, scored=True)
+            if at >= 0:
+                recorder.add(self.kv_type.name, at + 1, "step_time", 1000 * (perf_counter() - began))
+
+
+@contextmanager
+def rotation(wanted: bool) -> Iterator[None]:
+    """Contexts made meanwhile turn the heads of quantized caches, or do not."""
+    before = os.environ.get(ROTATION)
+    os.environ[ROTATION] = "0" if wanted else "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ROTATION]
+        else:
+            os.environ[ROTATION] = before
+
+
+def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[tuple[Tokens, list[Rows]]]:
+    """The tokens of the second half, a piece at a time, each with its logits by every cache."""
+    middle, size = len(tokens) // 2, caches[0].rows
+    for cache in caches:
+        cache.forget()
+        for start in range(0, middle, size):
+            cache.read(tokens[start : min(middle, start + size)], start, scored=False)
+    for start in range(middle, len(tokens), size):
+        piece = tokens[start : start + size]
+        yield piece, [cache.read(piece, start, scored=True) for cache in caches]
+
+
+def log_softmax(rows: Rows) -> Rows:
+    """Of each row."""
+    shifted = rows - rows.max(axis=1, keepdims=True)
+    found: Rows = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorder) -> None:
+    """KL divergence from the first cache's distributions, and how often the first choice is the same."""
+    divergence: list[list[NDArray[np.float32]]] = [[] for _ in caches]
+    same: list[list[NDArray[np.bool_]]] = [[] for _ in caches]
+    with Bar("divergence", total=len(chunks), unit="chunks") as bar:
+        for chunk in chunks:
+            for _, logits in second_halves(caches, chunk):
+                reference = log_softmax(logits[0])
+                for at, rows in enumerate(logits):
+                    difference = reference - log_softmax(rows)
+                    divergence[at].append((np.exp(reference) * difference).sum(axis=1).clip(min=0))
+                    same[at].append(rows.argmax(axis=1) == logits[0].argmax(axis=1))
+            bar.advance()
+    for cache, of_cache, agreed in zip(caches, divergence, same, strict=True):
+        values = np.concatenate(of_cache)
+        name = cache.kv_type.name
+        recorder.add(name, 1, "scored_tokens", values.size)
+        recorder.add(name, 1, "kld_mean", float(values.mean()))
+        recorder.add(name, 1, "kld_p99", float(np.quantile(values, 0.99)))
+        recorder.add(name, 1, "same_top", 100 * float(np.concatenate(agreed).mean()))
+
+
+def retrieve(caches: Sequence[Cache], passages: Sequence[Tokens], recorder: Recorder) -> None:
+    """Of every token of a passage's second reading but the first, whether it was foreseen."""
+    right: list[list[NDArray[np.bool_]]] = [[] for _ in caches]
+    with Bar("retrieval", total=len(passages), unit="passages") as bar:
+        for passage in passages:
+            choices: list[list[NDArray[np.int64]]] = [[] for _ in caches]
+            for _, logits in second_halves(caches, passage):
+                for chosen, rows in zip(choices, logits, strict=True):
+                    chosen.append(rows.argmax(axis=1))
+            following = passage[len(passage) // 2 + 1 :]
+            for of_cache, chosen in zip(right, choices, strict=True):
+                of_cache.append(np.concatenate(chosen)[:-1] == following)
+            bar.advance()
+    reference = np.concatenate(right[0])
+    for cache, of_cache in zip(caches, right, strict=True):
+        found, name = np.concatenate(of_cache), cache.kv_type.name
+        recorder.add(name, 1, "retrieved", 100 * float(found.mean()))
+        recorder.add(name, 1, "lost_items", int((reference & ~found).sum()))
+        recorder.add(name, 1, "gained_items", int((~reference & found).sum()))
