@@ -70,8 +70,8 @@ class Plan:
     data: Data = ()
     """GATE=FOLDER: a dataset's local copy; may be repeated."""
     rounds: Natural | None = None
-    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); 0: nothing
-    is timed."""
+    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); at 0
+    nothing is timed."""
     runs: Positive | None = None
     """Timed requests per category, protocol and round (5; 1 for nano)."""
     warmup: Natural | None = None
