@@ -32,6 +32,9 @@ PAGES = {
 }
 """File of the tree -> page of the site."""
 
+MADE = {"server/engine/settings.py": "settings.md", "server/api/metrics.py": "metrics.md"}
+"""Where a page is made from code, the file that a link names in the tree."""
+
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
 
 
@@ -41,7 +44,7 @@ def relinked(text: str, file: str) -> str:
     def turned(match: re.Match[str]) -> str:
         image, label, target, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
-        page = PAGES.get(path) or PAGES.get(f"{path}/README.md")
+        page = PAGES.get(path) or MADE.get(path) or PAGES.get(f"{path}/README.md")
         if page is None and path.startswith("docs/"):
             page = path.removeprefix("docs/")
         return f"{image}[{label}]({page}{anchor or ''})" if page else label

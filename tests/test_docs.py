@@ -47,3 +47,17 @@ def test_pages_of_the_tree_are_there_and_link_to_each_other(site: Path) -> None:
     page = (site / "benchmarks" / "index.html").read_text(encoding="utf-8")
     assert 'href="../patches/"' in page
     assert "](" not in text_of(site / "contributing" / "index.html")
+
+
+def test_links_in_the_tree_lead_somewhere() -> None:
+    """On the site strict mode sees to that."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+    pages += [ROOT / "models" / "nano" / "README.md", ROOT / "server/engine/prefix_cache/README.md"]
+    links = [
+        (page, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not target.startswith("http")
+    ]
+    assert len(links) > 50
+    assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
