@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from models.nano.train.checkpoint import load_checkpoint
-from models.nano.train.dflash import features, load
 from server.engine.llama import Context, ContextOptions, Model
 from server.engine.llama.draft import DraftContext
 
@@ -19,6 +16,11 @@ PROMPT = b"<|im_start|>user\nWhat is 17+25?<|im_end|>\n<|im_start|>assistant\n<t
 
 
 def test_a_block_is_what_the_training_module_makes_of_it(nano_f32: Path, nano_draft_f32: Path) -> None:
+    import torch
+
+    from models.nano.train.checkpoint import load_checkpoint
+    from models.nano.train.dflash import features, load
+
     sizes = {"n_ctx": 512, "n_seq": 1, "n_batch": 256, "n_ubatch": 256, "n_outputs": 256}
     options = ContextOptions(
         **sizes, threads=1, threads_batch=1, flash_attn="off", type_k="f32", type_v="f32"
