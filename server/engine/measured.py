@@ -1,7 +1,7 @@
 """What a start measured, kept for the next one of the same card, driver, build, model and settings.
 
-One JSON file in the user's cache folder (XDG_CACHE_HOME, else ~/.cache) holds the latest starts. Whatever is
-wrong with it costs what it would have saved, no more.
+One JSON file in the cache folder holds the latest starts. Whatever is wrong with it costs what it would have
+saved, no more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
+
+from server.about import cache_folder
 
 from .speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
 
@@ -48,8 +50,7 @@ class MeasuredFile:
     @property
     def path(self) -> Path:
         """Where the file is, or will be."""
-        folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(folder) / "qwen-serve" / "measured.json"
+        return cache_folder() / "measured.json"
 
     def read(self) -> Measured | None:
         """What was measured before, if anything was."""

@@ -128,7 +128,7 @@ class SchedulerSettings(Section, title="scheduler"):
     fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
     remember: bool = True
     """keep what a start measures (steps by rows, sampling on device or host) for the next one with the same
-    card, driver, build, model and settings, in a file of the user's cache folder"""
+    card, driver, build, model and settings, in a file of the cache folder"""
     tokenizer_cache: int = Field(2**20, ge=0)
     """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 

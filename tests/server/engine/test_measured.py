@@ -21,7 +21,7 @@ from tests.server.engine.helpers import Request, ask_all, running
 @pytest.fixture
 def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Says each time that something is measured; the file is the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     done: list[str] = []
     steps = Speculator._measure_steps
 
@@ -72,7 +72,7 @@ def test_a_damaged_file_costs_what_it_would_have_saved(
 ) -> None:
     with running(nano_q4_k_m, speculation="ngram"):
         pass
-    path = tmp_path / "qwen-serve" / "measured.json"
+    path = tmp_path / "measured.json"
     (key,) = json.loads(path.read_text())
     path.write_text(damage.replace("KEY", key))
     measurings.clear()
@@ -86,21 +86,21 @@ def test_a_folder_that_can_not_be_written_costs_nothing(
     nano_q4_k_m: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "file"))
     with running(nano_q4_k_m, speculation="ngram"):
         pass
     assert measurings
 
 
 def test_the_latest_starts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     files = [MeasuredFile({"number": number}) for number in range(KEPT + 2)]
     measured = Measured(samples_on_device=True, prompt_seconds=0.5, step_times=StepTimes().dump())
     for file in files:
         file.write(measured)
     assert [file.read() for file in files[:2]] == [None, None]
     assert all(file.read() == measured for file in files[2:])
-    assert [path.name for path in (tmp_path / "qwen-serve").iterdir()] == ["measured.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["measured.json"]
 
 
 @given(
