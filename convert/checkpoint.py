@@ -47,12 +47,16 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Changes with every file the GGUF is made from: by content, but large shards by size and time."""
-        shards = sorted({t.path for t in self.tensors.values()})
-        stats = [(path.name, path.stat().st_size, _content_or_time(path)) for path in shards]
         texts = {
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
-        return fingerprint({"shards": stats, "texts": texts})
+        return fingerprint({"shards": shard_stamps(self.tensors), "texts": texts})
+
+
+def shard_stamps(tensors: Mapping[str, StoredTensor]) -> list[tuple[str, int, str | int]]:
+    """Name, size, and content or time, of every file that some tensors are in."""
+    shards = sorted({tensor.path for tensor in tensors.values()})
+    return [(path.name, path.stat().st_size, _content_or_time(path)) for path in shards]
 
 
 def _content_or_time(path: Path) -> str | int:

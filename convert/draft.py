@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from convert.checkpoint import Checkpoint, read_json, read_tensors
+from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
 from convert.config import rope_parameters
 from convert.errors import CheckpointError, ConvertError
 from convert.gguf_file import write_file
@@ -156,10 +156,9 @@ class DraftCheckpoint:
 
     def fingerprint(self) -> str:
         """Changes with every file that the GGUF is made from."""
-        paths = sorted({t.path for t in self.tensors.values()})
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         text = file_digest(self.folder / "config.json")
-        return fingerprint({"shards": stats, "config": text, "target": self.target.fingerprint()})
+        shards = shard_stamps(self.tensors)
+        return fingerprint({"shards": shards, "config": text, "target": self.target.fingerprint()})
 
     def plan(self, outtype: FloatType) -> TensorPlan:
         """Every tensor of the GGUF, in the order of the checkpoint.
