@@ -16,7 +16,7 @@ from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
 from convert.config import rope_parameters
 from convert.errors import CheckpointError, ConvertError
 from convert.gguf_file import write_file
-from convert.metadata import FILE_TYPES, add_general, add_tokenizer
+from convert.metadata import FILE_TYPES, add_attention, add_general, add_tokenizer
 from convert.safetensors import NUMPY_TYPES
 from convert.stages import file_digest, fingerprint
 from convert.tensors import PlannedTensor, TensorPlan
@@ -261,11 +261,7 @@ def add_draft_hyperparameters(
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_attention(writer, config)
     writer.add_file_type(FILE_TYPES[outtype])
     writer.add_rope_freq_base(float(config.rope["rope_theta"]))
     if (kind := config.rope["rope_type"]) != "default":

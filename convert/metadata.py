@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from convert.config import ModelConfig
+    from convert.draft import DraftConfig
     from convert.source import Source
     from convert.tensors import FloatType, TensorPlan
     from convert.vocab import Vocab
@@ -57,6 +58,15 @@ def add_general(writer: gguf.GGUFWriter, folder: Path, source: Source, plan: Ten
     metadata.set_gguf_meta_model(writer)
 
 
+def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) -> None:
+    """Heads and norms, which a model and its drafter say alike."""
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
 def add_hyperparameters(
     writer: gguf.GGUFWriter,
     config: ModelConfig,
@@ -76,11 +86,7 @@ def add_hyperparameters(
         writer.add_expert_used_count(experts.used)
         writer.add_expert_feed_forward_length(experts.ffn)
         writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_attention(writer, config)
     writer.add_file_type(FILE_TYPES[outtype])
 
     writer.add_rope_freq_base(config.rope["rope_theta"])
