@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import upcycling
 from tests.upcycling import upcycle
@@ -27,6 +28,11 @@ QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld"
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qwen-serve-tests-")
 """What servers measure at their start is theirs, not the user's."""
+
+settings.register_profile("repeatable", derandomize=True)
+if "FUZZ_CASES" not in os.environ:
+    settings.load_profile("repeatable")
+    """A change is not held up by what it did not touch; `make fuzz` looks for new examples."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background jobs so, and every program that a test interrupts would inherit it
