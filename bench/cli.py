@@ -73,6 +73,10 @@ COMMANDS = {
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
     ),
+    "variants": (
+        "bench.variants.catalogue:variants",
+        "What comes with the package: settings, predicted latency, recorded gates.",
+    ),
     "submit": (
         "bench.submission.submit:submit",
         "Hand an image in: the competition's rules checked, then uploaded.",

@@ -53,7 +53,7 @@ def publish_results(
     runs = ",\n".join(_public(one).model_dump_json(indent=1) for one in results.manifests.values())
     write_atomically(written[2], f"[{runs}]\n")
     if page is not None:
-        write_atomically(page, with_headline(page, headline))
+        write_atomically(page, with_headline(page, headline.markdown()))
         written.append(page)
     return written
 
@@ -105,8 +105,8 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
     return Table(header, rows, title=about, notes=notes)
 
 
-def with_headline(page: Path, table: Table) -> str:
-    """The page's text, the table between its marks. Raises BenchError where they are missing."""
+def with_headline(page: Path, headline: str) -> str:
+    """The page's text, `headline` between its marks. Raises BenchError where they are missing."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,7 +115,7 @@ def with_headline(page: Path, table: Table) -> str:
     _, closed, after = rest.partition(END)
     if not found or not closed:
         raise BenchError(f"--page {page}: want a line {BEGIN} and, below it, a line {END}")
-    return f"{before}{BEGIN}\n{table.markdown()}{END}{after}"
+    return f"{before}{BEGIN}\n{headline}{END}{after}"
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
