@@ -29,6 +29,7 @@ COMMANDS = {
         "Many requests: levels of concurrency, or request rates.",
     ),
     "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "start": ("bench.servers.start:start", "How long servers take to start, in turns; ours by stage."),
     "experiment": (
         "bench.experiments.run:experiment",
         "A series of measurements, described in TOML.",

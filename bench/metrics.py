@@ -49,6 +49,7 @@ METRICS: dict[str, Metric] = {
     "compared_answers": Metric("answers", None, "prompts that both answered"),
     "prefill_seconds": Metric("s", "lower", "llama.cpp alone reads the prompts"),
     "decode_seconds": Metric("s", "lower", "llama.cpp alone decodes the answers"),
+    "start_time": Metric("s", "lower", "time of a start, or of a stage of it"),
     # --- of our server's counters
     "steps": Metric("steps", None, "steps of the engine"),
     "step_tokens": Metric("tokens", None, "tokens in their batches"),

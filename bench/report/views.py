@@ -19,6 +19,7 @@ TABLES = {
     "kv-cache": "bench.report.kv_cache:kv_cache_tables",
     "overhead": "bench.load.overhead:overhead_tables",
     "soak": "bench.load.soak:soak_tables",
+    "start": "bench.servers.start:start_tables",
     "sweep": "bench.report.sweep:sweep_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""

@@ -59,6 +59,7 @@ class ServerProcess:
         self.log = log
         self.environment = dict(environment or {})
         self.timeout = timeout
+        self.poll = POLL_SECONDS
         self.start_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -141,7 +142,7 @@ class ServerProcess:
                 if perf_counter() > until:
                     log = f"; its log ends:\n{self.tail()}" if self.command else ""
                     raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(self.poll)
 
 
 def free_port() -> int:
