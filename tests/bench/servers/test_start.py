@@ -52,7 +52,7 @@ def test_ours_in_earnest_beside_another(
     )
     ours = results.of(subject="ours", workload=VERB, metric=METRIC)
     seconds = ours.groupby("cell")["value"].median()
-    assert {READY, REST, "plan", "weights", "contexts", "first steps", "measuring"} == set(seconds.index)
+    assert {READY, REST, "plan", "weights", "contexts"} <= set(seconds.index)
     assert seconds[READY] == pytest.approx(seconds.drop(READY).sum(), abs=0.02)
     assert set(ours["round"]) == {1, 2}, "the first start is not timed"
     other = results.of(subject="llama-server:tuned")
