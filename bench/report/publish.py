@@ -10,6 +10,8 @@ from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects, percentile
 from bench.errors import BenchError
 from bench.load.protocol import DISTINCT, OFFICIAL
 from bench.report.pictures import draw_pictures, loads
+from bench.report.sweep import VERB as SWEEP
+from bench.report.sweep import sweep_tables
 from bench.report.tables import subjects_table
 from bench.store import Manifest, Results, write_atomically
 from bench.terminal import Cell, Table, show
@@ -39,8 +41,10 @@ def publish_results(
     about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
     pictures = draw_pictures(frame, folder, about=about)
     headline = headline_table(frame, first, about)
-    everything = subjects_table(results, reference=first, title="Everything")
-    tables = [headline, everything] if headline.rows else [everything]
+    tables = [headline] if headline.rows else []
+    tables += sweep_tables(results)
+    if any(one.verb != SWEEP for one in results.manifests.values()):
+        tables.append(subjects_table(results, reference=first, title="Everything"))
     command = f"qwen-bench report STORE --publish {folder.name if folder.is_absolute() else folder}"
     command += f" --reference '{first}'" if reference is not None else ""
     parts = ["# Recorded results", f"Made from a store by `{command}`."]

@@ -6,6 +6,7 @@ weights and settings that a file says today. What was not measured is not there.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from bench.analysis.geometry import UBATCH, Geometry
 from bench.analysis.roofline import CASES, KV_BYTES, card_names, predict
 from bench.arguments import parsed_by
 from bench.errors import BenchError
+from bench.gates.estimate import Paired
 from bench.gates.score import GateScore, gate_scores
 from bench.load.protocol import CATEGORIES
 from bench.models.header import float_tensors, quantized_tensors
@@ -25,8 +27,10 @@ from bench.report.publish import with_headline
 from bench.store import COLUMNS, Manifest, Results, load, write_atomically
 from bench.terminal import Cell, Table
 from bench.variants.plan import recipe_of
-from bench.variants.variant import read_variant
+from bench.variants.stages import GATES as ASKED
+from bench.variants.variant import of_quants, read_variant
 from convert.gguf_header import TensorInfo
+from convert.recipes import known_recipes
 from convert.tensors import FLOAT_TYPES
 from server.variant import VARIANTS, Variant, known_variants
 
@@ -34,16 +38,18 @@ RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"
 SHAPE = "4b"
 ELSEWHERE = {"threads", "threads_batch"}
 """Settings of the machine that a sweep ran on, which no score depends on."""
-TITLE = "Qwen3.5-4B by variant: predicted on {card}, gates recorded on nano"
+TITLE = "Qwen3.5-4B by {what}: predicted on {card}, gates recorded on nano"
 PREDICTED = (
     "Predicted: milliseconds of a request of the official categories (64, 2,048 and 8,192 tokens in; 128, "
     "256 and 256 out), alone, its prompt read whole and nothing drafted, by `qwen-bench roofline`: the sizes "
     "of the tensors and the datasheet's rates. No engine reaches them, and none of them was measured."
 )
 GATES = (
-    "Gates: share of nano's held-out items answered rightly, with the very weights and settings; -: not "
-    "measured. Nano is tiny, and suffers more from few bits than a large model."
+    "Gates: share of nano's held-out items answered rightly, with the very weights and settings, and the "
+    "verdict; items of all gates that full precision alone got right (lost), and that it got wrong (gained), "
+    "McNemar's exact test; -: not measured. Nano is tiny, and suffers more from few bits than a large model."
 )
+LEVELS = "## What `fast` was chosen from\n"
 NO_GATES = "Gates: none was recorded with these weights and settings."
 
 
@@ -65,14 +71,23 @@ def variants(
         Write the table and the variants' files into this page, between its marks.
     """
     shipped = [read_variant(name) for name in known_variants()]
-    table = catalogue(shipped, CARDS[card], [read_recorded(path) for path in recorded or published()])
+    results = [read_recorded(path) for path in recorded or published()]
+    levels = [level for level in of_quants(known_recipes()) if recorded_gates(level, results)]
+    table = catalogue(shipped, CARDS[card], results)
+    parts = [table.markdown(), *map(section, shipped)]
     table.print()
+    if levels:
+        beside = replace(catalogue(levels, CARDS[card], results, "level, with default settings"), notes=())
+        beside.print()
+        parts += [LEVELS, beside.markdown()]
     if page is not None:
-        write_atomically(page, with_headline(page, "\n".join([table.markdown(), *map(section, shipped)])))
+        write_atomically(page, with_headline(page, "\n".join(parts)))
     return 0
 
 
-def catalogue(shipped: Sequence[Variant], card: Card, results: Sequence[Results]) -> Table:
+def catalogue(
+    shipped: Sequence[Variant], card: Card, results: Sequence[Results], what: str = "variant"
+) -> Table:
     """A line a variant, from the least predicted latency to the most."""
     gates = {variant.name: recorded_gates(variant, results) for variant in shipped}
     names = list(dict.fromkeys(gate.gate for scores in gates.values() for gate in scores))
@@ -84,10 +99,11 @@ def catalogue(shipped: Sequence[Variant], card: Card, results: Sequence[Results]
         line: dict[str, Cell] = {"variant": variant.name, "weights": variant.level}
         line |= {"GB": geometry.n_bytes / 1e9, **{f"{name}, predicted ms": ms for name, ms in times.items()}}
         line |= {f"{name} %": _score(scores[name]) if name in scores else None for name in names}
+        line["lost and gained"] = str(loss) if (loss := paired(gates[variant.name])) is not None else None
         lines.append((sum(times.values()), line))
     lines.sort(key=lambda one: one[0])
     notes = (PREDICTED, GATES if names else NO_GATES)
-    return Table.of([line for _, line in lines], title=TITLE.format(card=card.name), notes=notes)
+    return Table.of([line for _, line in lines], title=TITLE.format(what=what, card=card.name), notes=notes)
 
 
 def tensors_of(variant: Variant) -> list[TensorInfo]:
@@ -114,6 +130,12 @@ def kv_bytes(variant: Variant) -> float:
             f"{variant.name}: a KV cache of {unknown[0]} is not priced; {', '.join(KV_BYTES)} are"
         )
     return sum(KV_BYTES[kind] for kind in kinds) / 2
+
+
+def paired(gates: Sequence[GateScore]) -> Paired | None:
+    """Item by item against full precision, all gates together; None unless each was recorded there."""
+    pairs = [gate.paired for gate in gates if gate.paired is not None]
+    return sum(pairs, Paired(0, 0)) if pairs and len(pairs) == len(gates) else None
 
 
 def _score(gate: GateScore) -> str:
@@ -155,8 +177,10 @@ def recorded_gates(variant: Variant, results: Sequence[Results]) -> list[GateSco
 
 
 def _is(variant: Variant, about: Mapping[str, object]) -> bool:
-    """Whether a sweep's subject has the variant's weights and settings."""
-    settings = about.get("settings")
+    """Whether a sweep's subject has the variant's weights and settings, and was asked to the end."""
+    settings, stages = about.get("settings"), about.get("stages")
     if about.get("quant") != variant.quant or variant.quant is None or not isinstance(settings, dict):
+        return False
+    if not isinstance(stages, dict) or ASKED not in stages:
         return False
     return {name: value for name, value in settings.items() if name not in ELSEWHERE} == variant.settings

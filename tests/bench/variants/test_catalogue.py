@@ -36,9 +36,10 @@ def test_the_page_is_what_the_command_makes(tmp_path: Path, capsys: pytest.Captu
 
 def swept(store: Path, source: str, **subjects: tuple[str, dict[str, Any], float]) -> Results:
     """A sweep: by subject its quant, its settings and its score at one gate."""
-    with Run.begin(store, "sweep", settings={"source": source, "gates": {}}, local=False) as run:
-        for name, (quant, settings, score) in subjects.items():
-            run.describe(name, quant=quant, settings=settings)
+    settings = {"source": source, "variants": list(subjects)}
+    with Run.begin(store, "sweep", settings=settings, local=False) as run:
+        for name, (quant, served, score) in subjects.items():
+            run.describe(name, quant=quant, settings=served, stages={"gates": 1.0})
             values = gate("nano_reasoning", score, score, score, 0.7).values()
             run.add(name, "gates", "nano_reasoning", 1, values)
     return load([run.folder])
@@ -66,6 +67,12 @@ def test_scores_are_those_of_the_very_weights_and_settings(results: Results) -> 
     assert scored(Variant(name="plain", quant="Q5_K_M"), results) == []
 
 
+def test_gates_that_were_cut_short_do_not_count(results: Results) -> None:
+    (manifest,) = results.manifests.values()
+    manifest.subjects["plain"]["stages"] = {}
+    assert scored(Variant(name="plain", quant="Q4_K_M"), results) == []
+
+
 def test_scores_of_another_model_are_left_out(tmp_path: Path) -> None:
     results = swept(tmp_path, "models/other", plain=("Q4_K_M", {}, 0.75))
     assert scored(Variant(name="plain", quant="Q4_K_M"), results) == []
@@ -73,6 +80,7 @@ def test_scores_of_another_model_are_left_out(tmp_path: Path) -> None:
 
 def test_a_published_record_says_what_the_store_says(results: Results, tmp_path: Path) -> None:
     publish_results(results, tmp_path / "published")
+    assert "which variant to ship" in (tmp_path / "published" / "README.md").read_text(encoding="utf-8")
     again = read_recorded(tmp_path / "published")
     for settings in ({}, {"cache_type_k": "q8_0"}):
         variant = Variant(name="any", quant="Q4_K_M", settings=settings)
