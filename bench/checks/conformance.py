@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from bench import provenance
 from bench.arguments import Positive, ServerOptions, StoreOptions
-from bench.checks import CHECKS, Check, FailedError, SkippedError, Target
+from bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
 from bench.errors import BenchError, UnreachableError
 from bench.load.client import Client
 from bench.load.vocabulary import find_vocabulary

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from bench.servers.counters import COUNTED, DRAFTS, ENGINE, STEPS
+from bench.servers.counters import COUNTED, DRAFTS, STEPS
 from bench.terminal import Cell, Table
 
 ROWS = r", \d+ rows$"
@@ -10,14 +10,13 @@ ROWS = r", \d+ rows$"
 
 
 def counter_tables(frame: pd.DataFrame) -> list[Table]:
-    """A table of steps, one of drafts, one of what else was counted; those that have rows."""
+    """A table of steps and one of drafts; those that have rows."""
     rows = frame[frame["workload"].isin(COUNTED)]
     rows = rows.assign(cell=rows["cell"].str.replace(ROWS, "", regex=True))
     made: list[Table] = []
     for workload, line_of, title, notes in (
         (STEPS, _step_line, "Steps of our server", STEP_NOTES),
         (DRAFTS, _draft_line, "Speculation of our server", ()),
-        (ENGINE, _engine_line, "Also counted", ()),
     ):
         lines: list[dict[str, Cell]] = []
         groups = rows[rows["workload"] == workload].groupby(["subject", "cell"], sort=False)
@@ -56,8 +55,3 @@ def _draft_line(sums: "pd.Series[float]") -> dict[str, Cell]:
         "failed": round(sums.get("drafts_failed", 0.0)),
         "unready": round(sums.get("drafts_unready", 0.0)),
     }
-
-
-def _engine_line(sums: "pd.Series[float]") -> dict[str, Cell]:
-    names = {"sampler changes": "sampler_changes", "failed checkpoint copies": "prefix_failed_copies"}
-    return {title: round(sums.get(name, 0.0)) for title, name in names.items()}

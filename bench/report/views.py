@@ -17,7 +17,6 @@ TABLES = {
     "perplexity": "bench.report.perplexity:perplexity_tables",
     "conformance": "bench.report.conformance:conformance_tables",
     "kv-cache": "bench.report.kv_cache:kv_cache_tables",
-    "overhead": "bench.load.overhead:overhead_tables",
     "soak": "bench.load.soak:soak_tables",
     "sweep": "bench.report.sweep:sweep_tables",
 }

@@ -4,7 +4,6 @@ The one place that knows the names on /metrics. A server without them is not ask
 two readings becomes rows of the store:
 
     workload "steps", cell "random, 8 concurrent, decode, 8 rows": steps, step_tokens, device and host time
-    workload "engine", cell "random, 8 concurrent": what belongs to no step
     workload "drafts", cell "random, 8 concurrent, mtp": by drafter
 """
 
@@ -17,10 +16,9 @@ from bench.errors import BenchError
 from bench.load.client import Client
 from bench.store import Run
 
-STEPS, ENGINE, DRAFTS = "steps", "engine", "drafts"
+STEPS, DRAFTS = "steps", "drafts"
+COUNTED = frozenset({STEPS, DRAFTS})
 """Workloads of the store that hold counters, not requests."""
-
-COUNTED = frozenset({STEPS, ENGINE, DRAFTS})
 
 STEP_COUNTERS = {"qwen_steps_total": "steps", "qwen_step_tokens_total": "step_tokens"}
 STEP_SECONDS = "qwen_step_seconds_total"
@@ -38,10 +36,6 @@ DRAFT_COUNTERS = {
     "qwen_accepted_draft_tokens_total": "accepted_tokens",
     "qwen_drafts_failed_total": "drafts_failed",
     "qwen_drafts_unready_total": "drafts_unready",
-}
-ENGINE_COUNTERS = {
-    "qwen_sampler_changes_total": "sampler_changes",
-    "qwen_prefix_failed_copies_total": "prefix_failed_copies",
 }
 RESIDENT_MEMORY = "process_resident_memory_bytes"
 
@@ -78,7 +72,6 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
     """(workload, cell, values) of the store's rows, of a stretch of work that ``cell`` names."""
     steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    engine: dict[str, float] = {}
     for (name, labelled), value in grown.items():
         labels = dict(labelled)
         if name in STEP_COUNTERS:
@@ -87,15 +80,11 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
             steps[_kind(labels)][PHASES.get(labels["phase"], "host_time")] += 1000 * value
         elif name in DRAFT_COUNTERS:
             drafts[labels["drafter"]][DRAFT_COUNTERS[name]] += value
-        elif name in ENGINE_COUNTERS:
-            engine[ENGINE_COUNTERS[name]] = value
     for kind, values in sorted(steps.items()):
         if values.get("steps"):
             yield STEPS, f"{cell}, {kind}", dict(values)
     for drafter, values in sorted(drafts.items()):
         yield DRAFTS, f"{cell}, {drafter}", dict(values)
-    if engine:
-        yield ENGINE, cell, engine
 
 
 def record_growth(
