@@ -18,8 +18,7 @@ from bench.load.protocol import (
     WEIGHTS,
     at_concurrency,
 )
-from bench.report.counters import counter_tables
-from bench.servers.counters import COUNTED
+from bench.servers.counters import COUNTED, counter_tables
 from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 

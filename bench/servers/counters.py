@@ -10,11 +10,13 @@ two readings becomes rows of the store:
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import pandas as pd
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.errors import BenchError
 from bench.load.client import Client
 from bench.store import Run
+from bench.terminal import Cell, Table
 
 STEPS, DRAFTS = "steps", "drafts"
 COUNTED = frozenset({STEPS, DRAFTS})
@@ -38,6 +40,14 @@ DRAFT_COUNTERS = {
     "qwen_drafts_unready_total": "drafts_unready",
 }
 RESIDENT_MEMORY = "process_resident_memory_bytes"
+
+ROWS = r", \d+ rows$"
+"""Of a cell's name: how many rows its steps sampled, which the store tells apart and the table does not."""
+
+STEP_NOTES = (
+    "means of a step; device: in llama_decode and waiting for it; host: all else, while a GPU is idle",
+    "overlapped: host work that goes on while a GPU computes",
+)
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 Counters = Mapping[Key, float]
@@ -98,3 +108,45 @@ def record_growth(
 
 def _kind(labels: Mapping[str, str]) -> str:
     return f"{labels['kind']}, {labels['rows']} rows"
+
+
+def counter_tables(frame: pd.DataFrame) -> list[Table]:
+    """A table of steps and one of drafts; those that have rows."""
+    rows = frame[frame["workload"].isin(COUNTED)]
+    rows = rows.assign(cell=rows["cell"].str.replace(ROWS, "", regex=True))
+    made: list[Table] = []
+    for workload, line_of, title, notes in (
+        (STEPS, _step_line, "Steps of our server", STEP_NOTES),
+        (DRAFTS, _draft_line, "Speculation of our server", ()),
+    ):
+        lines: list[dict[str, Cell]] = []
+        groups = rows[rows["workload"] == workload].groupby(["subject", "cell"], sort=False)
+        for (subject, cell), group in groups:
+            sums = group.groupby("metric")["value"].sum()
+            lines.append({"server, load": f"{subject}: {cell}", **line_of(sums)})
+        made += [Table.of(lines, title=title, notes=notes)] if lines else []
+    return made
+
+
+def _step_line(sums: "pd.Series[float]") -> dict[str, Cell]:
+    steps = float(sums["steps"])
+    parts = {"device ms": "device_time", "host ms": "host_time", "overlapped ms": "overlapped_time"}
+    return {
+        "steps": round(steps),
+        "tokens a step": float(sums["step_tokens"]) / steps,
+        **{title: float(sums.get(name, 0.0)) / steps for title, name in parts.items()},
+    }
+
+
+def _draft_line(sums: "pd.Series[float]") -> dict[str, Cell]:
+    drafts, drafted, accepted = (
+        float(sums.get(name, 0.0)) for name in ("verifications", "drafted_tokens", "accepted_tokens")
+    )
+    return {
+        "drafts": round(drafts),
+        "drafted": round(drafted),
+        "accepted": f"{accepted / drafted:.0%}" if drafted else None,
+        "accepted a draft": accepted / drafts if drafts else None,
+        "failed": round(sums.get("drafts_failed", 0.0)),
+        "unready": round(sums.get("drafts_unready", 0.0)),
+    }
