@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,7 @@ class ServerProcess:
     url: str = field(kw_only=False)
     ready_path: str
     log: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     timeout: float = 300.0
     start_seconds: float = 0.0
     _process: subprocess.Popen[bytes] | None = None

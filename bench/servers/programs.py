@@ -154,7 +154,7 @@ def process_of(peer: Peer, setup: Setup) -> ServerProcess:
         f"http://127.0.0.1:{port}",
         ready_path=READY[peer.program],
         log=setup.logs / f"{log}.log",
-        environment=environment.get(peer.program, {}),
+        environment=dict(environment.get(peer.program, {})),
         timeout=setup.start_timeout,
     )
 
