@@ -17,7 +17,7 @@ from bench.terminal import show
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
     """Every picture that there are figures for, as SVG files: title -> file. ``about``: model and card."""
     made: dict[str, Path] = {}
-    if ((frame["metric"] == "latency") & frame["workload"].isin((OFFICIAL, DISTINCT))).any():
+    if len(latencies(frame)):
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
     if len(loads(frame)):
         made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
@@ -28,7 +28,7 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
 
 def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     """A panel a category of each protocol, a bar a subject: the median, its whisker from p10 to p90."""
-    rows = frame[(frame["metric"] == "latency") & frame["workload"].isin((OFFICIAL, DISTINCT))]
+    rows = latencies(frame)
     protocols = [name for name in (OFFICIAL, DISTINCT) if (rows["workload"] == name).any()]
     cells = [name for name in CATEGORIES if (rows["cell"] == name).any()]
     colours = colours_of(frame)
@@ -60,6 +60,12 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
             axis.margins(x=0.2)
             axis.xaxis.set_major_formatter("{x:,.0f}")
     return path
+
+
+def latencies(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of both protocols; a load may be called distinct, too."""
+    single = frame["workload"].isin((OFFICIAL, DISTINCT)) & frame["cell"].isin(CATEGORIES)
+    return frame[(frame["metric"] == "latency") & single]
 
 
 def loads(frame: pd.DataFrame) -> pd.DataFrame:

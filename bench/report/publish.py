@@ -11,7 +11,7 @@ import pandas as pd
 from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects
 from bench.errors import BenchError
 from bench.load.protocol import DISTINCT, OFFICIAL
-from bench.report.pictures import draw_pictures, loads
+from bench.report.pictures import draw_pictures, latencies, loads
 from bench.report.tables import subjects_table
 from bench.store import Manifest, Results, write_atomically
 from bench.terminal import Table, show
@@ -76,7 +76,7 @@ def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
     """A line a subject: mean latency by protocol, output tok/s by concurrency, and times as good."""
-    latency, rates = frame[frame["metric"] == "latency"], loads(frame)
+    latency, rates = latencies(frame), loads(frame)
     columns = {
         f"{protocol}, mean ms": (rows, "latency")
         for protocol in (OFFICIAL, DISTINCT)

@@ -48,6 +48,18 @@ def test_a_page_needs_nothing_beside_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert "llama-server, tuned" in capsys.readouterr().out
 
 
+def test_a_load_of_distinct_prompts_is_no_latency_protocol(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        (name, "distinct", "8 concurrent", number, {"latency": 9.0, "output_rate": 100.0})
+        for number in range(1, 6)
+        for name in SERVERS
+    ]
+    made_run(tmp_path / "store", rows)
+    assert list(draw_pictures(load([tmp_path]).frame, tmp_path)) == ["Throughput"]
+    assert main(["report", str(tmp_path / "store"), "--publish", str(tmp_path / "out")]) == 0
+    assert "| server | distinct, 8 at once, tok/s |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_runs_of_latency_and_throughput_get_their_own_tables(tmp_path: Path) -> None:
     run = made_run(
         tmp_path, [("s", "official", "short", 1, {"latency": 12.0})], verb="latency", endpoint="/invocations"
