@@ -29,6 +29,7 @@ COMMANDS = {
         "Many requests: levels of concurrency, or request rates.",
     ),
     "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "start": ("bench.servers.start:start", "How long servers take to start, in turns; ours by stage."),
     "experiment": (
         "bench.experiments.run:experiment",
         "A series of measurements, described in TOML.",
@@ -65,6 +66,10 @@ COMMANDS = {
     "sweep": (
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+    ),
+    "variants": (
+        "bench.variants.catalogue:variants",
+        "What comes with the package: settings, predicted latency, recorded gates.",
     ),
     "submit": (
         "bench.submission.submit:submit",

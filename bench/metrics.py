@@ -46,6 +46,7 @@ METRICS: dict[str, Metric] = {
     "ms_per_token": Metric("ms", "lower", "request latency by output tokens"),
     "same_answers": Metric("answers", None, "answers equal to the reference's"),
     "compared_answers": Metric("answers", None, "prompts that both answered"),
+    "start_time": Metric("s", "lower", "time of a start, or of a stage of it"),
     # --- of our server's counters
     "steps": Metric("steps", None, "steps of the engine"),
     "step_tokens": Metric("tokens", None, "tokens in their batches"),

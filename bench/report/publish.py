@@ -55,7 +55,7 @@ def publish_results(
     runs = [one.model_dump(mode="json", exclude=PRIVATE) for one in results.manifests.values()]
     write_atomically(written[2], json.dumps(runs, indent=1) + "\n")
     if page is not None:
-        write_atomically(page, with_headline(page, headline))
+        write_atomically(page, with_headline(page, headline.markdown()))
         written.append(page)
     return written
 
@@ -98,8 +98,8 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
     return Table.of(known, title=about, notes=notes)
 
 
-def with_headline(page: Path, table: Table) -> str:
-    """The page's text, the table between its marks. Raises BenchError where they are missing."""
+def with_headline(page: Path, headline: str) -> str:
+    """The page's text, `headline` between its marks. Raises BenchError where they are missing."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -108,7 +108,7 @@ def with_headline(page: Path, table: Table) -> str:
     _, closed, after = rest.partition(END)
     if not found or not closed:
         raise BenchError(f"--page {page}: want a line {BEGIN} and, below it, a line {END}")
-    return f"{before}{BEGIN}\n{table.markdown()}{END}{after}"
+    return f"{before}{BEGIN}\n{headline}{END}{after}"
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:

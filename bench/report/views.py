@@ -18,6 +18,7 @@ TABLES = {
     "conformance": "bench.checks.conformance:conformance_tables",
     "kv-cache": "bench.report.kv_cache:kv_cache_tables",
     "soak": "bench.load.soak:soak_tables",
+    "start": "bench.servers.start:start_tables",
     "sweep": "bench.report.sweep:sweep_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""

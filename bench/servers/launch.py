@@ -49,6 +49,7 @@ class ServerProcess:
     log: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
     timeout: float = 300.0
+    poll: float = POLL_SECONDS
     start_seconds: float = 0.0
     _process: subprocess.Popen[bytes] | None = None
 
@@ -131,7 +132,7 @@ class ServerProcess:
                 if perf_counter() > until:
                     log = f"; its log ends:\n{self.tail()}" if self.command else ""
                     raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(self.poll)
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
 from bench.store import Run
 from bench.terminal import Bar
 from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
-from bench.variants.variant import Variant
+from server.variant import Variant
 
 GATES = "gates"
 
