@@ -51,6 +51,10 @@ COMMANDS = {
         "bench.gates.quality:quality",
         "Quality gates through lm-eval, with 95% intervals.",
     ),
+    "paired": (
+        "bench.gates.paired:paired",
+        "Two models' answers to the same items: which is better, item by item.",
+    ),
     "perplexity": (
         "bench.gates.perplexity:perplexity",
         "How far a GGUF is from its reference: perplexity and KL divergence over a text.",

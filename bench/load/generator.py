@@ -31,11 +31,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one client does: its turns are sent one after the other, in a chat each with all that was said
-    before. ``fields`` stand in every request."""
+    """One client's errand: its turns are sent one after the other, in a chat each with all that was said
+    before, from the messages ``before`` the first on. ``fields`` stand in every request."""
 
     turns: tuple[str, ...]
     chat: bool
+    before: tuple[Mapping[str, str], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +94,7 @@ class Sender:
         """All turns of a job, up to the first that fails. ``planned``: when the first was to be sent, None:
         now."""
         send = self.target.client.stream if self.stream else self.target.client.complete
-        history: list[Mapping[str, str]] = []
+        history = list(job.before)
         sent: list[Sent] = []
         for turn, text in enumerate(job.turns):
             now = perf_counter() - began

@@ -11,11 +11,12 @@ from cyclopts import Parameter
 from bench.analysis.statistics import DEFAULT_ROUNDS
 from bench.arguments import Natural, Positive, PromptOptions, StoreOptions
 from bench.errors import BenchError
+from bench.gates.gate import NANO_FOLDER
 from bench.load.cell import Cell, Supply
 from bench.load.generator import Target
 from bench.load.latency import Categories, Protocol, latency_cells
 from bench.load.protocol import ALL_CATEGORIES, WARM_UPS
-from bench.load.tasks import HELDOUT, task_cells
+from bench.load.tasks import task_cells
 from bench.load.throughput import Kind, LoadOptions
 from bench.report.views import show
 from bench.servers.builds import build_programs, this_machines_flavour
@@ -34,7 +35,7 @@ llama-server a slot's last prompt."""
 
 LEVELS = (1, 8, 64)
 SLOTS_AT_A_RATE = 32
-LONGEST_TASK = 2048
+LONGEST_TASK = 3072
 """Tokens of a held-out task, with room."""
 
 
@@ -86,10 +87,10 @@ class Work:
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
     """latency: streamed ones beside them, for TTFT and ITL."""
-    tasks: Path = HELDOUT
-    """tasks: the folder of held-out tasks."""
+    nano: Path = NANO_FOLDER
+    """tasks: a model's folder with heldout/ and reference.json, for the prompts of the nano gates."""
     items: Positive = 20
-    """tasks: of each family."""
+    """tasks: of each gate, and of texts to go on with."""
     max_tokens: Positive = 256
     """tasks: of an answer."""
 
@@ -116,10 +117,10 @@ class Work:
         return {**made, **load.settings(self.workload, LEVELS)}
 
     def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
-        """One for each category and protocol, level or rate, or family of tasks."""
+        """One for each category and protocol, level or rate, or group of tasks."""
         if self.workload == "tasks":
             given = {"max_tokens": self.max_tokens, "rounds": self.rounds}
-            return task_cells(self.tasks, self.items, supply, **given)
+            return task_cells(self.nano, self.items, supply, **given)
         if self.workload != "latency":
             return load.cells(self.workload, supply, LEVELS, self.rounds)
         endpoint = load.endpoint or "/v1/completions"  # every server has this one
