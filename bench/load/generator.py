@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one client does: its turns are sent one after the other, in a chat each with all that was said
+    """One client's errand: its turns are sent one after the other, in a chat each with all that was said
     before. ``fields`` stand in every request."""
 
     turns: tuple[str, ...]
