@@ -293,7 +293,6 @@ class Engine:
             if chunk.samples:
                 chunk.sequence.sampler.prepare(chunk.draft)
         if asynchronous:  # last: the event loop wakes up, and can run while this thread waits
-            speculator.meanwhile(batch)
             self._flush()
             lap("flush")
         rows = self._runner.collect(batch)

@@ -217,7 +217,7 @@ class Plan:
 class Step:
     """A decode step that may verify drafts: what is pending of each sequence, and what the way back allows.
 
-    `rewinds` and `keeps_graph` are those of `DraftStates`; `shape` the sequences and rows of the last step.
+    `rewinds` and `keeps_graph` are those of `StateStore`; `shape` the sequences and rows of the last step.
     """
 
     pending: list[int]

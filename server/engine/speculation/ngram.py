@@ -108,11 +108,6 @@ class NgramDrafter:
         """Nothing."""
         return 0.0
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Search the texts now."""
-        for sequence in sequences:
-            self._read(sequence)
-
     def measure(self) -> None:
         """Nothing to time."""
 
