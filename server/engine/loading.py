@@ -161,7 +161,7 @@ class Parts:
             cell_bytes=spec.cell(settings),
             state_bytes=spec.state,
         )
-        self.runner = Runner(self.context, profile, device_runs_alone=self.device_runs_alone)
+        self.runner = Runner(self.context, profile)
         self.scheduler = Scheduler(
             slots=settings.parallel,
             batch_size=self.context.n_batch,

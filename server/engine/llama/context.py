@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp_ext
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
-from . import ggml, layers
+from . import layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
@@ -138,11 +138,8 @@ class Context:
         self._hidden: npt.NDArray[np.float32] = np.zeros((0, self._n_embd), np.float32)
         self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
-    def decode(self, n_tokens: int, *, hold: bool = False) -> None:
+    def decode(self, n_tokens: int) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
-
-        With `hold`, other threads of Python stand still meanwhile: right where a graph is built and handed to
-        a device that is idle, wrong where this call computes or waits.
 
         Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
         the sequences of the batch are in an unknown state.
@@ -156,8 +153,7 @@ class Context:
             self._settle(sequence)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()
-        call = ggml.decode_holding_the_lock if hold else C.llama_decode
-        status = call(self._handle, self._batch)
+        status = C.llama_decode(self._handle, self._batch)
         if self.samplers.error is not None:
             raise LlamaError("a device sampler could not be built") from self.samplers.error
         if status == 1:

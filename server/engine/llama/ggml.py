@@ -16,13 +16,6 @@ from server.engine.errors import LlamaError
 _lib = ctypes.PyDLL(C._lib._name)
 
 
-decode_holding_the_lock = _lib.llama_decode
-"""llama_decode for a call that builds a graph and computes nothing itself: it calls back into Python once for
-each sequence id, and the lock would have to be won back from other threads each time."""
-decode_holding_the_lock.argtypes = C.llama_decode.argtypes
-decode_holding_the_lock.restype = C.llama_decode.restype
-
-
 def quick(name: str, result: Any, *arguments: Any) -> Any:
     """A function of llama.cpp or ggml that neither waits nor takes long."""
     function = getattr(_lib, name)
