@@ -33,7 +33,6 @@ DRIVER = Path("/proc/driver/nvidia/version")
 class Measured(BaseModel):
     """What one start measured."""
 
-    samples_on_device: bool
     prompt_seconds: float
     """Of a prompt as long as the warm-up's."""
     step_times: StepTimesRecord

@@ -458,7 +458,7 @@ def test_the_best_of_many(n: int, k: int) -> None:
 
 def test_the_warm_up_keeps_samplers_that_are_right(model: Model) -> None:
     context = make(model, DeviceSampler.BEST)
-    warm_up(context, [1, N_SEQ], 32, choose=False)
+    warm_up(context, [1, N_SEQ], 32)
     assert context.samplers.active
     assert time_prompt(context, 32) > 0
     context.close()
@@ -469,7 +469,7 @@ def test_the_warm_up_gives_up_samplers_that_are_wrong(model: Model, caplog: pyte
     narrow.__dict__.update(model.__dict__, n_real=3)
     context = make(narrow, DeviceSampler.BEST)
     context.samplers.n_real = model.n_real
-    warm_up(context, [1, N_SEQ], 32, choose=False)
+    warm_up(context, [1, N_SEQ], 32)
     assert "not the best ones" in caplog.text
     assert not context.samplers.active
     assert decode(context).logits(0).shape == (model.n_vocab,)

@@ -66,7 +66,7 @@ def test_another_setting_is_measured_anew(
     assert measurings[0] == "prompt"
 
 
-@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"KEY": {"samples_on_device": 7}}'])
+@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"KEY": {"prompt_seconds": 7}}'])
 def test_a_damaged_file_costs_what_it_would_have_saved(
     nano_q4_k_m: Path, measurings: list[str], tmp_path: Path, damage: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_folder_that_can_not_be_written_costs_nothing(
 def test_the_latest_starts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     files = [MeasuredFile({"number": number}) for number in range(KEPT + 2)]
-    measured = Measured(samples_on_device=True, prompt_seconds=0.5, step_times=StepTimes().dump())
+    measured = Measured(prompt_seconds=0.5, step_times=StepTimes().dump())
     for file in files:
         file.write(measured)
     assert [file.read() for file in files[:2]] == [None, None]
