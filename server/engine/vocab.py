@@ -55,7 +55,7 @@ class Vocab:
         self.bos_id = model.bos
         """What the GGUF wants every text to begin with; None for Qwen."""
         ids = range(self.size)
-        self.eog_ids = frozenset(token for token in ids if model.is_eog(token))
+        self.eog_ids = model.eog_ids
         """Every id that ends a generation."""
         added = {token: model.piece(token, special=True) for token in ids if model.is_added(token)}
         self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added.values())
@@ -64,10 +64,8 @@ class Vocab:
         """The control token with which a chat turn begins, if there is one."""
         self.tool_ids = frozenset(token for token, piece in added.items() if piece == TOOL_RESULT)
         """The token before what a tool gave, if there is one."""
-        self.n_real = self.size
+        self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
-        while self.n_real > 0 and model.is_unused(self.n_real - 1):
-            self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache = TokenizerCache(cached)
@@ -172,10 +170,6 @@ class Vocab:
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         return self._model.piece(token, special=True)
-
-    def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation."""
-        return token in self.eog_ids
 
 
 def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:

@@ -134,9 +134,6 @@ class Context:
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
         self._rows = Rows(self._handle, self._n_vocab, model.n_real)
-        self._hidden_address = self._logits_address = 0
-        self._hidden: npt.NDArray[np.float32] = np.zeros((0, self._n_embd), np.float32)
-        self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
     def decode(self, n_tokens: int) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
@@ -193,12 +190,7 @@ class Context:
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
-        address = ctypes.addressof(pointer.contents)
-        if address != self._hidden_address or n_tokens > len(self._hidden):
-            memory = (ctypes.c_float * (n_tokens * self._n_embd)).from_address(address)
-            self._hidden = np.ctypeslib.as_array(memory).reshape(n_tokens, self._n_embd)
-            self._hidden_address = address
-        return self._hidden[:n_tokens]
+        return _matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
         """The same for what goes into layers, counted from 0. The next decode plans its graphs anew: slow."""
@@ -213,9 +205,7 @@ class Context:
         together = places[-1] - places[0] == len(places) - 1
         found = np.empty((len(places), len(which) * n), np.float32)
         for index, layer in enumerate(which):
-            address = layers.get_embeddings_layer_inp(self._handle, layer)
-            memory = (ctypes.c_float * (n_tokens * n)).from_address(address)
-            rows = np.frombuffer(memory, np.float32).reshape(n_tokens, n)
+            rows = _matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
             found[:, index * n : (index + 1) * n] = (
                 rows[places[0] : places[0] + len(places)] if together else rows[places]
             )
@@ -248,12 +238,7 @@ class Context:
         Waits for the device. The view is writable; nothing reads it after the caller.
         """
         pointer = C.llama_get_logits(self._handle)
-        address = ctypes.addressof(pointer.contents)
-        if address != self._logits_address or rows > len(self._logits):
-            memory = (ctypes.c_float * (rows * self._n_vocab)).from_address(address)
-            self._logits = np.ctypeslib.as_array(memory).reshape(rows, self._n_vocab)
-            self._logits_address = address
-        return self._logits[:rows]
+        return _matrix(ctypes.addressof(pointer.contents), rows, self._n_vocab)
 
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
@@ -343,3 +328,9 @@ class Context:
             C.llama_free(self._handle)
             self._handle = None
         self.samplers.close()
+
+
+def _matrix(address: int, rows: int, width: int) -> npt.NDArray[np.float32]:
+    """llama.cpp's own memory: shape [rows, width]."""
+    memory = (ctypes.c_float * (rows * width)).from_address(address)
+    return np.frombuffer(memory, np.float32).reshape(rows, width)
