@@ -83,7 +83,6 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def answers(self) -> bool:
-        """Whether /health says 200."""
         try:
             return requests.get(f"{self.url}/health", timeout=2, proxies=NO_PROXY).status_code == 200
         except requests.RequestException:

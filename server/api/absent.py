@@ -48,8 +48,6 @@ router = APIRouter()
 
 
 def refuse(what: str, path: str) -> None:
-    """Answers a path with 501."""
-
     @router.api_route(path, methods=METHODS, include_in_schema=False)
     async def absent(http: Request) -> None:
         message = f"{http.method} {http.url.path}: {what}: not supported by this server"

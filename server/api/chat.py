@@ -103,7 +103,6 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
-    """The whole response object."""
     messages = await asyncio.gather(*map(message_of, replies))
     choices = [
         {
@@ -119,7 +118,6 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
-    """The whole reply as a message."""
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}

@@ -75,8 +75,6 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice in the making."""
-
     generation: TextGeneration
     echo: str
     """What its text begins with."""
@@ -89,7 +87,6 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The whole response object."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
     choices = [
         {

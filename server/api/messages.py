@@ -52,7 +52,6 @@ async def count_tokens(http: Request, service: Service, request: CountTokensRequ
 
 
 async def collect(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """The whole message."""
     content: list[Block] = []
     json_texts: dict[int, str] = {}
     async for part in reply:

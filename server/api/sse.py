@@ -43,7 +43,6 @@ def encode(value: Any) -> str:
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event."""
     return f"data: {encode(data)}\n\n".encode()
 
 
@@ -67,7 +66,6 @@ class Frame:
         self._before, self._after = write(make(hole)).decode().split(f'"{hole}"')
 
     def filled(self, text: str) -> bytes:
-        """The event with `text` in it."""
         return f"{self._before}{encode(text)}{self._after}".encode()
 
 

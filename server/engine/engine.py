@@ -112,7 +112,6 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Warm, healthy, and taking requests."""
         return self._warm.is_set() and self._error is None
 
     def prompt(self, ids: ListLike[int]) -> Prompt:
@@ -348,7 +347,6 @@ class Engine:
         thinking: ThinkingWatch | None,
         salt: str,
     ) -> None:
-        """A request arrived."""
         if generation not in self._open:
             return
         sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking)

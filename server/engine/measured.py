@@ -31,8 +31,6 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Measured(BaseModel):
-    """What one start measured."""
-
     prompt_seconds: float
     """Of a prompt as long as the warm-up's."""
     step_times: StepTimesRecord
@@ -48,11 +46,9 @@ class MeasuredFile:
 
     @property
     def path(self) -> Path:
-        """Where the file is, or will be."""
         return cache_folder() / "measured.json"
 
     def read(self) -> Measured | None:
-        """What was measured before, if anything was."""
         try:
             return Measured.model_validate(self._starts()[self._key])
         except KeyError:

@@ -129,7 +129,6 @@ class Usage:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -196,7 +195,6 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether no device is too small."""
         return not any(usage.short for usage in self.usages)
 
 

@@ -117,7 +117,6 @@ class OutputQueue:
         return True
 
     def _deliver(self) -> None:
-        """On the loop."""
         try:
             os.read(self._reader, 4096)
         except OSError:  # nobody wrote, or it was closed

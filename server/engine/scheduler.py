@@ -74,7 +74,6 @@ class Reproducible:
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
-    """The first free slot."""
     return free[0]
 
 

@@ -141,7 +141,6 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_length
 
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:

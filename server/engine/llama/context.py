@@ -318,7 +318,6 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:
-        """Forget every sequence."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, False)
 

@@ -109,7 +109,6 @@ class Model:
 
     @cached_property
     def eog_ids(self) -> frozenset[int]:
-        """Every id that ends a generation."""
         return frozenset(token for token in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property

@@ -133,7 +133,6 @@ class DraftCounts:
     """Those that were right."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A step verified a draft."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -169,7 +169,6 @@ class Backoff:
         return self._next > self._first
 
     def end(self) -> None:
-        """It pays."""
         self._next, self._until = self._first, 0
 
 
@@ -303,7 +302,6 @@ class Controller:
         return best
 
     def _arms(self, option: Option, limits: list[int], step: Step) -> list[int]:
-        """Numbers of rows to consider."""
         ends = [
             own + min(limit, option.drafter.depth)
             for own, limit, kind in zip(step.pending, limits, option.kinds, strict=True)
@@ -420,7 +418,6 @@ class Always(Controller):
     """Drafts as long as they can be, whatever they cost, and instant ones first: for tests."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """All."""
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:

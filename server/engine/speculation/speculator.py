@@ -334,7 +334,6 @@ class Speculator:
         return held
 
     def abandon(self) -> None:
-        """The batch was not computed."""
         self._shape = (0, 0)
 
     def _settle(self, chunk: Chunk, new: Sampled) -> int:
@@ -512,7 +511,6 @@ class Speculator:
     # --- what becomes of sequences -------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
         self._alive.discard(sequence)
         for watched in self._watched:
             watched.drafter.forget(sequence)

@@ -38,11 +38,9 @@ class Mean:
 
     @property
     def pair(self) -> tuple[float, int]:
-        """Value and number of measurements."""
         return self.value, self.count
 
     def add(self, value: float) -> None:
-        """One more measurement."""
         self.count += 1
         if self.count <= FIRST:
             self.value = value if self.count == 1 else min(self.value, value)

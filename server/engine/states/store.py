@@ -32,7 +32,6 @@ class SavedState:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.trunk.nbytes + sum(saved.nbytes for saved in self.followers if saved is not None)
 
 
@@ -68,7 +67,6 @@ class StateStore:
                 self._lost(follower, target, error)
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
