@@ -122,7 +122,7 @@ class Engine:
         if not len(ids):
             raise InvalidPrompt("the prompt is empty; it must have at least one token")
         if len(ids) >= self.context_size:
-            raise PromptTooLong(len(ids), self.context_size)
+            raise PromptTooLong(len(ids), self.context_size, exactly=True)
         checked: list[int] = []
         for start in range(0, len(ids), PIECE):
             try:

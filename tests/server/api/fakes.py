@@ -212,7 +212,7 @@ class FakeEngine:
         if not ids or not all(0 <= token < self.vocab.size for token in ids):
             raise InvalidPrompt("ids run from 0")
         if len(ids) >= self.context_size:
-            raise PromptTooLong(len(ids), self.context_size)
+            raise PromptTooLong(len(ids), self.context_size, exactly=True)
         return checked
 
     def submit(
