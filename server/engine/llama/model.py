@@ -61,8 +61,6 @@ class Model:
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
-        self.n_mtp = int(C.llama_model_n_layer_nextn(self._handle))
-        """Multi-token-prediction blocks in the file; there to be used only with `load_mtp`."""
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
         self.size_bytes = int(C.llama_model_size(self._handle))
