@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from array import array
+from contextlib import suppress
+from threading import Lock
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
+
 from .errors import InvalidPrompt
-from .tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +72,8 @@ class Vocab:
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
-        self._cache = TokenizerCache(cached)
+        self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
+        self._cache_lock = Lock()
         parts = model.metadata().get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
         apart = parts and all(_stands_alone(piece, added.values()) for piece in added.values() if piece)
         always = [piece for token, piece in added.items() if not model.is_control(token)]
@@ -101,12 +106,14 @@ class Vocab:
         return ids + self._parse("".join(short), True, check)
 
     def _remembered(self, turn: str, check: Callable[[int], None]) -> list[int]:
-        ids = self._cache.get(turn)
-        if ids is None:
-            ids = self._parse(turn, True, check)
-            self._cache.put(turn, ids)
-        else:
-            check(len(ids))
+        with self._cache_lock:
+            known = self._cache.get(turn)
+        if known is not None:
+            check(len(known))
+            return known.tolist()
+        ids = self._parse(turn, True, check)
+        with self._cache_lock, suppress(ValueError):  # more than it may hold
+            self._cache[turn] = array("i", ids)
         return ids
 
     def _parse(self, text: str, special: bool, check: Callable[[int], None]) -> list[int]:
