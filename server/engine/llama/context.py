@@ -332,4 +332,4 @@ class Context:
 def _matrix(address: int, rows: int, width: int) -> npt.NDArray[np.float32]:
     """llama.cpp's own memory: shape [rows, width]."""
     memory = (ctypes.c_float * (rows * width)).from_address(address)
-    return np.frombuffer(memory, np.float32).reshape(rows, width)
+    return np.frombuffer(memoryview(memory), np.float32).reshape(rows, width)
