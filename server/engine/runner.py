@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 PATIENCE = 400
-"""Rows that may be read out more widely than needed before slots get narrower device samplers: what a change
+"""Rows that may tell more than is needed before slots get narrower device samplers: what a change
 costs (all graphs are planned anew, 33 to 40 ms on an H200's host) over what a whole row costs
 (`qwen-bench sampling-cost`)."""
 
@@ -70,7 +70,7 @@ class Runner:
         return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
     def _set_samplers(self, batch: Batch) -> bool:
-        """Have enough read out of each slot for the request that is in it, and in the long run no more.
+        """Give each slot a device sampler that is enough for its request and, in the long run, no more.
 
         Whether that holds already of the long run.
         """

@@ -49,9 +49,9 @@ class ContextOptions:
     n_outputs_per_seq: int = 1
     """Most rows of one sequence, where they are sampled on the device: a verification has several."""
     n_samplers: int = 0
-    """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
+    """Sequence ids, from 0 on, whose rows are sampled on the device; those of others come back whole."""
     sampler: DeviceSampler = DeviceSampler.BEST
-    """What is read out at first."""
+    """Their device sampler at first."""
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
     recurrent state for every sequence id."""
@@ -225,7 +225,7 @@ class Context:
         return tokens, sure
 
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
-        """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""
+        """Give a sequence id another device sampler. The next decode has to plan its graphs anew: slow."""
         self.samplers.attach(self._handle, sequence, kind)
 
     def set_samplers(self, kind: DeviceSampler | None) -> None:

@@ -1,7 +1,7 @@
 """The operations of ggml that build a device sampler, and the sampler interface that gets them into a graph.
 
-All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the interpreter's lock
-rather than give it up and queue for it again.
+All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the GIL rather than
+give it up and queue for it again.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Rows:
         raw: Numbers | None,
         samplers: DeviceSamplers | None = None,
     ) -> Rows:
-        """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out.
+        """Take over a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
         The `samplers` may still have the whole rows that the batch ends with.
         """
@@ -121,7 +121,7 @@ class Rows:
         return logits
 
     def fetch(self, row: int) -> Numbers | None:
-        """The whole logits of a row that was read out in another way, with a copy from the device that waits;
+        """The whole logits of a row that was sampled on the device, with a copy from there that waits;
         None where the device has them no more, which it has of a call's last pass."""
         return None if self._samplers is None else self._samplers.fetch(row, len(self.kinds))
 
@@ -136,7 +136,7 @@ class Rows:
         return int(best_but_ends(self._of(DeviceSampler.BEST)[row : row + 1], self._blocks)[0])
 
     def all_best(self) -> list[int] | None:
-        """The best token of every row at once; None if a row has been read out in another way, or can not be
+        """The best token of every row at once; None if a row has another kind, or can not be
         used."""
         if not self.kinds:
             return None
