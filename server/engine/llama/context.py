@@ -16,7 +16,7 @@ from . import layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
-from .rows import Rows
+from .rows import Rows, matrix
 from .snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Context:
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
-        return _matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
+        return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
         """The same for what goes into layers, counted from 0. The next decode plans its graphs anew: slow."""
@@ -205,7 +205,7 @@ class Context:
         together = places[-1] - places[0] == len(places) - 1
         found = np.empty((len(places), len(which) * n), np.float32)
         for index, layer in enumerate(which):
-            rows = _matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
+            rows = matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
             found[:, index * n : (index + 1) * n] = (
                 rows[places[0] : places[0] + len(places)] if together else rows[places]
             )
@@ -238,7 +238,7 @@ class Context:
         Waits for the device. The view is writable; nothing reads it after the caller.
         """
         pointer = C.llama_get_logits(self._handle)
-        return _matrix(ctypes.addressof(pointer.contents), rows, self._n_vocab)
+        return matrix(ctypes.addressof(pointer.contents), rows, self._n_vocab)
 
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
@@ -327,9 +327,3 @@ class Context:
             C.llama_free(self._handle)
             self._handle = None
         self.samplers.close()
-
-
-def _matrix(address: int, rows: int, width: int) -> npt.NDArray[np.float32]:
-    """llama.cpp's own memory: shape [rows, width]."""
-    memory = (ctypes.c_float * (rows * width)).from_address(address)
-    return np.frombuffer(memoryview(memory), np.float32).reshape(rows, width)

@@ -67,7 +67,7 @@ class Rows:
 
     def __init__(self, context: int, n_vocab: int, n_real: int) -> None:
         """`n_real` of the `n_vocab` tokens are no padding."""
-        self._n_real = n_real
+        self._n_vocab, self._n_real = n_vocab, n_real
         self.kinds: Sequence[DeviceSampler] = ()
         """Of each row."""
         self._n_candidates = min(N_CANDIDATES, n_vocab)
@@ -90,9 +90,8 @@ class Rows:
         """The best of each row."""
         self._checks: list[float] = []
         """For each row its probability, or a sum of its logits: finite if the row is usable."""
-        self._candidates = _Output(context, ggml.sampled_candidates, np.int32, n_vocab)
-        self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
-        self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
+        self._outputs: dict[Any, npt.NDArray[Any]] = {}
+        """What was looked at so far, by the function that tells where it is."""
 
     def fill(
         self,
@@ -107,8 +106,7 @@ class Rows:
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
         self._samplers = samplers
-        for output in (self._candidates, self._logits, self._figures):
-            output.rows = None
+        self._outputs.clear()
         return self
 
     def __len__(self) -> int:
@@ -116,7 +114,7 @@ class Rows:
 
     def logits(self, row: int) -> Numbers:
         """Shape [n_vocab], writable. For ROW."""
-        whole = self._logits.of(self._indices, row) if self._raw is None else self._raw
+        whole = self._output(ggml.sampled_logits, np.float32, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
         return logits
 
@@ -154,8 +152,8 @@ class Rows:
         self._check(row)
         n = self._n_candidates
         return (
-            self._candidates.of(self._indices, row)[row, :n],
-            self._logits.of(self._indices, row)[row, :n],
+            self._output(ggml.sampled_candidates, np.int32, row)[row, :n],
+            self._output(ggml.sampled_logits, np.float32, row)[row, :n],
         )
 
     def probability(self, row: int) -> float:
@@ -200,28 +198,19 @@ class Rows:
         row = self.kinds.index(kind)
         if not self._n_figures[kind]:
             self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row]))
-        figures: Numbers = self._figures.of(self._indices, row)[: len(self.kinds), : self._n_figures[kind]]
+        figures: Numbers = self._output(ggml.sampled_probs, np.float32, row)[:, : self._n_figures[kind]]
         return figures
 
+    def _output(self, get: Callable[[int, int], Any], dtype: Any, row: int) -> npt.NDArray[Any]:
+        """One of the arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]. `row`
+        has something in it, from which its place is found."""
+        if (found := self._outputs.get(get)) is None:
+            address = int(get(self._context, self._indices[row])) - 4 * self._n_vocab * row
+            found = self._outputs[get] = matrix(address, len(self._indices), self._n_vocab, dtype)
+        return found
 
-class _Output:
-    """One of the three arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]."""
 
-    def __init__(self, context: int, getter: Callable[[int, int], Any], dtype: Any, n_vocab: int) -> None:
-        self._context, self._getter = context, getter
-        self._dtype, self._n_vocab = dtype, n_vocab
-        self._address = 0
-        self._memory: npt.NDArray[Any] = np.zeros((0, n_vocab), dtype)
-        self.rows: npt.NDArray[Any] | None = None
-
-    def of(self, indices: Sequence[int], row: int) -> npt.NDArray[Any]:
-        """The whole array; `row` is one that has something in it, from which its place is found."""
-        if self.rows is None:
-            pointer = self._getter(self._context, indices[row])
-            address = int(pointer) - 4 * self._n_vocab * row
-            if address != self._address or len(indices) > len(self._memory):
-                self._address, size = address, 4 * self._n_vocab * len(indices)
-                memory = memoryview((ctypes.c_char * size).from_address(address))
-                self._memory = np.ndarray((len(indices), self._n_vocab), self._dtype, memory)
-            self.rows = self._memory
-        return self.rows
+def matrix(address: int, rows: int, width: int, dtype: Any = np.float32) -> npt.NDArray[Any]:
+    """llama.cpp's own memory, of 4 bytes a number: shape [rows, width]."""
+    memory = (ctypes.c_char * (4 * rows * width)).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype).reshape(rows, width)

@@ -398,7 +398,7 @@ class Speculator:
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
-        controller, spent, once = self._controller, seconds + self._clock() - started, 0.0
+        controller, spent = self._controller, seconds + self._clock() - started
         if self._drafter is not None:
             kinds = {kind for kind in self._kinds if kind}
             self._drafting = max(kinds, key=self._kinds.count)
@@ -407,17 +407,16 @@ class Speculator:
             drafter = self._drafter.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
-            once = max(0.0, self._proposing - 2 * expected) if expected else 0.0
-            spent += self._proposing - once
+            spent += min(self._proposing, 2 * expected) if expected else self._proposing
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
                 times = controller.times
                 graph = times.building.value if built else times.capturing.value if captured else 0.0
-                spent, once = max(spent / 2, spent - graph), once + min(spent / 2, graph)
+                spent = max(spent / 2, spent - graph)
         elif plain:
             self._drafting = ""
         if self._drafting:
             tokens = sum(len(new) for new in sampled if isinstance(new, list))
-            controller.add(self._drafting, n, tokens, spent, once)
+            controller.add(self._drafting, n, tokens, spent)
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 

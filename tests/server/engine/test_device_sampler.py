@@ -307,7 +307,9 @@ def test_unusable_logits_are_noticed(spoilt: float) -> None:
     def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
         rows.fill(kinds, range(len(kinds)), None)
         rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
-        rows._figures.rows = np.pad(figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan)
+        rows._outputs[ggml.sampled_probs] = np.pad(
+            figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan
+        )
 
     fill([DeviceSampler.BEST] * 3, figures)
     assert rows.all_best() is None
