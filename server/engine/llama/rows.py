@@ -16,7 +16,7 @@ from . import ggml
 from .device_sampler import N_CANDIDATES, DeviceSampler, n_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
     Tokens = npt.NDArray[np.int32]
     Numbers = npt.NDArray[np.float32]
+
+
+_ITH = {
+    "candidates": ggml.sampled_candidates,
+    "logits": ggml.sampled_logits,
+    "probs": ggml.sampled_probs,
+}
+"""Where the results of a row's sampler begin."""
 
 
 def best_tokens(figures: Numbers, blocks: int) -> Tokens:
@@ -90,8 +98,8 @@ class Rows:
         """The best of each row."""
         self._checks: list[float] = []
         """For each row its probability, or a sum of its logits: finite if the row is usable."""
-        self._outputs: dict[Any, npt.NDArray[Any]] = {}
-        """What was looked at so far, by the function that tells where it is."""
+        self._outputs: dict[str, npt.NDArray[Any]] = {}
+        """What was looked at so far, by its name in _ITH."""
 
     def fill(
         self,
@@ -114,7 +122,7 @@ class Rows:
 
     def logits(self, row: int) -> Numbers:
         """Shape [n_vocab], writable. For ROW."""
-        whole = self._output(ggml.sampled_logits, np.float32, row) if self._raw is None else self._raw
+        whole = self._output("logits", np.float32, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
         return logits
 
@@ -152,8 +160,8 @@ class Rows:
         self._check(row)
         n = self._n_candidates
         return (
-            self._output(ggml.sampled_candidates, np.int32, row)[row, :n],
-            self._output(ggml.sampled_logits, np.float32, row)[row, :n],
+            self._output("candidates", np.int32, row)[row, :n],
+            self._output("logits", np.float32, row)[row, :n],
         )
 
     def probability(self, row: int) -> float:
@@ -198,15 +206,15 @@ class Rows:
         row = self.kinds.index(kind)
         if not self._n_figures[kind]:
             self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row]))
-        figures: Numbers = self._output(ggml.sampled_probs, np.float32, row)[:, : self._n_figures[kind]]
+        figures: Numbers = self._output("probs", np.float32, row)[:, : self._n_figures[kind]]
         return figures
 
-    def _output(self, get: Callable[[int, int], Any], dtype: Any, row: int) -> npt.NDArray[Any]:
+    def _output(self, name: str, dtype: Any, row: int) -> npt.NDArray[Any]:
         """One of the arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]. `row`
         has something in it, from which its place is found."""
-        if (found := self._outputs.get(get)) is None:
-            address = int(get(self._context, self._indices[row])) - 4 * self._n_vocab * row
-            found = self._outputs[get] = matrix(address, len(self._indices), self._n_vocab, dtype)
+        if (found := self._outputs.get(name)) is None:
+            address = int(_ITH[name](self._context, self._indices[row])) - 4 * self._n_vocab * row
+            found = self._outputs[name] = matrix(address, len(self._indices), self._n_vocab, dtype)
         return found
 
 

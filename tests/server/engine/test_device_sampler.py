@@ -307,7 +307,7 @@ def test_unusable_logits_are_noticed(spoilt: float) -> None:
     def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
         rows.fill(kinds, range(len(kinds)), None)
         rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
-        rows._outputs[ggml.sampled_probs] = np.pad(
+        rows._outputs["probs"] = np.pad(
             figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan
         )
 
