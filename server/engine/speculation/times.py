@@ -88,7 +88,9 @@ class StepTimes:
     def _work_out(self) -> None:
         self._known.clear()
         alone = self._means.get(1, {})
-        self._curve = (known := sorted(alone)), _rising([alone[rows] for rows in known])
+        rows = sorted(alone)
+        # more rows take no less time
+        self._curve = rows, np.maximum.accumulate([alone[n].value for n in rows] or [0.0]).tolist()
 
     @property
     def moving(self) -> float:
@@ -162,22 +164,6 @@ class StepTimes:
             slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
             seconds += max(0.0, slope) * (rows - known[-1])
         return seconds
-
-
-def _rising(means: list[Mean]) -> list[float]:
-    """The values nearest to the means that nowhere fall: more rows take no less time.
-
-    Neighbours that contradict it are pooled (isotonic regression by adjacent violators, Ayer et al. 1955).
-    """
-    pools: list[tuple[float, int, int]] = []  # sum, weight, points
-    for mean in means:
-        weight = min(mean.count, 8)
-        pool = (mean.value * weight, weight, 1)
-        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
-            before = pools.pop()
-            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
-        pools.append(pool)
-    return [total / weight for total, weight, points in pools for _ in range(points)]
 
 
 def group_of(n: int) -> int:
