@@ -23,14 +23,12 @@ from server.about import CACHE_VARIABLE, llama_version, own_version
 from server.engine.settings import EngineSettings, ModelSettings, Section
 from server.names import nearest
 from server.variant import Setting, Variant, VariantError, find_variant, known_variants, read_variant
+from server.weights import HUB_ID
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "QWEN_"
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-"""What a model on the Hugging Face hub is called: owner/name."""
 
 
 class SettingsError(Exception):
@@ -290,12 +288,10 @@ def parser() -> argparse.ArgumentParser:
         action="version",
         version=f"qwen-serve {own_version()}, llama-cpp-python {llama_version()}",
     )
-    for section, fields in _by_section():
-        group = result.add_argument_group(section.model_config["title"], inspect.getdoc(section))
-        for name, field in fields.items():
-            text = " ".join((field.description or "").split())
-            if not field.is_required() and field.default is not None:
-                text += f" [{_toml(field.default)}]"
+    for title, about, settings in described_settings():
+        group = result.add_argument_group(title, about)
+        for name, default, said in settings:
+            field, text = Settings.model_fields[name], f"{said} [{default}]" if default else said
             text = text.replace("%", "%%")
             if field.annotation is bool:
                 group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 NANO = "nano"
 DEFAULT_QUANT = "Q4_K_M"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
+"""What a model on the Hugging Face hub is called: owner/name."""
 
 
 class WeightsError(Exception):

@@ -13,16 +13,16 @@ from typing import Annotated
 import pandas as pd
 from cyclopts import Parameter
 
-from bench.analysis.cards import CARDS, Card
+from bench.analysis.cards import CARDS, Card, Reached
 from bench.analysis.geometry import UBATCH, Geometry
-from bench.analysis.roofline import CASES, KV_BYTES, card_names, predict
+from bench.analysis.roofline import CASES, KV_BYTES, card_named, predict
 from bench.arguments import parsed_by
 from bench.errors import BenchError
 from bench.gates.estimate import Paired
 from bench.gates.score import GateScore, gate_scores
 from bench.load.protocol import CATEGORIES
 from bench.models.header import float_tensors, quantized_tensors
-from bench.models.synthetic import SHAPES, model_config
+from bench.models.shapes import SHAPES
 from bench.report.publish import with_headline
 from bench.store import COLUMNS, Manifest, Results, load, write_atomically
 from bench.terminal import Cell, Table
@@ -61,7 +61,7 @@ NO_GATES = "Gates: none was recorded with these weights and settings."
 
 def variants(
     *,
-    card: Annotated[str, parsed_by(card_names)] = "A10G",
+    card: Annotated[Card, parsed_by(card_named)] = CARDS["A10G"],
     recorded: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
     page: Path | None = None,
 ) -> int:
@@ -79,11 +79,11 @@ def variants(
     shipped = [read_variant(name) for name in known_variants()]
     results = [read_recorded(path) for path in recorded or published()]
     levels = [level for level in of_quants(known_recipes()) if recorded_gates(level, results)]
-    table = catalogue(shipped, CARDS[card], results)
+    table = catalogue(shipped, card, results)
     parts = [table.markdown(), *map(section, shipped)]
     table.print()
     if levels:
-        beside = replace(catalogue(levels, CARDS[card], results, "level, with default settings"), notes=())
+        beside = replace(catalogue(levels, card, results, "level, with default settings"), notes=())
         beside.print()
         parts += [LEVELS, beside.markdown()]
     if page is not None:
@@ -114,7 +114,7 @@ def catalogue(
 
 def tensors_of(variant: Variant) -> list[TensorInfo]:
     """The 4B's tensors under the variant's weights. Raises BenchError for a recipe that prunes."""
-    config = model_config(SHAPES[SHAPE])
+    config = SHAPES[SHAPE]
     recipe = recipe_of(variant)
     if recipe is not None:
         return quantized_tensors(config, recipe)
@@ -124,8 +124,8 @@ def tensors_of(variant: Variant) -> list[TensorInfo]:
 
 def predicted(geometry: Geometry, card: Card) -> dict[str, float]:
     """Milliseconds of a request by category: its prompt read, nothing drafted."""
-    found = predict(card, card, geometry, None, UBATCH)
-    return {name: found[name, CASES[0]]["predicted_latency"] for name in CATEGORIES}
+    found = predict(card, Reached(), geometry, None, UBATCH)
+    return {name: found[name, CASES[0]]["estimate ms"] for name in CATEGORIES}
 
 
 def kv_bytes(variant: Variant) -> float:

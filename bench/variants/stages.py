@@ -83,7 +83,7 @@ class Stages:
 
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
-        supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
+        supply = Supply(vocabulary_of(plan.gguf(variant)), PromptOptions(seed=plan.seed))
         cells = latency_cells(
             plan.categories,
             plan.protocol,

@@ -1,0 +1,50 @@
+"""`fast` is what its file says, by the predictions and the records as they are."""
+
+from bench.analysis.cards import CARDS
+from bench.analysis.geometry import Geometry
+from bench.variants.catalogue import (
+    kv_bytes,
+    paired,
+    predicted,
+    published,
+    read_recorded,
+    recorded_gates,
+    tensors_of,
+)
+from bench.variants.variant import of_quants, read_variant
+from convert.recipes import known_recipes
+from server.variant import Variant, known_variants
+
+KERNELS = {"Q4_K", "Q5_K", "Q6_K"}
+"""Types that the patches' kernels for 3 to 16 rows, by which drafts are verified, are for."""
+
+
+def times(variant: Variant) -> float:
+    """Predicted milliseconds on an A10G, all categories together."""
+    return sum(predicted(Geometry(tensors_of(variant), kv_bytes=kv_bytes(variant)), CARDS["A10G"]).values())
+
+
+def passes(variant: Variant) -> bool:
+    """Every gate that was recorded with the variant as it is, with no loss shown; false where none was."""
+    gates = recorded_gates(variant, [read_recorded(path) for path in published()])
+    loss = paired(gates)
+    return bool(gates) and all(gate.verdict == "pass" for gate in gates) and not (loss and loss.worse)
+
+
+def is_verified_fast(variant: Variant) -> bool:
+    """Whether nearly all of its bytes have such kernels."""
+    sizes = {tensor.name: (tensor.type.name, tensor.n_bytes) for tensor in tensors_of(variant)}
+    return sum(n for kind, n in sizes.values() if kind in KERNELS) > 0.99 * sum(n for _, n in sizes.values())
+
+
+def test_it_passes_the_gates() -> None:
+    assert passes(read_variant("fast"))
+
+
+def test_nothing_like_it_that_passes_is_predicted_to_be_faster() -> None:
+    fast = read_variant("fast")
+    assert is_verified_fast(fast)
+    passing = [one for one in of_quants(known_recipes()) if passes(one) and is_verified_fast(one)]
+    assert fast.level in {one.level for one in passing}
+    assert all(times(one) >= times(fast) for one in passing)
+    assert all(times(read_variant(name)) >= times(fast) for name in known_variants())
