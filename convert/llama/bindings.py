@@ -108,13 +108,17 @@ api.llama_backend_init()
 
 @contextmanager
 def log_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Has `listener` called with each line that llama.cpp logs."""
+    """Has `listener` called with each line that llama.cpp logs, whoever else in this process listens."""
     global _listener
+    before, data = api.llama_log_callback(), ctypes.c_void_p()
+    api.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+    api.llama_log_set(_log, None)
     _listener = listener
     try:
         yield
     finally:
         _listener = None
+        api.llama_log_set(before, data)
 
 
 def failure(what: str) -> LlamaError:
