@@ -16,7 +16,7 @@ from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
 from convert.config import rope_parameters
 from convert.errors import CheckpointError, ConvertError
 from convert.gguf_file import write_file
-from convert.metadata import FILE_TYPES, add_attention, add_general, add_tokenizer
+from convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
 from convert.safetensors import NUMPY_TYPES
 from convert.stages import file_digest, fingerprint
 from convert.tensors import PlannedTensor, TensorPlan
@@ -263,12 +263,7 @@ def add_draft_hyperparameters(
     writer.add_feed_forward_length(config.intermediate_size)
     add_attention(writer, config)
     writer.add_file_type(FILE_TYPES[outtype])
-    writer.add_rope_freq_base(float(config.rope["rope_theta"]))
-    if (kind := config.rope["rope_type"]) != "default":
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(config.rope["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
+    add_rope(writer, config.rope)
     if "partial_rotary_factor" in config.rope:
         writer.add_rope_dimension_count(int(config.head_dim * float(config.rope["partial_rotary_factor"])))
     if mrope:
