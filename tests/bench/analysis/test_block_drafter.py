@@ -37,11 +37,24 @@ def test_features_go_to_the_host_and_back(target: Geometry, nano_draft_f32: Path
     assert card.least(work) < card.terms(work).sum(), "an engine may leave them where they are"
 
 
-def test_each_verification_has_an_injection_and_a_block(target: Geometry, nano_draft_f32: Path) -> None:
+def test_each_verification_has_a_way_back_an_injection_and_a_block(
+    target: Geometry, nano_draft_f32: Path
+) -> None:
     drafts = Drafts(15, 0.81, mtp=False, block=BlockDrafter(nano_draft_f32, target))
     passes = list(decode_passes(target, 64, 1 + round(4 * drafts.tokens), drafts))
-    assert [work.rows for work, _ in passes[:3]] == [16, drafts.tokens, 16]
+    verify, way_back, inject, block = (work for work, _ in passes[:4])
+    wrong = 1 - 0.81**15
+    right = sum(0.81**i for i in range(1, 16)) - 15 * (1 - wrong)
+    assert verify.rows == pytest.approx(16 + right), "what was right before a rejection goes along again"
+    assert way_back.n_bytes == pytest.approx(2 * (1 + wrong) * target.state_bytes)
+    assert (inject.rows, block.rows) == (drafts.tokens, 16)
     assert sum(share for work, share in passes if work.host_bytes) == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("drafts", [Drafts(2, 0.5, mtp=True), Drafts(8, 1.0, mtp=False)])
+def test_what_is_taken_back_for_nothing_or_never_costs_nothing(target: Geometry, drafts: Drafts) -> None:
+    assert drafts.rejected == 0
+    assert next(decode_passes(target, 64, 9, drafts))[0].rows == drafts.count + 1
 
 
 def test_another_kind_of_file_is_refused(target: Geometry, nano_f32: Path) -> None:
