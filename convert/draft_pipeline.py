@@ -3,7 +3,7 @@
     checkpoint + target -> <name>-F16.gguf
     F16                 -> <name>-<QUANT>.gguf, <name>-<QUANT>.json
 
-Quantized without an importance matrix: what a drafter reads comes from its target while that runs.
+Quantized without an importance matrix, which gained nothing at four bits (docs/speculation.md).
 """
 
 from __future__ import annotations
