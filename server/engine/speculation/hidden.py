@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,7 @@ class SavedReading:
         return entries + sum(piece.nbytes for piece in self.reading.rows)
 
 
-class HiddenDrafter(ABC):
+class HiddenDrafter:
     """A drafter with a cache of its own, made of the trunk's hidden rows.
 
     Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
@@ -131,9 +130,9 @@ class HiddenDrafter(ABC):
 
     # --- what becomes of sequence ids ----------------------------------------------------------------------
 
-    @abstractmethod
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, as far back as is worth it."""
+        raise NotImplementedError
 
     def free(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent."""
