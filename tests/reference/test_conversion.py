@@ -81,7 +81,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     command = [
         sys.executable,
         "-m",
-        "bench.models.llama_cpp_converter",
+        "tests.reference.llama_cpp_converter",
         str(llama_cpp_sources()),
         str(source.folder),
     ]
@@ -140,7 +140,7 @@ def _both_ways(ours: Path, theirs: Path, outtype: FloatType, out: Path) -> tuple
     source = resolve(str(ours))
     mine, other = out / "ours.gguf", out / "theirs.gguf"
     write_draft(mine, DraftCheckpoint.open(source.folder, Checkpoint.open(NANO)), source, outtype)
-    command = [sys.executable, "-m", "bench.models.llama_cpp_converter", str(llama_cpp_sources())]
+    command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
     command += [str(theirs), str(other), outtype, str(NANO)]
     subprocess.run(command, check=True, cwd=ROOT)
     return mine, other

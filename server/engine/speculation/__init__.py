@@ -12,7 +12,7 @@ from .base import (
     Drafter,
     DrafterStats,
     DraftRequest,
-    DraftStates,
+    StateFollower,
 )
 from .speculator import Speculator, build_speculator
 
@@ -20,9 +20,9 @@ __all__ = [
     "Draft",
     "DraftCounts",
     "DraftRequest",
-    "DraftStates",
     "Drafter",
     "DrafterStats",
     "Speculator",
+    "StateFollower",
     "build_speculator",
 ]

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
-    from server.engine.batch import Batch, Chunk
     from server.engine.sequence import Sequence
 
 DrafterState = Literal["active", "resting", "failed"]
@@ -61,9 +60,6 @@ class Drafter(Protocol):
     def cost(self, n: int, depth: int) -> float:
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """While the device computes: do what makes the next drafts faster."""
-
     def measure(self) -> None:
         """Time drafts of nothing, once, at start."""
 
@@ -71,24 +67,31 @@ class Drafter(Protocol):
         """The sequence has ended. Nothing happens where it was not known."""
 
 
-class DraftStates(Protocol):
-    """The way back from wrong drafts, as `server.engine.states` keeps it."""
+class FollowerState(Protocol):
+    """What a drafter saved of one sequence id in host memory."""
 
-    def guard(self, batch: Batch) -> None:
-        """Before the launch: keep a way back for each chunk with a draft."""
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
 
-    def rollback(self, chunk: Chunk, accepted: int) -> int:
-        """Take a slot back after a wrong draft; the tokens that it holds then: with those accepted, or only
-        those before the chunk."""
+
+class StateFollower(Protocol):
+    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
+
+    What it loses costs only time.
+    """
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` becomes what `source` is."""
 
     def free(self, sequence_id: int) -> None:
-        """Empty an id."""
+        """The id holds nothing any more. Idempotent; must not raise."""
 
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft that can be taken back keeping what was right."""
+    def save(self, sequence_id: int) -> FollowerState | None:
+        """The id's state in host memory; None where there is none."""
 
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft after which llama.cpp's graph is still the one in use."""
+    def restore(self, sequence_id: int, saved: object | None) -> None:
+        """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
 
 
 @dataclass(slots=True)
@@ -103,15 +106,9 @@ class DraftCounts:
     """Those that were right."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A step verified a draft."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
-
-    @property
-    def mean_accepted(self) -> float:
-        """Accepted tokens a draft."""
-        return self.accepted / self.steps if self.steps else 0.0
 
 
 @dataclass(slots=True)

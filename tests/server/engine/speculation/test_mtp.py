@@ -14,9 +14,8 @@ import pytest
 from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama.mtp import MtpContext
 from server.engine.sequence import Sequence
-from server.engine.speculation.base import Drafter, DraftRequest
+from server.engine.speculation.base import Drafter, DraftRequest, StateFollower
 from server.engine.speculation.mtp import KEPT, MOST, MtpDrafter, host_bytes
-from server.engine.states import StateFollower
 from tests.server.engine.speculation.helpers import sequence
 
 SLOTS = 3
