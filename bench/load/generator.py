@@ -76,7 +76,6 @@ class Sender:
     endpoint: str | None = None
 
     def path(self, job: Job) -> str:
-        """Where the job's requests go."""
         return self.endpoint or (CHAT if job.chat else COMPLETIONS)
 
     def body(self, job: Job, history: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -162,7 +161,7 @@ async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float
     if answer is None:
         return {"failed": 1}
     late = 1000 * one.lateness
-    values = {"latency": late + 1000 * answer.seconds, "lateness": late, "turn": float(one.turn + 1)}
+    values = {"latency": late + 1000 * answer.seconds, "lateness": late}
     if answer.arrivals:
         gaps = [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
         values |= {"ttft": late + 1000 * answer.arrivals[0], "chunks": len(answer.arrivals)}

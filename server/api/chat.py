@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import Frame, ending, event, merge
-from server.api.structured import compiled
+from server.api.sse import ending, event, merge
+from server.api.structured import WantedGrammar, wanted_grammar
 from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from server.api.protocol import ChatRequest
     from server.api.service import Service
     from server.chat import Part, ReplyOptions, StopStrings
-    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt
 
 KIND = "chat.completion"
@@ -30,7 +29,7 @@ CHUNK = "chat.completion.chunk"
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    inline = service.settings.inline_reasoning
+    inline = request.inlines_reasoning(service.settings.inline_reasoning)
     served, replies = await begin(http, service, request, size, "chatcmpl-", inline_reasoning=inline)
     return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
@@ -53,19 +52,19 @@ async def begin(
 
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[Prompt, bool, StopStrings | None, AnswerFormat | ToolFormat | None]:
-        wanted = request.wanted_format()
+    ) -> tuple[Prompt, bool, StopStrings | None, WantedGrammar | None]:
+        format_ = request.wanted_format(engine.vocab.added_tokens)
         budget = prompt_budget(request, engine.context_size, interrupt)
         ids, thinking = prompt_of(service, request, budget)
         prompt = engine.prompt(truncated(ids, request, engine.context_size))
-        return prompt, thinking, stop_strings(request), wanted
+        return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
     limits = None
     if thinking:
         limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
-    grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
+    constrain = None if wanted is None else await wanted.compiled(service)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -74,10 +73,10 @@ async def begin(
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, prefix, grammar, limits)
+    served = ServedRequest(service, request, [prompt], stops, prefix, constrain, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
-        Reply(generation, parser, one_call=one_call)
+        Reply(generation, parser, one_call=one_call, reasoning=request.include_reasoning is not False)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
     return served, replies
@@ -103,23 +102,25 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
-    """The whole response object."""
     messages = await asyncio.gather(*map(message_of, replies))
-    choices = [
-        {
-            "index": index,
-            "message": message,
-            "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
-            "finish_reason": served.check(reply.finish_reason),
-        }
-        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
-    ]
-    scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+
+    def written() -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": message,
+                "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
+                "finish_reason": served.check(reply.finish_reason),
+            }
+            for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+        ]
+        scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
+        return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+
+    return await served.written(written)
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
-    """The whole reply as a message."""
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}
@@ -147,7 +148,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    plain = not served.continuous_usage
     started: set[int] = set()
     logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
@@ -163,10 +163,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return {**served.envelope(CHUNK, [choice]), **served.usage_of_chunk()}
 
-    @cache
-    def frame(index: int, field: str) -> Frame:
-        return Frame(lambda text: chunk(index, {field: text}))
-
     left = len(replies)
     async for index, part in merge([aiter(reply) for reply in replies]):
         told = logprobs[index].new()
@@ -175,9 +171,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             last = chunk(index, {}, served.check(replies[index].finish_reason), told)
             if left:
                 yield event(last)
-        elif plain and index in started and told is None and isinstance(part, Reasoning | Content):
-            [(field, text)] = delta_of(part).items()
-            yield frame(index, field).filled(text)
         else:
             yield event(chunk(index, delta_of(part), told=told))
     total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []

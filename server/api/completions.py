@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import Frame, ending, event, merge
-from server.api.structured import compiled
+from server.api.sse import ending, event, merge
+from server.api.structured import WantedGrammar, wanted_grammar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from server.api.protocol import CompletionRequest
     from server.api.service import Service
     from server.chat import StopStrings, TextGeneration
-    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt, Vocab
 
 KIND = "text_completion"
@@ -35,7 +34,7 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[list[Prompt], list[str], StopStrings | None, AnswerFormat | ToolFormat | None]:
+    ) -> tuple[list[Prompt], list[str], StopStrings | None, WantedGrammar | None]:
         def ids_of(given: str | list[int]) -> list[int]:
             budget = prompt_budget(request, backend.engine.context_size, interrupt)
             return backend.prompter.raw(given, budget) if isinstance(given, str) else given
@@ -53,12 +52,13 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
-        return prompts, echoes, stop_strings(request), request.wanted_format()
+        wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
+        return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
     request.prompt = []  # they would stay for as long as the answer takes
-    grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
-    served = ServedRequest(service, request, prompts, stops, "cmpl-", grammar)
+    constrain = None if wanted is None else await wanted.compiled(service)
+    served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(
@@ -75,8 +75,6 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice in the making."""
-
     generation: TextGeneration
     echo: str
     """What its text begins with."""
@@ -89,21 +87,24 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The whole response object."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
-    choices = [
-        {
-            **choice(
-                index,
-                answer.echo + text,
-                served.check(answer.generation.finish_reason),
-                answer.logprobs.all(),
-            ),
-            **prompt_logprobs(served.request, served.vocab, answer.generation),
-        }
-        for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
-    ]
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+
+    def written() -> dict[str, Any]:
+        choices = [
+            {
+                **choice(
+                    index,
+                    answer.echo + text,
+                    served.check(answer.generation.finish_reason),
+                    answer.logprobs.all(),
+                ),
+                **prompt_logprobs(served.request, served.vocab, answer.generation),
+            }
+            for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
+        ]
+        return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+
+    return await served.written(written)
 
 
 async def text_of(generation: TextGeneration) -> str:
@@ -121,26 +122,22 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
             **served.usage_of_chunk(),
         }
 
-    @cache
-    def frame(index: int) -> Frame:
-        return Frame(partial(chunk, index))
+    def echo_of(index: int, answer: Answer) -> bytes:
+        return event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
 
     scored = answers[0].logprobs.asked
     for index, answer in enumerate(answers):
         if answer.echo and not scored:
-            yield frame(index).filled(answer.echo)
+            yield event(chunk(index, answer.echo))
     left = len(answers)
     echoed: set[int] = set()
     async for index, text in merge([aiter(generation) for generation in served.generations]):
         answer = answers[index]
         if scored and answer.echo and index not in echoed:  # not before the prompt has been read
             echoed.add(index)
-            yield event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
+            yield await served.written(partial(echo_of, index, answer))
         if text is not None:
-            if scored or served.continuous_usage:
-                yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
-            else:
-                yield frame(index).filled(text)
+            yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
             continue
         left -= 1
         reason = served.check(answer.generation.finish_reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import threading
 from email.message import Message
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +34,11 @@ every stream would wait for. Below, the way to a thread and back costs as much a
 
 MOST_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
-all are made without letting go of the interpreter's lock, some 50 ns each."""
+all are made with the GIL held, some 50 ns each."""
+
+_COUNTING = threading.Lock()
+_uncollected = 0
+"""Calls of `without_collection` under way."""
 
 
 async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
@@ -70,24 +76,54 @@ def decode(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
+    for field, value in decoded.items():
+        if not all_finite(value):
+            raise bad_request(f"{field}: a number is too large, as 1e400 would be", field, "invalid_value")
     return decoded
 
 
+def all_finite(value: Any) -> bool:
+    """Whether no number in a JSON value was too large for a float: infinity could not be written back."""
+    unread = [value]
+    while unread:
+        part = unread.pop()
+        if isinstance(part, dict):
+            unread += part.values()
+        elif isinstance(part, list):
+            unread += part
+        elif isinstance(part, float) and math.isinf(part):
+            return False
+    return True
+
+
 def without_collection(work: Callable[[Argument], Result], argument: Argument) -> Result:
-    """`work(argument)`, which makes many objects and no garbage: each look for some would take longer."""
-    gc.disable()
+    """`work(argument)`, which makes many objects and no garbage: each look for some would take longer.
+
+    Of several at once, on several threads, the last to end lets the collector go on.
+    """
+    global _uncollected
+    with _COUNTING:
+        _uncollected += 1
+        gc.disable()
     try:
         return work(argument)
     finally:
-        gc.enable()
+        with _COUNTING:
+            _uncollected -= 1
+            if not _uncollected:
+                gc.enable()
 
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
     """`body` as `schema`. Raises ApiError 400."""
-    try:
-        return await on_thread(lambda: without_collection(schema.model_validate, body), size, LARGE_JSON)
-    except ValidationError as error:
-        raise from_validation(error) from error
+
+    def work() -> Schema:
+        try:
+            return without_collection(schema.model_validate, body)
+        except ValidationError as error:
+            raise from_validation(error) from error
+
+    return await on_thread(work, size, LARGE_JSON)
 
 
 async def on_thread(work: Callable[[], Result], size: int, limit: int) -> Result:

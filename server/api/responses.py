@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
+from server.api.request import LARGE_JSON, on_thread
 from server.api.sse import Dialect, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -31,7 +32,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
     """Answers with a response; `size` is the body's, in bytes."""
-    served, [reply] = await begin(http, service, request.chat(), size, "resp_")
+    asked = await on_thread(request.chat, size, LARGE_JSON)
+    served, [reply] = await begin(http, service, asked, size, "resp_")
     answer = Answer(request, served, reply, service.backend.engine.vocab)
     return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
 
@@ -48,7 +50,6 @@ class Answer:
         self._sent = 0
 
     async def collect(self) -> dict[str, Any]:
-        """The whole response."""
         async for part in self._reply:
             for _ in self._output.add(part):
                 pass
@@ -117,7 +118,7 @@ class Answer:
             "tools": asked.tools or [],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": self._usage() if ended else None,
             "user": asked.user,
             "metadata": asked.metadata or {},
@@ -145,12 +146,10 @@ class Output:
 
     @property
     def reasoning(self) -> str:
-        """All of the reasoning."""
         items = [item for item in self.items if item["type"] == "reasoning"]
         return "".join(part["text"] for item in items for part in item["content"])
 
     def add(self, part: Part) -> Iterator[Event]:
-        """The next part of the reply."""
         match part:
             case Reasoning(text):
                 self._logprobs.skip(text)

@@ -29,7 +29,6 @@ from server.api.request import request_of
 from server.api.responses import respond
 from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
-from server.api.tokenizer_info import tokenizer_info
 from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ async def completions(http: Request) -> Response:
     return await complete(http, service, request, size)
 
 
+@plain.post("/chat/completions", include_in_schema=False)
 @plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
@@ -97,6 +97,7 @@ async def chat_completions(http: Request) -> Response:
     return await chat(http, service, request, size)
 
 
+@plain.post("/responses", include_in_schema=False)
 @plain.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
 async def responses(http: Request) -> Response:
     """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
@@ -175,7 +176,7 @@ async def apply_template(http: Request) -> Response:
 @others.get("/tokenizer_info")
 async def about_tokenizer(http: Request) -> dict[str, Any]:
     """Special tokens and chat template."""
-    return tokenizer_info(service_of(http))
+    return tokens.tokenizer_info(service_of(http))
 
 
 STATUS: dict[int | str, dict[str, Any]] = {
@@ -245,6 +246,7 @@ async def props(http: Request) -> dict[str, Any]:
     }
 
 
+@others.get("/models", include_in_schema=False)
 @others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
     """A list of one: the one model there is."""

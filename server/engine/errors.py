@@ -22,12 +22,12 @@ class InvalidPrompt(EngineError):
 class PromptTooLong(EngineError):
     """The prompt leaves no room for even one generated token."""
 
-    def __init__(self, prompt_tokens: int, context_size: int, *, at_least: bool = False) -> None:
-        """`at_least`: counting ended there."""
+    def __init__(self, prompt_tokens: int, context_size: int, *, exactly: bool = False) -> None:
+        """Not `exactly`: counting ended there."""
+        count = f"{prompt_tokens}" if exactly else f"at least {prompt_tokens}"
         super().__init__(
-            f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens, but one sequence holds at most "
-            f"{context_size}, prompt and answer together; shorten the prompt or start the server with a "
-            "larger ctx_size"
+            f"the prompt has {count} tokens, but one sequence holds at most {context_size}, prompt and "
+            "answer together; shorten the prompt or start the server with a larger ctx_size"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size
@@ -46,11 +46,30 @@ class EngineDead(EngineError):
 
 
 class GenerationError(EngineError):
-    """This generation ended before it was complete, through no doing of its caller."""
+    """This generation ended before it was complete; if it is no RequestFault, not by its caller's doing."""
 
 
-class NoTokenLeft(GenerationError):
+class RequestFault(GenerationError):
+    """It could not be completed because of what its request asked for in its field `param`."""
+
+    param = ""
+
+
+class NoTokenLeft(RequestFault):
     """What its request says about tokens leaves none that could come next."""
+
+    param = "allowed_token_ids"
+
+
+class FormatTooComplex(RequestFault):
+    """What its request says about the format cannot be followed to the end within the limits there are."""
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(param, why)
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
 
 
 class LlamaError(EngineError):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
-    import numpy as np
-    import numpy.typing as npt
-
-    from server.engine.batch import Batch, Chunk
     from server.engine.sequence import Sequence
 
 DrafterState = Literal["active", "resting", "failed"]
@@ -64,9 +60,6 @@ class Drafter(Protocol):
     def cost(self, n: int, depth: int) -> float:
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """While the device computes: do what makes the next drafts faster."""
-
     def measure(self) -> None:
         """Time drafts of nothing, once, at start."""
 
@@ -74,64 +67,31 @@ class Drafter(Protocol):
         """The sequence has ended. Nothing happens where it was not known."""
 
 
-@runtime_checkable
-class HiddenReader(Protocol):
-    """A drafter that reads the trunk's hidden rows."""
+class FollowerState(Protocol):
+    """What a drafter saved of one sequence id in host memory."""
 
-    layers: tuple[int, ...]
-    """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
-    window: int
-    """Rows of a sequence that it reads at most: the newest."""
-
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether the rows of tokens up to position `end` will ever be read."""
-
-    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the right tokens at `start`, `start` + 1...: rows [n, n_embd], to be copied, or
-        [n, len(layers) * n_embd], to be kept."""
-
-    def rolled_back(self, slot: int, length: int) -> None:
-        """The slot holds its first `length` tokens only: those after it will be read again."""
-
-    def pause(self) -> None:
-        """From now on there are no rows: what slots have of them is of no more use."""
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
 
 
-@runtime_checkable
 class StateFollower(Protocol):
-    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes."""
+    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
+
+    What it loses costs only time.
+    """
 
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is."""
 
     def free(self, sequence_id: int) -> None:
-        """The id holds nothing any more. Idempotent."""
+        """The id holds nothing any more. Idempotent; must not raise."""
 
-    def save(self, sequence_id: int) -> object | None:
-        """The id's state in host memory, with its size in `nbytes`; None where there is none."""
+    def save(self, sequence_id: int) -> FollowerState | None:
+        """The id's state in host memory; None where there is none."""
 
     def restore(self, sequence_id: int, saved: object | None) -> None:
         """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
-
-
-class DraftStates(Protocol):
-    """The way back from wrong drafts, as `server.engine.states` keeps it."""
-
-    def guard(self, batch: Batch) -> None:
-        """Before the launch: keep a way back for each chunk with a draft."""
-
-    def rollback(self, chunk: Chunk, accepted: int) -> int:
-        """Take a slot back after a wrong draft; the tokens that it holds then: with those accepted, or only
-        those before the chunk."""
-
-    def free(self, sequence_id: int) -> None:
-        """Empty an id."""
-
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft that can be taken back keeping what was right."""
-
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft after which llama.cpp's graph is still the one in use."""
 
 
 @dataclass(slots=True)
@@ -146,15 +106,9 @@ class DraftCounts:
     """Those that were right."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A step verified a draft."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
-
-    @property
-    def mean_accepted(self) -> float:
-        """Accepted tokens a draft."""
-        return self.accepted / self.steps if self.steps else 0.0
 
 
 @dataclass(slots=True)
