@@ -258,6 +258,7 @@ def test_without_the_programs_there_is_no_ceiling(tmp_path: Path, binaries: Path
     assert any("cannot run" in note and "llama-batched-bench" in note for note in manifest.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_everything_and_keeps_what_is_measured(
     tmp_path: Path, binaries: Path, number: signal.Signals, status: int
@@ -322,6 +323,7 @@ def test_nothing_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing was measured:\nx: x: not ready within 0.2 s: cannot connect" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_our_server_and_its_own_counters(
     nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +342,7 @@ def test_our_server_and_its_own_counters(
     assert "Steps of our server" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--workload", "tasks", "--items", "1", "--max-tokens", "24", "--rounds", "1"]
     options += ["--gguf", str(nano_q4_k_m), "--threads", "1", "--no-ceiling"]

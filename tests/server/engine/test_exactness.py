@@ -15,6 +15,7 @@ import pytest
 
 from server.engine import SamplingParams
 from server.engine.llama import supports_gpu
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -59,7 +60,7 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["too few cells", "sampled in the graph, too few cells"], MIXES))
 async def test_together_as_alone(
     mix: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:

@@ -12,6 +12,7 @@ from server.engine import SamplingParams
 from server.engine.sampling import Sampler
 from server.engine.speculation import Draft
 from server.engine.speculation.mtp import MtpDrafter
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -118,9 +119,10 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter, too few cells": {"speculation": "draft", "draft_always": True, "ctx_size": 512},
     "few checkpoints": {"speculation": "both", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
+QUICK = ["both", "scripted, small steps", "head, too few cells", "drafter and others", "few checkpoints"]
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(QUICK, MIXES))
 async def test_drafts_change_no_answer(
     mix: str,
     nano_f32: Path,
