@@ -57,7 +57,7 @@ async def answers_in_company(engine: Engine, asked: list[Request], rng: random.R
     return answers
 
 
-@pytest.mark.parametrize("mode", slow_but(["as it is", "host"], MODES))
+@pytest.mark.parametrize("mode", slow_but(["host"], MODES))
 async def test_an_answer_is_the_same_in_any_company(
     mode: str, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
