@@ -82,6 +82,7 @@ async def test_an_answer_is_the_same_in_any_company(
             assert stats.prefix.restores > 0
 
 
+@pytest.mark.slow
 async def test_without_it_answers_do_depend_on_company(nano_q4_k_m: Path) -> None:
     """Else the test above could not fail."""
     rng = random.Random(3)
