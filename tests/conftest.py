@@ -33,8 +33,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the
     """What servers measure at their start is theirs, not the user's; all of a session share it."""
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # several tests run at a time
-        os.environ.setdefault(name, "1")
+    # several tests run at a time: threads that wait for each other leave the cores to those who compute
+    os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
 
 settings.register_profile("repeatable", derandomize=True)
 if "FUZZ_CASES" not in os.environ:
