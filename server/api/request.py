@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from email.message import Message
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,10 @@ every stream would wait for. Below, the way to a thread and back costs as much a
 MOST_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
 all are made without letting go of the interpreter's lock, some 50 ns each."""
+
+_COUNTING = threading.Lock()
+_uncollected = 0
+"""Calls of `without_collection` under way."""
 
 
 async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
@@ -74,12 +79,21 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def without_collection(work: Callable[[Argument], Result], argument: Argument) -> Result:
-    """`work(argument)`, which makes many objects and no garbage: each look for some would take longer."""
-    gc.disable()
+    """`work(argument)`, which makes many objects and no garbage: each look for some would take longer.
+
+    Of several at once, on several threads, the last to end lets the collector go on.
+    """
+    global _uncollected
+    with _COUNTING:
+        _uncollected += 1
+        gc.disable()
     try:
         return work(argument)
     finally:
-        gc.enable()
+        with _COUNTING:
+            _uncollected -= 1
+            if not _uncollected:
+                gc.enable()
 
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:

@@ -1,15 +1,17 @@
-"""Work that ends with its client."""
+"""Work that ends with its client, and work that is not interrupted by the collector."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from server.api.errors import ClientLeft
-from server.api.request import until_gone
+from server.api.request import until_gone, without_collection
 
 
 def request(*messages: str) -> Request:
@@ -65,3 +67,20 @@ async def test_a_server_that_stops_is_no_client_that_left() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_the_collector_rests_until_the_last_of_several_has_ended() -> None:
+    """A collection in the middle would look at all that a large body is made into, with everybody waiting."""
+    seen = []
+
+    def outer(_: None) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(without_collection, lambda _: None, None).result()
+        seen.append(gc.isenabled())
+
+    without_collection(outer, None)
+    assert seen == [False]
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        without_collection(lambda one: one / 0, 1)
+    assert gc.isenabled()
