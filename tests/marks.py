@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize`, all but `quick` marked slow. A tuple is a value for each argument."""
+    """Cases for `pytest.mark.parametrize`, all but `quick` slow; a tuple is a value for each argument."""
     cases = list(cases)
     assert all(case in cases for case in quick), "a quick case that is none"
     return [case if case in quick else _slow(case) for case in cases]
