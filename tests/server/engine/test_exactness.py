@@ -137,7 +137,10 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
 
 @pytest.mark.parametrize(
     ("quant", "cache", "speculation"),
-    [("f16", "f16", "ngram"), ("q4_k_m", "f16", "both"), ("q4_k_m", "q8_0", "both")],
+    slow_but(
+        [("q4_k_m", "q8_0", "both")],
+        [("f16", "f16", "ngram"), ("q4_k_m", "f16", "both"), ("q4_k_m", "q8_0", "both")],
+    ),
 )
 async def test_other_types_differ_by_no_more_than_the_noise_of_shapes(
     quant: str, cache: str, speculation: str, prompts: list[list[int]], request: pytest.FixtureRequest
