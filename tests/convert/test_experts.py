@@ -103,6 +103,7 @@ def test_coverage_names_who_read_little_or_nothing(
     assert "fewer than 32: 1 (blk.10: 2)" in shown
 
 
+@pytest.mark.slow
 def test_the_report_of_a_conversion_tells_the_coverage(nano_moe_q4_k_m: Path) -> None:
     report = Report.from_json(nano_moe_q4_k_m.with_suffix(".json").read_text())
     assert report.coverage is not None
@@ -110,6 +111,7 @@ def test_the_report_of_a_conversion_tells_the_coverage(nano_moe_q4_k_m: Path) ->
     assert report.coverage.median_rows > 0
 
 
+@pytest.mark.slow
 def test_a_recipe_treats_routed_experts_shared_ones_and_trunk_apart(
     nano_moe_q4_k_m: Path, tmp_path: Path
 ) -> None:
