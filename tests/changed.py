@@ -1,7 +1,7 @@
 """`python -m tests.changed`: pytest, for the tests of what differs from another commit (`make check`).
 
-A file's tests are those named after it in the folder that mirrors its own, and those that import it by name;
-where there are none, all of that folder. It is a choice for the minute before a commit: what a change breaks
+A file's tests are those named after it in the folder that mirrors its own, and those that import it by name,
+unless these are many; where there are none, all of that folder. It is a choice for the minute before a commit: what a change breaks
 further off, `make test` finds.
 """
 
@@ -18,6 +18,8 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"bench", "convert", "models", "server", "tests"}
 ALWAYS = ("tests/test_rooms.py",)
+SHARED = 12
+"""What more test files than that import is everybody's: those named after it speak for it."""
 ELSEWHERE = {
     "Makefile": "tests/test_packaging.py",
     "Dockerfile.cpu": "tests/test_packaging.py",
@@ -60,9 +62,11 @@ def tests_of(path: str) -> set[str]:
     if file.parts[0] == "tests":
         return _tests_of_a_test(file)
     mirror = PurePosixPath("tests") / file.parent
+    named = {_name(test) for test in (ROOT / mirror).glob(f"test_{file.stem}*.py")}
     found = importers().get(path, set()) if file.suffix == ".py" else set()
-    if file.stem != "__init__":
-        found = found | {_name(test) for test in (ROOT / mirror).glob(f"test_{file.stem}*.py")}
+    if named and len(found) > SHARED:
+        found = set()
+    found = named | found
     return found or _room(mirror)
 
 
