@@ -1,8 +1,8 @@
 """`python -m tests.changed`: pytest, for the tests of what differs from another commit (`make check`).
 
 A file's tests are those named after it in the folder that mirrors its own, and those that import it by name,
-unless these are many; where there are none, all of that folder. It is a choice for the minute before a commit: what a change breaks
-further off, `make test` finds.
+unless these are many; where there are none, all of that folder. It is a choice for the minute before a
+commit: what a change breaks further off, `make test` finds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def changed(since: str) -> list[str]:
     return sorted(found)
 
 
-def tests_of(path: str) -> set[str]:
+def covering(path: str) -> set[str]:
     """The test files, or folders of them, for one file of the tree; none for what no test reads."""
     file = PurePosixPath(path)
     for name, tests in ELSEWHERE.items():
@@ -60,17 +60,16 @@ def tests_of(path: str) -> set[str]:
     if file.suffix == ".md":
         return {"tests/test_docs.py"}
     if file.parts[0] == "tests":
-        return _tests_of_a_test(file)
+        return _covering_a_test(file)
     mirror = PurePosixPath("tests") / file.parent
     named = {_name(test) for test in (ROOT / mirror).glob(f"test_{file.stem}*.py")}
     found = importers().get(path, set()) if file.suffix == ".py" else set()
     if named and len(found) > SHARED:
         found = set()
-    found = named | found
-    return found or _room(mirror)
+    return named | found or _room(mirror)
 
 
-def _tests_of_a_test(file: PurePosixPath) -> set[str]:
+def _covering_a_test(file: PurePosixPath) -> set[str]:
     """Itself; for what tests share, those that use it."""
     if file.name.startswith("test_"):
         return {str(file)} if (ROOT / file).exists() else set()
@@ -138,7 +137,7 @@ def _name(path: Path) -> str:
 
 def chosen(paths: Iterable[str]) -> Iterator[str]:
     """The test files for all of these, each once."""
-    found = {test for path in paths for test in tests_of(path)}
+    found = {test for path in paths for test in covering(path)}
     return iter(sorted(found.union(ALWAYS)))
 
 
