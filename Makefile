@@ -5,6 +5,15 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check -q
 
+# A name in variants/, or a TOML file: what QUANT or RECIPE says unless they are given, and settings.
+VARIANT     ?=
+ifneq ($(VARIANT),)
+VARIANT_FILE = $(or $(wildcard variants/$(VARIANT).toml),$(wildcard $(VARIANT)),$(error VARIANT=$(VARIANT): no such \
+	variant; variants/ has $(basename $(notdir $(wildcard variants/*.toml)))))
+variant_key  = $(shell sed -n 's/^$(1) *= *"\([^"]*\)".*/\1/p' '$(VARIANT_FILE)')
+RECIPE      ?= $(addprefix $(dir $(VARIANT_FILE)),$(call variant_key,recipe))
+QUANT       ?= $(or $(call variant_key,quant),$(basename $(notdir $(RECIPE))),$(error $(VARIANT_FILE): no quant = "..."))
+endif
 SRC         ?= Qwen/Qwen3.5-4B
 QUANT       ?= Q4_K_M
 OUT         ?= models
@@ -43,15 +52,16 @@ help: ## this text
 
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
 
-convert: setup ## QUANT=Q4_K_M[,...] [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
+convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
 	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
 		$(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
 		$(if $(MS),--target-ms '$(MS)') $(if $(FOR),--for '$(FOR)') $(ARGS)
 
-serve: setup $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano
-	$(PY) -m server --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' $(ARGS)
+serve: setup $(if $(VARIANT),,$(if $(filter $(NANO),$(MODEL)),$(NANO))) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano; VARIANT=fast: MODEL may be a checkpoint
+	$(PY) -m $(if $(VARIANT),server.cli serve '$(or $(NAMED),nano)' --variant '$(VARIANT)',server --model '$(MODEL)') \
+		--host '$(HOST)' --port '$(PORT)' $(ARGS)
 
 serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## REPLICAS=2 [GPUS=0,1] [MODEL=...] [HOST=...] [PORT=8080]: replicas behind a router
 	$(PY) -m server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
@@ -63,12 +73,14 @@ IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)
 NAMED     := $(if $(filter command line environment,$(origin MODEL)),$(MODEL))
 BAKED     := $(or $(NAMED),models/$(notdir $(SRC))-$(QUANT).gguf)
 
-image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M [SRC=...], or MODEL=models/x.gguf [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M or VARIANT=fast [SRC=...], or MODEL=models/x.gguf [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
+	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))
 ifeq ($(CUDA),0)
-	$(CONTAINER) build -f Dockerfile.cpu --build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
-else
-	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg CUDA_ARCHS='$(or $(CUDA_ARCHS),86)' \
+	$(CONTAINER) build -f Dockerfile.cpu --build-arg QUANT='$(QUANT)' --build-arg VARIANT='$(VARIANT)' \
 		--build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
+else
+	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg VARIANT='$(VARIANT)' \
+		--build-arg CUDA_ARCHS='$(or $(CUDA_ARCHS),86)' --build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
 endif
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]

@@ -10,6 +10,7 @@ from setuptools.command.build_py import build_py
 DATA = {
     "convert/quant_recipes": ("quant_recipes", ["*"]),
     "server/chat_templates": ("chat_templates", ["*"]),
+    "server/variants": ("variants", ["*.toml"]),
     "server/patches": ("patches", ["*.cmake", "llama.cpp/*.patch"]),
     "server/models/nano": ("models/nano", ["*"]),
 }

@@ -29,17 +29,13 @@ COMMANDS = {
         "Many requests: levels of concurrency, or request rates.",
     ),
     "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "start": ("bench.servers.start:start", "How long servers take to start, in turns; ours by stage."),
     "experiment": (
         "bench.experiments.run:experiment",
         "A series of measurements, described in TOML.",
     ),
     "soak": ("bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
-    "overhead": ("bench.load.overhead:overhead", "What this client adds to every time that it measures."),
     "grammar-cost": ("bench.engine.grammar:grammar_cost", "The engine alone: answers kept to a schema."),
-    "schema-suite": (
-        "bench.engine.grammar:schema_suite",
-        "Which JSON schemas can be enforced, and how well.",
-    ),
     "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
     "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
     "kv-cache": (
@@ -51,11 +47,13 @@ COMMANDS = {
     "report": ("bench.report.report:report", "Tables, pictures and one page from what a store holds."),
     "synthetic": ("bench.models.synthetic:synthetic", "Write a made-up model for measuring speed alone."),
     "roofline": ("bench.analysis.roofline:roofline", "What a request would take on a card: an estimate."),
-    "steps": ("bench.analysis.steps:steps", "What a step of the engine alone costs, file beside file."),
-    "conversion": ("bench.models.conversion:conversion", "Speed of the converter beside llama.cpp's."),
     "quality": (
         "bench.gates.quality:quality",
         "Quality gates through lm-eval, with 95% intervals.",
+    ),
+    "paired": (
+        "bench.gates.paired:paired",
+        "Two models' answers to the same items: which is better, item by item.",
     ),
     "perplexity": (
         "bench.gates.perplexity:perplexity",
@@ -72,6 +70,10 @@ COMMANDS = {
     "sweep": (
         "bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+    ),
+    "variants": (
+        "bench.variants.catalogue:variants",
+        "What comes with the package: settings, predicted latency, recorded gates.",
     ),
     "submit": (
         "bench.submission.submit:submit",

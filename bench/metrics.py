@@ -33,7 +33,6 @@ METRICS: dict[str, Metric] = {
     "claimed_tokens": Metric("tokens", None, "completion tokens, as the server counts"),
     "recounted_tokens": Metric("tokens", None, "completion tokens, as the tokenizer counts"),
     "verified_tokens": Metric("tokens", None, "the smaller of both counts"),
-    "turn": Metric("", None, "turn of its conversation, from 1"),
     "failed": Metric("requests", "lower", "failed requests"),
     "good": Metric("requests", "higher", "requests within the limits of --goodput"),
     # --- of a cell
@@ -47,8 +46,7 @@ METRICS: dict[str, Metric] = {
     "ms_per_token": Metric("ms", "lower", "request latency by output tokens"),
     "same_answers": Metric("answers", None, "answers equal to the reference's"),
     "compared_answers": Metric("answers", None, "prompts that both answered"),
-    "prefill_seconds": Metric("s", "lower", "llama.cpp alone reads the prompts"),
-    "decode_seconds": Metric("s", "lower", "llama.cpp alone decodes the answers"),
+    "start_time": Metric("s", "lower", "time of a start, or of a stage of it"),
     # --- of our server's counters
     "steps": Metric("steps", None, "steps of the engine"),
     "step_tokens": Metric("tokens", None, "tokens in their batches"),
@@ -60,38 +58,18 @@ METRICS: dict[str, Metric] = {
     "accepted_tokens": Metric("tokens", None, "draft tokens accepted"),
     "drafts_failed": Metric("drafts", "lower", "drafts lost to an error"),
     "drafts_unready": Metric("drafts", None, "drafts wanted before the drafter was ready"),
-    "sampler_changes": Metric("changes", None, "device samplers changed for a request"),
-    "prefix_failed_copies": Metric("copies", "lower", "checkpoints not taken for want of memory"),
-    # --- of the client itself
-    "delay": Metric("ms", "lower", "from the server's sending to the client's stamp"),
-    "chunk_rate": Metric("chunks/s", None, "chunks a second"),
-    "client_load": Metric("cores", "lower", "CPU time by wall time"),
     # --- of a soak
     "resident_memory": Metric("MiB", "lower", "resident memory of the server"),
     "aborted": Metric("requests", None, "streams given up by the client"),
     # --- of the engine without a server
     "copy_time": Metric("ms", "lower", "copying, saving or restoring a sequence"),
     "copy_size": Metric("MiB", None, "a saved sequence"),
-    # --- of a conversion
-    "conversion_time": Metric("s", "lower", "time of a conversion"),
-    "cpu_time": Metric("s", "lower", "processor time"),
-    "peak_rss": Metric("GB", "lower", "peak memory"),
-    "peak_anonymous": Metric("GB", "lower", "peak memory that no file backs"),
-    "written": Metric("GB", None, "file written"),
     # --- of a type of the KV cache
     "kv_bytes": Metric("bytes", "lower", "keys and values of a token, all layers"),
     "retrieved": Metric("%", "higher", "tokens of random numbers foreseen when they come again"),
     # --- of passes of the engine alone, of a batch of sequences
-    "prefill_time": Metric("ms", "lower", "time to read a prompt"),
     "step_time": Metric("ms", "lower", "time of a step"),
     "sample_time": Metric("ms", "lower", "processor time to choose the tokens of a step"),
-    "step_bytes": Metric("GB", "lower", "bytes a decode step moves, by the tensors"),
-    # --- of the roofline: computed, never measured
-    "predicted_latency": Metric("ms", "lower", "latency, an estimate by the roofline model"),
-    "least_latency": Metric("ms", "lower", "latency by the datasheet: nothing can be below"),
-    "predicted_memory": Metric("ms", None, "of the estimate, bytes being moved"),
-    "predicted_compute": Metric("ms", None, "of the estimate, arithmetic"),
-    "predicted_launches": Metric("ms", None, "of the estimate, launches"),
     # --- of a quality gate, or a subtask of one
     "score": Metric("%", "higher", "score"),
     "score_low": Metric("%", None, "lower end of the score's 95% interval"),
@@ -131,4 +109,3 @@ METRICS: dict[str, Metric] = {
     "passed": Metric("checks", "higher", "the server keeps the rule"),
     "skipped": Metric("checks", None, "the rule cannot be checked there"),
 }
-"""Further measurements add theirs here."""

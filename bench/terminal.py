@@ -3,24 +3,15 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table as RichTable
+
+from convert.progress import Progress
 
 Cell = str | int | float | None
 
-SECONDS_BETWEEN_LINES = 15.0
 FULL_WIDTH = 240  # where there is no terminal to fit
 
 
@@ -73,7 +64,6 @@ class Table:
 
 
 def show(cell: Cell) -> str:
-    """One cell's text."""
     if cell is None:
         return "-"
     if isinstance(cell, float):
@@ -84,55 +74,14 @@ def show(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-class Bar:
+class Bar(Progress):
     """``with Bar("short, official", total=50) as bar: bar.advance()``; on stderr: a bar on a terminal, a line
     now and then in a log."""
 
-    def __init__(self, description: str, *, total: int, unit: str = "requests") -> None:
-        self.description, self.total, self.unit, self.done = description, total, unit, 0
-        self._console = Console(stderr=True, highlight=False)
-        self._started = self._printed = monotonic()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self._bar = (
-            Progress(*columns, console=self._console, transient=True) if self._console.is_terminal else None
-        )
-        self._task = self._bar.add_task(description, total=total, note="") if self._bar is not None else None
+    def __init__(self, what: str, *, total: int, unit: str = "requests") -> None:
+        super().__init__(what, total, unit)
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """``count`` more are done; ``note`` is shown behind the bar."""
-        self.done += count
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, advance=count, note=note)
-        elif monotonic() - self._printed > SECONDS_BETWEEN_LINES and self.done < self.total:
-            self._line(note)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        else:
-            self._line("done" if kind is None else "stopped")
-
-    def _line(self, note: str) -> None:
-        self._printed = monotonic()
-        spent = self._printed - self._started
-        done = f"{self.done}/{self.total} {self.unit} in {spent:.0f} s"
-        left = (
-            f", {(self.total - self.done) * spent / self.done:.0f} s left"
-            if 0 < self.done < self.total
-            else ""
-        )
-        self._console.print(f"{self.description}: {done}{left} {note}".rstrip(), markup=False, soft_wrap=True)
+        """``count`` more are done; ``note`` is shown beside them."""
+        self.note(note)
+        super().advance(count)

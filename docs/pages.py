@@ -63,7 +63,8 @@ def settings_page() -> str:
         "# Settings",
         "Each is a flag (`--ctx-size 8192`), an environment variable (`QWEN_CTX_SIZE=8192`) and a key of the "
         "TOML file that `--config` names (`ctx_size = 8192`). A flag wins over the environment, the "
-        "environment over the file. `--print-settings` writes what is in effect as such a file.",
+        "environment over the file, the file over what `--variant` names ([variants](variants.md)). "
+        "`--print-settings` writes what is in effect as such a file, and where each value came from.",
     ]
     for title, about, settings in described_settings():
         rows = [

@@ -10,7 +10,6 @@ CACHE_VARIABLE = "QWEN_SERVE_CACHE"
 
 
 def own_version() -> str:
-    """The installed package's version."""
     try:
         return version("qwen-serve")
     except PackageNotFoundError:  # run from a checkout that was never installed
@@ -18,7 +17,6 @@ def own_version() -> str:
 
 
 def llama_version() -> str:
-    """The version of llama-cpp-python, without importing it."""
     try:
         return version("llama-cpp-python")
     except PackageNotFoundError:

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from server.about import own_version
+from server.about import llama_version, own_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USAGE = """\
-usage: qwen-serve serve MODEL [--quant Q4_K_M] [--SETTING VALUE ...]   serve a model (python -m server)
+usage: qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]   serve a model
        qwen-serve chat [QUESTION]                  talk to a running server (python -m server.client)
        qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (python -m convert)
        qwen-serve setup        build llama.cpp for this machine, patched (python -m server.setup_llama)
@@ -21,7 +21,8 @@ usage: qwen-serve serve MODEL [--quant Q4_K_M] [--SETTING VALUE ...]   serve a m
 
 MODEL is a GGUF file, a checkpoint's folder, a hub id such as Qwen/Qwen3.5-4B, or nano, the tiny model that
 comes with the package. A checkpoint is fetched and converted to --quant (Q4_K_M) once, into the folder that
-QWEN_SERVE_CACHE names (~/.cache/qwen-serve). Each command has --help."""
+QWEN_SERVE_CACHE names (~/.cache/qwen-serve). A variant, such as fast or small, names a quant and settings
+together: docs/variants.md. Each command has --help."""
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def main() -> int:
 
             return setup_llama.main(arguments, prog="qwen-serve setup")
         case "--version":
-            print(f"qwen-serve {own_version()}")
+            print(f"qwen-serve {own_version()}, llama-cpp-python {llama_version()}")
         case "--help" | "-h":
             print(USAGE)
         case _:
@@ -51,19 +52,29 @@ def main() -> int:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """`serve [MODEL] [--quant NAME] ...`: MODEL stands first and becomes --model; the exit status."""
+    """`serve [MODEL] [--quant NAME] [--variant NAME] ...`: MODEL stands first and becomes --model; the exit
+    status."""
+    from server.settings import SettingsError, load_variant, named_variant
     from server.weights import WeightsError, resolve
 
     count = 1 if arguments and not arguments[0].startswith("-") else 0
     named, rest = arguments[:count], arguments[count:]
     parser = argparse.ArgumentParser(prog="qwen-serve serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--quant")
+    parser.add_argument("--variant")
     options, settings = parser.parse_known_args(rest)
+    if options.variant is not None:
+        settings = ["--variant", options.variant, *settings]
     if {"--help", "-h"} & set(settings):
         print(f"{USAGE}\n\nThe settings of serve:\n", flush=True)
     elif named:
         try:
-            settings = ["--model", str(resolve(named[0], options.quant)), *settings]
+            chosen = options.variant or named_variant()
+            variant = load_variant(chosen) if chosen else None
+            settings = ["--model", str(resolve(named[0], options.quant, variant)), *settings]
+        except SettingsError as error:
+            print(error, file=sys.stderr)
+            return 2
         except WeightsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -120,7 +120,6 @@ class Conversation:
                 self.messages += [question, {"role": "assistant", "content": answer}]
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The deltas of one streamed reply."""
         timings: dict[str, Any] = {}
         try:
             with self.session.post(

@@ -62,7 +62,6 @@ class Child:
     log: Path
     card: str | None = None
     process: subprocess.Popen[bytes] | None = None
-    restarts: int = 0
 
     @property
     def url(self) -> str:
@@ -83,7 +82,6 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def answers(self) -> bool:
-        """Whether /health says 200."""
         try:
             return requests.get(f"{self.url}/health", timeout=2, proxies=NO_PROXY).status_code == 200
         except requests.RequestException:
@@ -155,7 +153,6 @@ class Cluster:
                 print(f"{replica.name} ended with status {replica.process.returncode}: again", flush=True)
                 if not self._ending.wait(RESTART_PAUSE_S):
                     replica.start()
-                    replica.restarts += 1
         if self._reload.is_set():
             self._reload.clear()
             for replica in self._replicas:

@@ -1,9 +1,8 @@
-"""The server's one settings object: flags over environment over a TOML file over defaults."""
+"""The server's one settings object: flags over environment over a TOML file over a variant over defaults."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import os
 import re
@@ -22,17 +21,14 @@ from pydantic_settings import (
 
 from server.about import CACHE_VARIABLE, llama_version, own_version
 from server.engine.settings import EngineSettings, ModelSettings, Section
+from server.names import nearest
+from server.variant import Setting, Variant, VariantError, find_variant, known_variants, read_variant
+from server.weights import HUB_ID
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "QWEN_"
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-"""What a model on the Hugging Face hub is called: owner/name."""
-
-NEAR = 0.75
-"""How alike (difflib's ratio) a name and a known one are, for the one to be a slip of the other."""
 
 
 class SettingsError(Exception):
@@ -179,6 +175,9 @@ _ENGINE = [section for section in EngineSettings.__bases__ if section is not Mod
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
 """The groups of `--help` and of `--print-settings`, in their order."""
 
+DEPLOYED = {"model", *HttpSettings.model_fields}
+"""What is said where a model is served, never by a variant."""
+
 
 def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
     """The settings that each section declares."""
@@ -263,14 +262,22 @@ def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(
         prog="python -m server",
-        usage="%(prog)s --model PATH [--config PATH] [--print-settings] [--SETTING VALUE ...]",
+        usage="%(prog)s --model PATH [--variant NAME] [--config PATH] [--print-settings] "
+        "[--SETTING VALUE ...]",
         description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, "
         "/v1/completions, /invocations.",
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
-        "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file.",
+        "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file, "
+        "the file over the variant.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+    )
+    result.add_argument(
+        "--variant",
+        metavar="NAME",
+        help=f"take the settings of a variant: {', '.join(known_variants())}, or a TOML file (or "
+        f"{ENV_PREFIX}VARIANT)",
     )
     result.add_argument("--config", metavar="PATH", help=f"TOML file of settings (or {ENV_PREFIX}CONFIG)")
     result.add_argument(
@@ -281,12 +288,10 @@ def parser() -> argparse.ArgumentParser:
         action="version",
         version=f"qwen-serve {own_version()}, llama-cpp-python {llama_version()}",
     )
-    for section, fields in _by_section():
-        group = result.add_argument_group(section.model_config["title"], inspect.getdoc(section))
-        for name, field in fields.items():
-            text = " ".join((field.description or "").split())
-            if not field.is_required() and field.default is not None:
-                text += f" [{_toml(field.default)}]"
+    for title, about, settings in described_settings():
+        group = result.add_argument_group(title, about)
+        for name, default, said in settings:
+            field, text = Settings.model_fields[name], f"{said} [{default}]" if default else said
             text = text.replace("%", "%%")
             if field.annotation is bool:
                 group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
@@ -296,13 +301,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 Sources = Mapping[str, str]
-"""Field name -> where its value is from: "flag", "environment", the TOML file's path, or "default"."""
+"""Field name -> where its value is from: "flag", "environment", the TOML file's path, "variant NAME", or
+"default"."""
 
 
 def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse.Namespace]:
-    """Settings from the command line, `os.environ` and the TOML file; their sources; the parsed flags.
+    """Settings from the command line, `os.environ`, the TOML file and the variant; their sources; the parsed
+    flags.
 
-    Raises SettingsError for a value that is not allowed, an unknown flag, an unknown key in the file, or an
+    Raises SettingsError for a value that is not allowed, an unknown flag, an unknown key in a file, or an
     unreadable file; SystemExit for `--help`, `--version` and flags without their value (argparse's own).
     """
     flags, unknown = parser().parse_known_args(arguments)
@@ -318,6 +325,9 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
     ]
     if config:
         layers.insert(0, (config, _read_toml(Path(config))))
+    if name := getattr(flags, "variant", None) or named_variant():
+        variant = load_variant(name)
+        layers.insert(0, (f"variant {variant.name}", variant.settings))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, "default")
     for source, layer in layers:
@@ -329,6 +339,42 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(dict(item), sources) for item in error.errors())) from error
     return settings, sources, flags
+
+
+def named_variant() -> str | None:
+    """The variant that the environment names; None where it names none."""
+    return os.environ.get(f"{ENV_PREFIX}VARIANT") or None
+
+
+def load_variant(given: str) -> Variant:
+    """The variant of that name, or in that file, once all that it says can be used; its paths, which are
+    relative to its file, made whole. Raises SettingsError."""
+    try:
+        path = find_variant(given)
+        variant = read_variant(path)
+    except VariantError as error:
+        raise SettingsError(f"--variant: {error}") from error
+    values: dict[str, Setting] = {}
+    for name, value in variant.settings.items():
+        field = Settings.model_fields.get(name)
+        is_path = field is not None and Path in (field.annotation, *get_args(field.annotation))
+        values[name] = str(path.parent / str(value)) if is_path else value
+    check_variant_settings(values, str(path))
+    return variant.model_copy(update={"settings": values})
+
+
+def check_variant_settings(values: Mapping[str, Setting], source: str) -> None:
+    """Raises SettingsError, naming `source`, for settings that a variant can not have."""
+    for name in values:
+        if name in DEPLOYED:
+            raise SettingsError(f"{source}: {name} is said where a model is served, not by a variant")
+    try:
+        Settings(model=Path(__file__), **dict[str, Any](values))  # any file stands for the model
+    except ValidationError as error:
+        problems = [_explain(dict(problem), dict.fromkeys(values, source)) for problem in error.errors()]
+        # what is wrong with several settings together does not say where they are from
+        problems = [said if source in said else f"{source}: {said}" for said in problems]
+        raise SettingsError("\n".join(problems)) from error
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -364,18 +410,14 @@ def _unknown_flag(word: str) -> str:
         return f"{word}: settings are flags; {hint}"
     flag = word.partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    near = _nearest(name, [*Settings.model_fields, "config", "print_settings", "version", "help"])
+    near = nearest(name, [*Settings.model_fields, "variant", "config", "print_settings", "version", "help"])
     return f"{flag} is not a setting; " + (f"did you mean {_flag(near)}?" if near else "--help lists them")
 
 
 def did_you_mean(name: str, *, known: str) -> str:
     """The setting that `name` may have been meant for; `known` where there is none like it."""
-    near = _nearest(name, list(Settings.model_fields))
+    near = nearest(name, Settings.model_fields)
     return f"did you mean {near!r}?" if near else known
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name.lower(), names, 1, NEAR)), None)
 
 
 def unknown_variables() -> list[str]:
@@ -383,12 +425,12 @@ def unknown_variables() -> list[str]:
 
     They are no error: other programs may have variables of that name.
     """
-    known = {*Settings.model_fields, "config", CACHE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
+    known = {*Settings.model_fields, "variant", "config", CACHE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     names = [key.removeprefix(ENV_PREFIX) for key in sorted(os.environ) if key.startswith(ENV_PREFIX)]
     found = []
     for name in names:
         if name.lower() not in known:
-            near = _nearest(name, sorted(known))
+            near = nearest(name, sorted(known))
             hint = f"did you mean {ENV_PREFIX}{near.upper()}?" if near else "it has no effect"
             found.append(f"{ENV_PREFIX}{name} is not a setting; {hint}")
     return found

@@ -12,20 +12,26 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server.about import cache_folder, data_folder
 
+if TYPE_CHECKING:
+    from server.variant import Variant
+
 NANO = "nano"
 DEFAULT_QUANT = "Q4_K_M"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
+"""What a model on the Hugging Face hub is called: owner/name."""
 
 
 class WeightsError(Exception):
     """What was named cannot be served; the message says what can."""
 
 
-def resolve(model: str, quant: str | None) -> Path:
-    """The GGUF, or a folder with one, for `model`; converts a checkpoint to `quant` if that was not done yet.
+def resolve(model: str, quant: str | None, variant: Variant | None = None) -> Path:
+    """The GGUF, or a folder with one, for `model`; converts a checkpoint to `quant`, else to what `variant`
+    says, if that was not done yet. A GGUF is served as it is, whatever the variant's weights are.
 
     Raises:
         WeightsError: nothing of that name, a quant for what is a GGUF already, or a conversion that failed.
@@ -35,34 +41,41 @@ def resolve(model: str, quant: str | None) -> Path:
         if quant is not None:
             raise WeightsError(f"--quant {quant}: {model} is no checkpoint; a GGUF is served as it is")
         return path
+    weights = ("--quant", quant or DEFAULT_QUANT)
+    if variant is not None and quant is None:
+        weights = ("--quant", variant.quant) if variant.quant else ("--recipe", str(variant.recipe))
     if path.exists():
         place = f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-        return _converted(model, path.resolve().name, place, quant)
+        return _converted(model, path.resolve().name, place, weights)
     if model == NANO:
         nano = data_folder("models/nano")
         # its own prompts calibrate it well enough; the text that a large model would write takes minutes
         prompts = data_folder("convert/calibration") / "prompts.toml"
-        return _converted(str(nano), NANO, NANO, quant, "--calibration", str(prompts))
+        return _converted(str(nano), NANO, NANO, weights, "--calibration", str(prompts))
     if HUB_ID.fullmatch(model):
-        return _converted(model, model.rpartition("/")[2], model.replace("/", "--"), quant)
+        return _converted(model, model.rpartition("/")[2], model.replace("/", "--"), weights)
     raise WeightsError(
         f"{model}: no such file or folder, not a hub id such as Qwen/Qwen3.5-4B, and not {NANO}, "
         "the model that comes with the package"
     )
 
 
-def _converted(source: str, name: str, place: str, quant: str | None, *arguments: str) -> Path:
-    """The GGUF in the folder `place` of the cache. A hub's model that is there needs no network again."""
+def _converted(source: str, name: str, place: str, weights: tuple[str, str], *arguments: str) -> Path:
+    """The GGUF in the folder `place` of the cache. A hub's model that is there needs no network again.
+
+    `weights`: the converter's option and its value, a level by name or a recipe's file.
+    """
     folder = cache_folder() / "models" / place
-    wanted = f"{name}-{quant or DEFAULT_QUANT}.gguf"
+    level = Path(weights[1]).stem if weights[0] == "--recipe" else weights[1]
+    wanted = f"{name}-{level}.gguf"
     if HUB_ID.fullmatch(source) and (target := _file(folder, wanted)):
         return target
     command = [sys.executable, "-m", "convert", "--src", source, "--name", name, "--no-kld"]
-    command += ["--quant", quant or DEFAULT_QUANT, "--out", str(folder), *arguments]
+    command += [*weights, "--out", str(folder), *arguments]
     done = subprocess.run(command, check=False)
     target = _file(folder, wanted)
     if done.returncode != 0 or target is None:
-        raise WeightsError(f"{source} could not be converted to {quant or DEFAULT_QUANT}")
+        raise WeightsError(f"{source} could not be converted to {level}")
     return target
 
 

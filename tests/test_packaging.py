@@ -75,6 +75,7 @@ def test_the_images_environment_reaches_the_settings(
 ) -> None:
     """Run without a model: the error must name the folder that the image's ENV gives."""
     environment = dict(re.findall(r"(QWEN_\w+)=(\S+)", DOCKERFILE.split("\nENV ")[-1]))
+    assert environment.pop("QWEN_VARIANT") == "${VARIANT}"
     assert environment == {"QWEN_MODEL": "/opt/ml/model", "QWEN_HOST": "0.0.0.0", "QWEN_PORT": "8080"}
     folder = tmp_path / "model"
     folder.mkdir()
@@ -138,29 +139,76 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
     [
         (
             ["QUANT=Q5_K_M"],
-            "-f Dockerfile.cuda --build-arg MODEL='models/Qwen3.5-4B-Q5_K_M.gguf' "
+            "-f Dockerfile.cuda --build-arg MODEL='models/Qwen3.5-4B-Q5_K_M.gguf' --build-arg VARIANT='' "
             "--build-arg CUDA_ARCHS='86' --build-arg PATCHES='1' -t 'qwen-serve' .",
         ),
         (
             ["MODEL=models/mine.gguf", "IMAGE=mine", "CUDA_ARCHS=89"],
-            "-f Dockerfile.cuda --build-arg MODEL='models/mine.gguf' --build-arg CUDA_ARCHS='89' "
-            "--build-arg PATCHES='1' -t 'mine' .",
+            "-f Dockerfile.cuda --build-arg MODEL='models/mine.gguf' --build-arg VARIANT='' "
+            "--build-arg CUDA_ARCHS='89' --build-arg PATCHES='1' -t 'mine' .",
         ),
-        (["CUDA=0"], "-f Dockerfile.cpu --build-arg PATCHES='1' -t 'qwen-serve-cpu' ."),
+        (
+            ["VARIANT=exact", "SRC=some/where/Mine"],
+            "-f Dockerfile.cuda --build-arg MODEL='models/Mine-F16.gguf' --build-arg VARIANT='exact' "
+            "--build-arg CUDA_ARCHS='86' --build-arg PATCHES='1' -t 'qwen-serve' .",
+        ),
+        (
+            ["CUDA=0"],
+            "-f Dockerfile.cpu --build-arg QUANT='Q4_K_M' --build-arg VARIANT='' "
+            "--build-arg PATCHES='1' -t 'qwen-serve-cpu' .",
+        ),
+        (
+            ["CUDA=0", "VARIANT=exact"],
+            "-f Dockerfile.cpu --build-arg QUANT='F16' --build-arg VARIANT='exact' "
+            "--build-arg PATCHES='1' -t 'qwen-serve-cpu' .",
+        ),
     ],
 )
 def test_make_image(tmp_path: Path, given: list[str], expected: str) -> None:
-    said = subprocess.run(
-        ["make", "-n", "image", f"VENV={tmp_path}/venv", *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert f"docker build {expected}" in re.sub(r"\\\n\s*", "", said)
+    said = dry_run(tmp_path, "image", *given).stdout
+    assert f"docker build {expected}" in said
     assert ("-m convert --src 'Qwen/Qwen3.5-4B' --quant 'Q5_K_M' --out 'models'" in said) == (
         given == ["QUANT=Q5_K_M"]
     )
+
+
+def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What make would run, a line each."""
+    done = subprocess.run(
+        ["make", "-n", f"VENV={folder}/venv", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    done.stdout = re.sub(r"\\\n\s*", "", done.stdout)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "-m server --model 'models/nano-Q4_K_M.gguf' --host"),
+        (["VARIANT=small"], "-m server.cli serve 'nano' --variant 'small' --host"),
+        (["VARIANT=small", "MODEL=a/b"], "-m server.cli serve 'a/b' --variant 'small' --host"),
+    ],
+)
+def test_make_serve(tmp_path: Path, given: list[str], expected: str) -> None:
+    assert expected in dry_run(tmp_path, "serve", *given).stdout
+
+
+def test_make_knows_variants_by_name_and_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('recipe = "own.toml"\n')
+    said = dry_run(tmp_path, "convert", f"VARIANT={mine}").stdout
+    assert f"--quant 'own' --out 'models' --recipe '{tmp_path}/own.toml'" in said
+    assert "--quant 'Q8_0'" in dry_run(tmp_path, "convert", "VARIANT=exact", "QUANT=Q8_0").stdout
+    unknown = dry_run(tmp_path, "convert", "VARIANT=exct")
+    assert unknown.returncode == 2
+    assert re.search(r"VARIANT=exct: no such.*variants/ has .*exact", unknown.stderr)
+    baked = dry_run(tmp_path, "image", f"VARIANT={mine}")
+    assert baked.returncode == 2
+    assert "an image has those of variants/ alone" in baked.stderr
 
 
 @pytest.mark.slow
@@ -170,6 +218,8 @@ def test_data_lies_inside_the_packages(image: Path) -> None:
 import convert.recipes, server.about
 from server.__main__ import CHAT_TEMPLATE
 from server.setup_llama import requirement
+from server.variant import known_variants
+assert len(known_variants()) == 5
 print(convert.recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())
 for name in ("patches", "models/nano", "convert/calibration"):
     folder = server.about.data_folder(name)

@@ -47,7 +47,7 @@ class BlockDrafter:
         weights = [*self._layers, self._head]
         operations = 2.0 * rows * _elements(weights) + 4.0 * self._queries * rows * seen
         kernels = float(self._n_layers * BLOCK_KERNELS + HEAD_KERNELS)
-        return Work(_bytes(weights) + self._kv * (seen + rows), operations, kernels, rows, self._integer)
+        return Work(_bytes(weights) + self._kv * (seen + rows), operations, kernels, self._integer)
 
     def inject(self, rows: float, *, extracted: float | None = None) -> Work:
         """Take in the features of `rows` tokens, of `extracted` that the target has given to the host."""
@@ -57,7 +57,6 @@ class BlockDrafter:
             _bytes(weights) + self._kv * rows,
             2.0 * rows * _elements(weights),
             float(self._n_layers * INJECT_KERNELS + FUSE_KERNELS),
-            rows,
             self._integer,
             host_bytes=features * (rows + (rows if extracted is None else extracted)),
         )

@@ -2,12 +2,12 @@
 
     estimate = kernels x launch + max(bytes / bandwidth, operations / compute)
 
-is a model, not a bound: launches are added, though a card hides some of them behind work, and the compute
-reached is what a calibration found. The bound is `least`: the bytes at the datasheet's bandwidth or the
-operations at its highest rate, that of 8-bit integers where the weights are quantized, and no launches.
+is a model, not a bound: launches are added, though a card hides some of them behind work, and bandwidth and
+compute are the shares of the datasheet's that somebody measured. The bound is `least`: the bytes at the
+datasheet's bandwidth or the operations at its highest rate, that of 8-bit integers where the weights are
+quantized, and no launches.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,84 +18,52 @@ from bench.analysis.block_drafter import BlockDrafter
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from convert.cards import BANDWIDTH
 
-TERMS = ("memory", "compute", "launch")
-"""What a pass's seconds are spent on: weights and caches being moved, arithmetic, launches."""
-
-Floats = NDArray[np.float64]
-
-
-def binding(terms: Floats) -> str:
-    """The largest of the three."""
-    return TERMS[int(terms.argmax())]
-
 
 @dataclass(frozen=True)
 class Card:
-    """Bytes and operations (of dense F16 on tensor cores) a second, and seconds to launch a kernel.
-
-    `integer`: operations a second of 8-bit integers on tensor cores, dense. `vector`: F32 operations a second
-    outside of them, by which what one card reaches is carried over to another. `compute_shares`: (rows of a
-    pass, share of `compute` reached), by rows; in between, by their logarithm.
-    """
+    """Bytes a second, operations a second of dense F16 and of 8-bit integers on tensor cores, and bytes a
+    second to the host or from it."""
 
     name: str
     bandwidth: float
     compute: float
-    vector: float
     integer: float
-    launch: float = 0.0
-    compute_shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    source: str = ""
-    host: float = 32e9
-    """Bytes a second to the host or from it."""
-
-    def terms(self, work: Work) -> Floats:
-        """The seconds of one pass by `TERMS`, an estimate."""
-        memory = work.n_bytes / self.bandwidth
-        moved = work.host_bytes / self.host
-        compute = work.operations / (self.compute * self.compute_share(work.rows))
-        launch = work.kernels * self.launch
-        return np.array([memory + moved, 0.0, launch] if memory >= compute else [moved, compute, launch])
+    host: float
 
     def least(self, work: Work) -> float:
         """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
-        return max(work.n_bytes / self.bandwidth, work.operations / self.peak(work.integer))
-
-    def peak(self, integer: bool) -> float:
-        """The highest rate of operations there is for such weights."""
-        return max(self.compute, self.integer) if integer else self.compute
-
-    def compute_share(self, rows: float) -> float:
-        """Of the compute, what a pass of so many rows reaches; beyond the known rows, as at the nearest."""
-        known, shares = zip(*self.compute_shares, strict=True)
-        return float(np.interp(np.log(rows), np.log(known), shares))
+        peak = max(self.compute, self.integer) if work.integer else self.compute
+        return max(work.n_bytes / self.bandwidth, work.operations / peak)
 
 
-# Published datasheets, dense rates: F16 and 8-bit integers on tensor cores, F32 outside of them; PCIe one way
+# Published datasheets, dense rates; PCIe one way
 CARDS = {
-    name: Card(
-        name,
-        BANDWIDTH[name],
-        tensor * 1e12,
-        vector * 1e12,
-        integer * 1e12,
-        host=host * 1e9,
-        source=f"datasheet: {BANDWIDTH[name] / 1e9:,.0f} GB/s; "
-        f"TOPS: F16 {tensor:g}, INT8 {integer:g}, F32 {vector:g}",
-    )
-    for name, tensor, vector, integer, host in (
-        ("A10G", 70, 35, 140, 32),
-        ("L4", 121, 30.3, 242.5, 32),
-        ("H100", 989.5, 67, 1979, 64),
-        ("H200", 989.5, 67, 1979, 64),
+    name: Card(name, BANDWIDTH[name], compute * 1e12, integer * 1e12, host * 1e9)
+    for name, compute, integer, host in (
+        ("A10G", 70, 140, 32),
+        ("L4", 121, 242.5, 32),
+        ("H100", 989.5, 1979, 64),
+        ("H200", 989.5, 1979, 64),
     )
 }
 
 
-def preset_of(text: str) -> Card | None:
-    """The preset that a card's name, as nvidia-smi and people write it, has in it."""
-    words = re.findall(r"\w+", text.upper())
-    return next((card for name, card in CARDS.items() if name.upper() in words), None)
+@dataclass(frozen=True)
+class Reached:
+    """What an engine makes of a card: shares of its bandwidth and of its F16 rate, and seconds to launch a
+    kernel."""
+
+    bandwidth: float = 1.0
+    compute: float = 1.0
+    launch: float = 0.0
+
+    def terms(self, card: Card, work: Work) -> NDArray[np.float64]:
+        """The seconds of one pass, an estimate: bytes being moved, arithmetic, launches."""
+        memory = work.n_bytes / (card.bandwidth * self.bandwidth)
+        moved = work.host_bytes / card.host
+        compute = work.operations / (card.compute * self.compute)
+        launch = work.kernels * self.launch
+        return np.array([memory + moved, 0.0, launch] if memory >= compute else [moved, compute, launch])
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,11 @@ DELTA_OPERATIONS = 7  # per element of the recurrent state and token: decay 1, r
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass costs; `rows` is how many tokens share it, by which kernels' efficiency differs.
-
-    `integer`: the weights are quantized, so the products may run on 8-bit integers.
-    """
+    """What a pass costs. `integer`: the weights are quantized, so products may run on 8-bit integers."""
 
     n_bytes: float = 0.0
     operations: float = 0.0
     kernels: float = 0.0
-    rows: float = 1.0
     integer: bool = False
     host_bytes: float = 0.0
     """What goes between the card and the host."""
@@ -114,16 +110,6 @@ class Geometry:
         """The output head, which is the embedding where the two are tied."""
         return self._head
 
-    @property
-    def kv_token_bytes(self) -> float:
-        """KV cache of one token, all layers."""
-        return self.kv_bytes * sum(block.kv for block in self.trunk)
-
-    @property
-    def state_bytes(self) -> float:
-        """Recurrent state of one sequence, all layers."""
-        return F32_BYTES * sum(block.state + block.conv for block in self.trunk)
-
     def decode(self, context: float, *, sequences: int = 1) -> Work:
         """One token for each of `sequences`, which have `context` tokens behind them."""
         return self.verify(1, context, sequences=sequences)
@@ -165,7 +151,7 @@ class Geometry:
             )  # all read, the new written
             n_bytes += sequences * F32_BYTES * 2 * (block.state + block.conv)
             operations += sequences * (4.0 * block.queries * seen + DELTA_OPERATIONS * block.state * rows)
-        return Work(n_bytes, operations, kernels, rows * sequences, self.quantized)
+        return Work(n_bytes, operations, kernels, self.quantized)
 
 
 def _is_draft(block: Mapping[str, TensorInfo]) -> bool:

@@ -62,6 +62,8 @@ class Ratio:
         if self.low is None:
             return f"{self.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
         known = "" if self.told_apart or self.low == self.high else ", not told apart"
+        if self.told_apart and self.rounds < DEFAULT_ROUNDS and abs(np.log(self.value)) < np.log(1.1):
+            known = f", fewer than {DEFAULT_ROUNDS} rounds"
         return f"{self}{known}{'' if self.paired else ', unpaired'}"
 
 

@@ -1,6 +1,6 @@
 """The server's contract as checks, one module a theme; importing the package registers all, in order."""
 
-from bench.checks import (  # noqa: I001 - the order in which they run
+from bench.checks import (  # noqa: F401, I001 - the order in which they run
     health,
     shapes,
     prompts,
@@ -18,28 +18,3 @@ from bench.checks import (  # noqa: I001 - the order in which they run
     concurrency,
     errors,
 )
-from bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
-
-__all__ = [
-    "CHECKS",
-    "Check",
-    "FailedError",
-    "SkippedError",
-    "Target",
-    "cache",
-    "chat",
-    "concurrency",
-    "endpoints",
-    "errors",
-    "health",
-    "logprobs",
-    "messages",
-    "parameters",
-    "prompts",
-    "responses",
-    "shapes",
-    "streaming",
-    "structured",
-    "thinking",
-    "tokens",
-]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.client import Client, clip, error_text
+from bench.load.protocol import FILLER
 from bench.load.vocabulary import Vocabulary
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 INVOCATIONS = "/invocations"
 
-FILLER = "The quick brown fox jumps over the lazy dog. "
 PROMPT = FILLER * 6
 QUESTION = "What is 2+2?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

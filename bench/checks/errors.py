@@ -10,7 +10,6 @@ from bench.checks.base import (
     CHAT,
     CHECKS,
     COMPLETIONS,
-    FILLER,
     INVOCATIONS,
     MESSAGES,
     PROMPT,
@@ -21,9 +20,9 @@ from bench.checks.base import (
 )
 from bench.errors import UnreachableError
 from bench.load.client import Reply, clip
+from bench.load.protocol import FILLER
 
 SECONDS = 60
-USER = {"role": "user", "content": "Hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -106,7 +105,7 @@ ROWS = (
 
 JSON = "application/json"
 # name, what, the raw body, its content type
-RAW: tuple[tuple[str, str, bytes, str | None], ...] = (
+RAW: tuple[tuple[str, str, bytes, str], ...] = (
     ("json_broken", "broken JSON", b'{"prompt": "Hello"', JSON),
     ("json_empty", "an empty body", b"", JSON),
     ("json_array", "a JSON array", b"[]", JSON),
@@ -143,6 +142,10 @@ def expect_refusal(reply: Reply, where: str, field: str | None = None) -> None:
         expect(named, f"{where}: the error does not name {field!r}: {clip(message, 120)}")
 
 
+async def _post(target: Target, path: str, **sent: Any) -> Reply:
+    return await asyncio.wait_for(target.client.request("POST", path, **sent), SECONDS)
+
+
 def bad_field(row: Row) -> Callable[[Target], Awaitable[None]]:
     """A check that puts the row's value into good requests."""
     key = "messages" if row.on == "messages" and row.field in ("role", "content") else row.field
@@ -154,22 +157,17 @@ def bad_field(row: Row) -> Callable[[Target], Awaitable[None]]:
             body = {"max_tokens": 4, **base, key: row.value}
             if row.value is MISSING:
                 del body[key]
-            reply = await asyncio.wait_for(target.client.request("POST", path, body=body), SECONDS)
-            expect_refusal(reply, path, row.field)
+            expect_refusal(await _post(target, path, body=body), path, row.field)
 
     return run
 
 
-def bad_body(data: bytes, kind: str | None) -> Callable[[Target], Awaitable[None]]:
+def bad_body(data: bytes, kind: str) -> Callable[[Target], Awaitable[None]]:
     """A check that sends these bytes to all three endpoints."""
 
     async def run(target: Target) -> None:
         for path in (COMPLETIONS, CHAT, INVOCATIONS):
-            headers = {"Content-Type": kind} if kind else {}
-            reply = await asyncio.wait_for(
-                target.client.request("POST", path, data=data, headers=headers), SECONDS
-            )
-            expect_refusal(reply, path)
+            expect_refusal(await _post(target, path, data=data, headers={"Content-Type": kind}), path)
 
     return run
 
@@ -199,10 +197,7 @@ async def prompt_too_long(target: Target) -> None:
         (INVOCATIONS, {"prompt": text}),
         (CHAT, {"messages": [{"role": "user", "content": text}]}),
     ):
-        reply = await asyncio.wait_for(
-            target.client.request("POST", path, body={**body, "max_tokens": 4}), SECONDS
-        )
-        expect_refusal(reply, path)
+        expect_refusal(await _post(target, path, body={**body, "max_tokens": 4}), path)
 
 
 @check("refused: an oversized body")
@@ -210,9 +205,7 @@ async def body_oversized(target: Target) -> None:
     data = b'{"max_tokens": 4, "prompt": "' + b"a " * (target.oversized_bytes // 2) + b'"}'
     for path in (COMPLETIONS, CHAT, INVOCATIONS):
         try:
-            reply = await asyncio.wait_for(
-                target.client.request("POST", path, data=data, headers={"Content-Type": JSON}), SECONDS
-            )
+            reply = await _post(target, path, data=data, headers={"Content-Type": JSON})
         except UnreachableError as error:
             expect(False, f"{path}: want a 4xx, but the connection broke: {error}")
         else:
@@ -221,9 +214,9 @@ async def body_oversized(target: Target) -> None:
 
 @check("a lone surrogate in a string is answered or refused, never a 5xx")
 async def lone_surrogate(target: Target) -> None:
-    for path, body in ((COMPLETIONS, b'{"prompt": "a \\ud800 b", "max_tokens": 2}'),):
-        reply = await target.client.request("POST", path, data=body, headers={"Content-Type": JSON})
-        expect(reply.status < 500, f"{path}: got {reply.status}: {clip(reply.text, 120)}")
+    body = b'{"prompt": "a \\ud800 b", "max_tokens": 2}'
+    reply = await _post(target, COMPLETIONS, data=body, headers={"Content-Type": JSON})
+    expect(reply.status < 500, f"got {reply.status}: {clip(reply.text, 120)}")
 
 
 @check("extreme values are answered or refused, never a 5xx")
@@ -236,7 +229,7 @@ async def extreme_values(target: Target) -> None:
     ):
         for path, base in BASES["any"]:
             body = {"max_tokens": 2, **base, field: value}
-            reply = await asyncio.wait_for(target.client.request("POST", path, body=body), SECONDS)
+            reply = await _post(target, path, body=body)
             expect(reply.status < 500, f"{path}, {field}: got {reply.status}: {clip(reply.text, 120)}")
 
 

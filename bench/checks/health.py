@@ -2,12 +2,8 @@
 
 import re
 
-from bench.checks.base import INVOCATIONS, SkippedError, Target, check, expect, expect_equal
-from bench.load.client import clip
-
-SAMPLE = re.compile(
-    r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? +([-+]?[0-9.]+([eE][-+]?[0-9]+)?|[-+]?Inf|NaN)( +[0-9]+)?"
-)
+from bench.checks.base import INVOCATIONS, FailedError, SkippedError, Target, check, expect, expect_equal
+from bench.servers.counters import parse_counters
 
 
 @check("GET /ping answers 200 once the model is loaded")
@@ -42,10 +38,10 @@ async def metrics(target: Target) -> None:
     expect_equal(reply.status, 200, "status")
     kind = reply.headers.get("Content-Type", "")
     expect(kind.startswith("text/plain"), f"Content-Type: want text/plain, got {kind!r}")
-    lines = [line for line in reply.text.splitlines() if line and not line.startswith("#")]
-    expect(lines, "no samples")
-    for line in lines:
-        expect(SAMPLE.fullmatch(line), f"not a Prometheus sample: {clip(line)}")
+    try:
+        expect(parse_counters(reply.text), "no samples")
+    except ValueError as error:
+        raise FailedError(f"not Prometheus text: {error}") from error
 
 
 @check("an unknown path answers 404")

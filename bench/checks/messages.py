@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
-from bench.checks.base import FILLER, MESSAGES, Answer, Target, check, expect
+from bench.checks.base import MESSAGES, Answer, Target, check, expect
 from bench.checks.base import expect_equal as equal
 from bench.load.client import clip
+from bench.load.protocol import FILLER
 
 PATH = "/v1/messages"
 TOOL = {

@@ -15,6 +15,7 @@ from typing import Annotated
 import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from bench.arguments import Positive, StoreOptions, comma_separated
 from bench.engine.recording import UNTIMED, Recorder, recorded
@@ -141,7 +142,6 @@ def kv_cache(
 
 
 def settings_of(gguf: Path, kv_type: KvType) -> EngineSettings:
-    """The engine's settings with these types."""
     return EngineSettings.model_validate(
         {"model": gguf, "cache_type_k": kv_type.keys, "cache_type_v": kv_type.values}
     )
@@ -204,7 +204,6 @@ class Cache:
         return context.logits(n) if scored else np.zeros((0, 0), np.float32)
 
     def forget(self) -> None:
-        """An empty cache."""
         self.context.remove(0)
 
     def time(self, recorder: Recorder, times: int) -> None:
@@ -231,8 +230,8 @@ def rotation(wanted: bool) -> Iterator[None]:
             os.environ[ROTATION] = before
 
 
-def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[tuple[Tokens, list[Rows]]]:
-    """The tokens of the second half, a piece at a time, each with its logits by every cache."""
+def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[list[Rows]]:
+    """The second half's logits by every cache, a piece at a time."""
     middle, size = len(tokens) // 2, caches[0].rows
     for cache in caches:
         cache.forget()
@@ -240,54 +239,45 @@ def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[tuple[Tok
             cache.read(tokens[start : min(middle, start + size)], start, scored=False)
     for start in range(middle, len(tokens), size):
         piece = tokens[start : start + size]
-        yield piece, [cache.read(piece, start, scored=True) for cache in caches]
+        yield [cache.read(piece, start, scored=True) for cache in caches]
 
 
-def log_softmax(rows: Rows) -> Rows:
-    """Of each row."""
-    shifted = rows - rows.max(axis=1, keepdims=True)
-    found: Rows = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return found
+def score(
+    caches: Sequence[Cache], chunks: Sequence[Tokens], what: str
+) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
+    """By each cache, for every token of the second halves [chunks, tokens]: the KL divergence from the first
+    cache's distribution of what comes next, and the first choice."""
+    found: list[tuple[list[Rows], list[NDArray[np.int64]]]] = [([], []) for _ in caches]
+    with Bar(what, total=len(chunks), unit="chunks") as bar:
+        for chunk in chunks:
+            for logits in second_halves(caches, chunk):
+                reference = log_softmax(logits[0], axis=1)
+                for (divergence, choices), rows in zip(found, logits, strict=True):
+                    difference = reference - log_softmax(rows, axis=1)
+                    divergence.append((np.exp(reference) * difference).sum(axis=1).clip(min=0))
+                    choices.append(rows.argmax(axis=1))
+            bar.advance()
+    shape = len(chunks), -1
+    return [(np.concatenate(one).reshape(shape), np.concatenate(two).reshape(shape)) for one, two in found]
 
 
 def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorder) -> None:
     """KL divergence from the first cache's distributions, and how often the first choice is the same."""
-    divergence: list[list[NDArray[np.float32]]] = [[] for _ in caches]
-    same: list[list[NDArray[np.bool_]]] = [[] for _ in caches]
-    with Bar("divergence", total=len(chunks), unit="chunks") as bar:
-        for chunk in chunks:
-            for _, logits in second_halves(caches, chunk):
-                reference = log_softmax(logits[0])
-                for at, rows in enumerate(logits):
-                    difference = reference - log_softmax(rows)
-                    divergence[at].append((np.exp(reference) * difference).sum(axis=1).clip(min=0))
-                    same[at].append(rows.argmax(axis=1) == logits[0].argmax(axis=1))
-            bar.advance()
-    for cache, of_cache, agreed in zip(caches, divergence, same, strict=True):
-        values = np.concatenate(of_cache)
+    found = score(caches, chunks, "divergence")
+    for cache, (divergence, choices) in zip(caches, found, strict=True):
         name = cache.kv_type.name
-        recorder.add(name, 1, "scored_tokens", values.size)
-        recorder.add(name, 1, "kld_mean", float(values.mean()))
-        recorder.add(name, 1, "kld_p99", float(np.quantile(values, 0.99)))
-        recorder.add(name, 1, "same_top", 100 * float(np.concatenate(agreed).mean()))
+        recorder.add(name, 1, "scored_tokens", divergence.size)
+        recorder.add(name, 1, "kld_mean", float(divergence.mean()))
+        recorder.add(name, 1, "kld_p99", float(np.quantile(divergence, 0.99)))
+        recorder.add(name, 1, "same_top", 100 * float((choices == found[0][1]).mean()))
 
 
 def retrieve(caches: Sequence[Cache], passages: Sequence[Tokens], recorder: Recorder) -> None:
     """Of every token of a passage's second reading but the first, whether it was foreseen."""
-    right: list[list[NDArray[np.bool_]]] = [[] for _ in caches]
-    with Bar("retrieval", total=len(passages), unit="passages") as bar:
-        for passage in passages:
-            choices: list[list[NDArray[np.int64]]] = [[] for _ in caches]
-            for _, logits in second_halves(caches, passage):
-                for chosen, rows in zip(choices, logits, strict=True):
-                    chosen.append(rows.argmax(axis=1))
-            following = passage[len(passage) // 2 + 1 :]
-            for of_cache, chosen in zip(right, choices, strict=True):
-                of_cache.append(np.concatenate(chosen)[:-1] == following)
-            bar.advance()
-    reference = np.concatenate(right[0])
-    for cache, of_cache in zip(caches, right, strict=True):
-        found, name = np.concatenate(of_cache), cache.kv_type.name
+    following = np.stack([passage[len(passage) // 2 + 1 :] for passage in passages])
+    right = [choices[:, :-1] == following for _, choices in score(caches, passages, "retrieval")]
+    for cache, found in zip(caches, right, strict=True):
+        name = cache.kv_type.name
         recorder.add(name, 1, "retrieved", 100 * float(found.mean()))
-        recorder.add(name, 1, "lost_items", int((reference & ~found).sum()))
-        recorder.add(name, 1, "gained_items", int((~reference & found).sum()))
+        recorder.add(name, 1, "lost_items", int((right[0] & ~found).sum()))
+        recorder.add(name, 1, "gained_items", int((~right[0] & found).sum()))

@@ -1,4 +1,4 @@
-"""What holding and sharing states costs, with one pool of cells for all sequences and with cells for each."""
+"""What holding and sharing states costs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,9 @@ RESTORES = 3
 
 
 class Bench:
-    """A context, and how many tokens each of its sequences has."""
+    """A context with one pool of cells for all sequences, and how many tokens each of them has."""
 
-    def __init__(
-        self, model: Model, recorder: Recorder, *, cells: int, sequences: int, unified: bool, ubatch: int
-    ) -> None:
+    def __init__(self, model: Model, recorder: Recorder, *, cells: int, sequences: int, ubatch: int) -> None:
         self.context = make_context(
             model,
             n_ctx=cells,
@@ -31,7 +29,6 @@ class Bench:
             n_ubatch=ubatch,
             n_outputs=max(16, sequences),
             n_outputs_per_seq=16,
-            unified=unified,
         )
         self._recorder = recorder
         self._lengths = [0] * sequences
@@ -78,12 +75,10 @@ class Bench:
             self.run([sequence], min(count - start, self.context.n_batch))
 
     def copy(self, source: int, target: int) -> None:
-        """A copy of a sequence."""
         self.context.copy(source, target)
         self._lengths[target] = self._lengths[source]
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence."""
         self.context.remove(sequence)
         self._lengths[sequence] = 0
 
@@ -101,8 +96,7 @@ def prefix_cost(
     """Milliseconds of a decode step by the cells that are occupied but not used by it; of reading a prompt;
     of copying, saving and restoring a sequence.
 
-    With one pool of cells for all sequences, and with a stream of cells for each. The defaults of the prefix
-    cache's settings come from these figures.
+    The defaults of the prefix cache's settings come from these figures.
 
     Parameters
     ----------
@@ -119,19 +113,18 @@ def prefix_cost(
     """
     settings = {"resident": resident, "piece": piece, "ubatch": ubatch, "times": times}
     with recorded(gguf, "prefix-cost", "prefix cache", store, settings) as (model, recorder):
-        _one_pool(model, recorder, sorted(resident), piece, ubatch, times)
-        _streams(model, recorder, piece, ubatch, times)
+        _measure(model, recorder, sorted(resident), piece, ubatch, times)
     return 0
 
 
-def _one_pool(
+def _measure(
     model: Model, recorder: Recorder, resident: Sequence[int], piece: int, ubatch: int, times: int
 ) -> None:
     """Steps, by what checkpoints occupy beside them; what it takes to share, save and restore one."""
     pieces = resident[-1] // piece
     first = STREAMS + 4
     cells = resident[-1] + piece + 256 * first + 4 * 2048
-    bench = Bench(model, recorder, cells=cells, sequences=first + pieces, unified=True, ubatch=ubatch)
+    bench = Bench(model, recorder, cells=cells, sequences=first + pieces, ubatch=ubatch)
     every = range(STREAMS)
     try:
         prompt, holder, twin = STREAMS, STREAMS + 1, STREAMS + 2
@@ -162,35 +155,5 @@ def _one_pool(
                 bench.time(f"1 sequence {beside}", [0], times)
                 bench.time(f"{STREAMS} sequences {beside}", every, times)
                 bench.time(f"16 rows of a sequence {beside}", [0], times, length=16, rows=16)
-    finally:
-        bench.context.close()
-
-
-def _streams(model: Model, recorder: Recorder, piece: int, ubatch: int, times: int) -> None:
-    """The same with cells of its own for each sequence: nothing is shared, a copy copies all of them."""
-    sequences = STREAMS + 2
-    cells = 2 * piece * sequences
-    bench = Bench(model, recorder, cells=cells, sequences=sequences, unified=False, ubatch=ubatch)
-    try:
-        bench.fill(0, 64)
-        bench.time("own cells: 1 sequence", [0], times)
-        bench.fill(1, piece)
-        for target in range(2, sequences):
-            bench.copy(1, target)
-        bench.run([0])
-        bench.time(f"own cells: 1 sequence, {piece} tokens in all others", [0], times)
-
-        def copy_and_step() -> None:
-            bench.remove(2)
-            bench.copy(1, 2)
-            bench.run([0])
-
-        for round in range(1, RESTORES + 1):
-            recorder.once(f"own cells: copy {piece} tokens, and a step", copy_and_step, round)
-        for slot in range(1, STREAMS):
-            bench.remove(slot)
-            bench.fill(slot, 64)
-        for what, slots in (("neighbouring", (0, 1, 2, 3)), ("scattered", (0, 2, 4, 6))):
-            bench.time(f"own cells: 4 {what} sequences", slots, times)
     finally:
         bench.context.close()

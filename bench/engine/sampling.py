@@ -67,7 +67,7 @@ def _one_other(context: Context, recorder: Recorder, most: int, times: int) -> N
     # without any sampler for an id llama.cpp copies whole rows of all ids to the host
     C.llama_set_sampler(context._handle, most - 1, None)
     cell = f"device sampler BEST and one row without a sampler, {most} rows"
-    recorder.time(cell, lambda: decode(context, most, take=False), times)
+    recorder.time(cell, lambda: decode(context, most), times)
     context.set_samplers(DeviceSampler.BEST)
     decode(context, most)
     context.set_sampler(most - 1, DeviceSampler.TOP_K)
@@ -102,7 +102,7 @@ def _greedy_chains(context: Context, n: int) -> Iterator[None]:
 
 
 def _sampled_by_llama_cpp(context: Context, n: int) -> None:
-    decode(context, n, take=False)
+    decode(context, n)
     for index in range(n):
         C.llama_get_sampled_token_ith(context._handle, index)
 

@@ -9,12 +9,11 @@
     tuned = "llama-server:tuned"
     [[parts]]
     name = "distinct"            # its folder in the store
-    minutes = 3.0                # about how long it takes
     command = "peers"            # the default
     peers = ["ours", "tuned"]
     options = { gguf = "{models}/Q4_K_M.gguf", protocol = "distinct" }
 
-A part whose very command is in the store and finished is not run again. ``{out}`` is the store.
+A part whose very command is in the store and finished is not run again.
 """
 
 import os
@@ -37,11 +36,7 @@ from bench.store import manifests
 from bench.terminal import Cell, Table
 
 FOLDER = Path(__file__).parent
-PATIENCE = 1.5
-"""A part is ended after this many times its expected minutes, and then some."""
-
 Option = bool | int | float | str | list[str | int | float]
-Names = Annotated[tuple[str, ...], comma_separated(str)]
 
 
 class Part(BaseModel):
@@ -50,7 +45,6 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
-    minutes: float
     command: str = "peers"
     peers: list[str] = Field(default_factory=list)
     options: dict[str, Option] = Field(default_factory=dict)
@@ -87,9 +81,7 @@ class Experiment(BaseModel):
                 raise BenchError(f"{path}: part {part.name}: no peer {unknown[0]!r}")
         return made
 
-    def words(
-        self, part: Part, variables: Mapping[str, str], without: Sequence[str], changed: Mapping[str, Option]
-    ) -> list[str]:
+    def words(self, part: Part, variables: Mapping[str, str], changed: Mapping[str, Option]) -> list[str]:
         """The part's command line, but for --out."""
         common = self.options if part.command == "peers" else {}
         options = {**common, **part.options, **(changed if part.command == "peers" else {})}
@@ -97,8 +89,7 @@ class Experiment(BaseModel):
         for name, value in options.items():
             words += _flag(name.replace("_", "-"), value, variables)
         for name in part.peers:
-            if name not in without:
-                words += ["--peer", _filled(f"{name}={self.peers[name]}", variables)]
+            words += ["--peer", _filled(f"{name}={self.peers[name]}", variables)]
         return words
 
 
@@ -108,10 +99,8 @@ def experiment(
     *,
     store: StoreOptions = StoreOptions(),
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    part: Names = (),
-    without: Names = (),
+    part: Annotated[tuple[str, ...], comma_separated(str)] = (),
     option: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    minutes: float | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """A series of measurements that a TOML file describes; what the store has of it is not run again.
@@ -124,29 +113,23 @@ def experiment(
         NAME=VALUE for what the file needs, such as models=/data; may be repeated.
     part
         Only these parts.
-    without
-        Leave out these peers.
     option
         NAME=VALUE in place of an option of every part, such as rounds=1; may be repeated.
-    minutes
-        Leave out parts that do not fit into so many minutes.
     dry_run
         Show the commands, run nothing.
     """
     described = Experiment.read(file)
-    variables = {**_pairs(set, "--set"), "out": str(store.out)}
+    variables = _pairs(set, "--set")
     if missing := [f"{name} ({what})" for name, what in described.needs.items() if name not in variables]:
         raise BenchError(f"--set: {file} needs {', '.join(missing)}")
     if unknown := [name for name in part if name not in [one.name for one in described.parts]]:
         raise BenchError(f"--part {unknown[0]}: want {', '.join(one.name for one in described.parts)}")
     changed: dict[str, Option] = dict(_pairs(option, "--option"))
-    until = monotonic() + 60 * minutes if minutes is not None else None
     lines: list[list[Cell]] = []
-    failed = 0
     for one in described.parts:
-        if (part and one.name not in part) or (one.peers and all(name in without for name in one.peers)):
+        if part and one.name not in part:
             continue
-        words = described.words(one, variables, without, changed)
+        words = described.words(one, variables, changed)
         words += ["--out", str(store.out / one.name)]
         words += ["--card", store.card] if store.card is not None else []
         words += [word for note in store.note for word in ("--note", note)]
@@ -154,35 +137,22 @@ def experiment(
             print(shlex.join(["qwen-bench", *words]))
             continue
         began = monotonic()
-        state = _run(words, store.out / one.name, one.minutes, until)
-        failed += state not in ("finished", "is there") and not state.startswith("left out")
+        state = "is there" if _is_there(words, store.out / one.name) else _run(words)
         lines.append([one.name, state, (monotonic() - began) / 60])
         print(f"{one.name}: {state}", file=sys.stderr, flush=True)
     if lines:
         Table(["part", "state", "minutes"], lines, title=described.title).print()
-    return 1 if failed else 0
+    return 1 if any(state not in ("finished", "is there") for _, state, _ in lines) else 0
 
 
-def _run(words: Sequence[str], folder: Path, minutes: float, until: float | None) -> str:
+def _run(words: Sequence[str]) -> str:
     """Run a part in a process of its own. Returns how it went."""
-    if _is_there(words, folder):
-        return "is there"
-    limit = 60 * PATIENCE * minutes + 60
-    if until is not None:
-        left = until - monotonic()
-        if left < 60 * minutes:
-            return f"left out: {max(0.0, left) / 60:.1f} of its {minutes:g} minutes are left"
-        limit = min(limit, left)
     process = subprocess.Popen([sys.executable, "-m", "bench", *words], env={**os.environ, **PYTHON_PATH})
     try:
-        status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait(60)
-        return f"ended after {limit / 60:.1f} minutes"
+        status = process.wait()
     except BaseException:
         process.terminate()
-        process.wait(60)
+        process.wait()
         raise
     return "finished" if status == 0 else f"exit status {status}"
 

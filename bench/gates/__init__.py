@@ -3,5 +3,6 @@
 ``gate`` says what a gate is, ``tasks`` builds lm-eval's tasks for it, ``chat_model`` lets lm-eval talk to a
 server, ``estimate`` turns right and wrong into a score with an interval, ``nano`` knows the bundled model's
 held-out items and recorded answers, ``runner`` puts one gate through a server, ``measure`` all of them, and
-``score`` and ``samples`` are what they leave in the store. ``quality`` and ``perplexity`` are commands.
+``score`` and ``samples`` are what they leave in the store. ``quality``, ``paired`` and
+``perplexity`` are commands.
 """

@@ -48,9 +48,14 @@ class Paired:
         """Whether more is lost than chance explains, at 5%."""
         return self.lost > self.gained and self.p_value < 0.05
 
-    def __str__(self) -> str:
+    @property
+    def p_text(self) -> str:
+        """The p value in words, as exactly as is of use."""
         p = self.p_value
-        return f"{self.lost} lost, {self.gained} gained, p {f'= {p:.2g}' if p >= 0.001 else '< 0.001'}"
+        return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
+
+    def __str__(self) -> str:
+        return f"{self.lost} lost, {self.gained} gained, {self.p_text}"
 
 
 def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:

@@ -6,6 +6,7 @@ so runs can be compared item by item.
 
 import contextlib
 import io
+import json
 import random
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -176,6 +177,22 @@ def check_punkt(task: ConfigurableTask) -> None:
             f"{task.task_name}: scoring {', '.join(sorted(wanted))} takes nltk's punkt_tab: "
             "python -m nltk.downloader punkt_tab"
         ) from error
+
+
+def messages(task: ConfigurableTask, number: int) -> list[dict[str, str]]:
+    """What a document is asked with, few-shot examples as messages of their own."""
+
+    def as_json(chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return json.dumps(chat)
+
+    asked = task.fewshot_context(
+        task.eval_docs[number],
+        task.get_config("num_fewshot"),
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+        chat_template=as_json,
+    )
+    return list(json.loads(asked))
 
 
 def sample(task: ConfigurableTask, limit: float | None, *, seed: int, first: bool) -> list[int]:

@@ -33,23 +33,21 @@ TOKENS = {"prompt_tokens", "cached_tokens", "claimed_tokens", "recounted_tokens"
 WHOLE = {"failed", "latency", *TOKENS}
 STREAMED = {"failed", "ttft", "itl", "longest_gap", "chunks"}
 """What is recorded of requests that are answered in one piece, and of streamed ones."""
-LOADED = {*WHOLE, *STREAMED, "lateness", "turn"}
+LOADED = {*WHOLE, *STREAMED, "lateness"}
 
 
 @dataclass
 class Supply:
     """Prompts by kind, and the tokenizer they are counted with (None: the server's usage has to do)."""
 
-    client: Client
     vocabulary: Vocabulary | None
-    model: str | None
     options: PromptOptions
     _made: dict[Kind, Prompts] = field(default_factory=dict)
 
     @classmethod
     async def of(cls, client: Client, model: str | None, options: PromptOptions) -> Self:
         """The tokenizer that the options name, else the server's."""
-        return cls(client, await find_vocabulary(options.tokenizer, client, model), model, options)
+        return cls(await find_vocabulary(options.tokenizer, client, model), options)
 
     @property
     def counted_by(self) -> str:
@@ -62,7 +60,7 @@ class Supply:
         wanted = kind or self.options.prompts
         if wanted not in self._made:
             self._made[wanted] = await find_prompts(
-                self.client, self.vocabulary, self.model, kind=wanted, seed=self.options.seed, text=text
+                self.vocabulary, kind=wanted, seed=self.options.seed, text=text
             )
         return self._made[wanted]
 
@@ -78,7 +76,6 @@ class Measured:
 
     @property
     def all_failed(self) -> bool:
-        """Whether not one request was answered."""
         return bool(self.errors) and all(answer is None for answer in self.answers)
 
 

@@ -32,10 +32,11 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One client's errand: its turns are sent one after the other, in a chat each with all that was said
-    before. ``fields`` stand in every request."""
+    before, from the messages ``before`` the first on. ``fields`` stand in every request."""
 
     turns: tuple[str, ...]
     chat: bool
+    before: tuple[Mapping[str, str], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +76,6 @@ class Sender:
     endpoint: str | None = None
 
     def path(self, job: Job) -> str:
-        """Where the job's requests go."""
         return self.endpoint or (CHAT if job.chat else COMPLETIONS)
 
     def body(self, job: Job, history: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Sender:
         """All turns of a job, up to the first that fails. ``planned``: when the first was to be sent, None:
         now."""
         send = self.target.client.stream if self.stream else self.target.client.complete
-        history: list[Mapping[str, str]] = []
+        history = list(job.before)
         sent: list[Sent] = []
         for turn, text in enumerate(job.turns):
             now = perf_counter() - began
@@ -161,7 +161,7 @@ async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float
     if answer is None:
         return {"failed": 1}
     late = 1000 * one.lateness
-    values = {"latency": late + 1000 * answer.seconds, "lateness": late, "turn": float(one.turn + 1)}
+    values = {"latency": late + 1000 * answer.seconds, "lateness": late}
     if answer.arrivals:
         gaps = [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
         values |= {"ttft": late + 1000 * answer.arrivals[0], "chunks": len(answer.arrivals)}

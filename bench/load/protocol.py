@@ -22,7 +22,6 @@ class Category:
 
     @property
     def filler(self) -> str:
-        """The official prompt."""
         return FILLER * (self.prompt_tokens // FILLER_TOKENS)
 
 

@@ -63,7 +63,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Errand:
+class Task:
     """A job with its length; ``texts``: what the server answered to each turn when it was done alone."""
 
     job: Job
@@ -72,8 +72,8 @@ class Errand:
 
 
 @dataclass
-class Mixture:
-    """Endless errands of all kinds, the same for a seed, and those that were done alone."""
+class MixedLoad:
+    """Endless tasks of all kinds, the same for a seed, and those that were done alone."""
 
     target: Target
     prompts: Prompts
@@ -81,13 +81,13 @@ class Mixture:
     output_tokens: int
     rng: random.Random
     prefixes: Sequence[str] = ()
-    references: list[Errand] = field(default_factory=list)
+    references: list[Task] = field(default_factory=list)
 
-    async def errand(self) -> Errand:
+    async def task(self) -> Task:
         """A known one, or a new one."""
         if self.references and self.rng.random() < KNOWN:
             return self.rng.choice(self.references)
-        return Errand(await self._job(), self.rng.randint(1, self.output_tokens))
+        return Task(await self._job(), self.rng.randint(1, self.output_tokens))
 
     async def _job(self) -> Job:
         """A chat of one to four turns, a question behind a prefix, or a prompt of its own."""
@@ -104,12 +104,12 @@ class Mixture:
         return Job((text,), chat=False)
 
     async def add_reference(self) -> None:
-        """Do a new errand alone. Raises BenchError where the server fails."""
+        """Do a new task alone. Raises BenchError where the server fails."""
         job, tokens = await self._job(), self.rng.randint(1, self.output_tokens)
         sent = await closed_loop(self.sender(tokens), [job])
         if sent[-1].error is not None:
             raise BenchError(f"a request of the reference failed: {sent[-1].error}")
-        self.references.append(Errand(job, tokens, tuple(one.text for one in sent)))
+        self.references.append(Task(job, tokens, tuple(one.text for one in sent)))
 
     def sender(self, tokens: int) -> Sender:
         return Sender(self.target, tokens)
@@ -165,17 +165,17 @@ async def soak(
     async with measuring("soak", server, store, prompts, settings, chat=True) as (run, target, supply):
         made, rng = await supply.prompts(), random.Random(prompts.seed)
         prefixes = [await made.make(input_tokens, rng) for _ in range(PREFIXES)]
-        mixture = Mixture(target, made, input_tokens, output_tokens, rng, prefixes)
+        mixed = MixedLoad(target, made, input_tokens, output_tokens, rng, prefixes)
         if deterministic:
             with Bar("answers alone", total=REFERENCES, unit="jobs") as bar:
                 for _ in range(REFERENCES):
-                    await mixture.add_reference()
+                    await mixed.add_reference()
                     bar.advance()
         rounds = max(1, round(60 * minutes / window))
         try:
             with Bar("soak", total=rounds, unit="windows") as bar:
                 for number in range(1, rounds + 1):
-                    found = await _window(mixture, window, concurrency, aborts)
+                    found = await _window(mixed, window, concurrency, aborts)
                     other += found.compared - found.same
                     errors += found.errors
                     await _record(run, target, supply, concurrency, number, found, window)
@@ -195,23 +195,23 @@ async def soak(
     return 0
 
 
-async def _window(mixture: Mixture, seconds: float, clients: int, aborts: float) -> Window:
+async def _window(mixed: MixedLoad, seconds: float, clients: int, aborts: float) -> Window:
     found, until, failures = Window(), perf_counter() + seconds, 0
 
     async def client() -> None:
         nonlocal failures
         while perf_counter() < until and failures < MOST_FAILURES:
-            errand = await mixture.errand()
-            sender = mixture.sender(errand.tokens)
-            if mixture.rng.random() < aborts:
-                found.aborted += await _abort(sender, errand.job, mixture.rng.randint(1, 8))
+            task = await mixed.task()
+            sender = mixed.sender(task.tokens)
+            if mixed.rng.random() < aborts:
+                found.aborted += await _abort(sender, task.job, mixed.rng.randint(1, 8))
                 continue
-            sent = await closed_loop(sender, [errand.job])
+            sent = await closed_loop(sender, [task.job])
             found.sent += sent
-            if errand.texts:
+            if task.texts:
                 answered = [one for one in sent if one.error is None]
                 found.compared += len(answered)
-                found.same += sum(one.text == errand.texts[one.turn] for one in answered)
+                found.same += sum(one.text == task.texts[one.turn] for one in answered)
             failures = failures + 1 if sent[-1].error is not None else 0
 
     await asyncio.gather(*(client() for _ in range(clients)))

@@ -23,7 +23,6 @@ from bench.load.cell import LOADED, Cell, Supply, measure_alone, measuring
 from bench.load.generator import Job
 from bench.load.goodput import Limits, read_limits
 from bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
-from bench.load.workloads import conversations, shared_prefixes, single_prompts
 from bench.report.views import show
 
 Kind = Literal["random", "distinct", "shared-prefix", "chat"]
@@ -125,14 +124,23 @@ class LoadOptions:
     async def _jobs(
         self, kind: Kind, supply: Supply, requests: int, clients: int, rng: random.Random
     ) -> list[Job]:
-        """A kind of traffic out of the supply's prompts; the hackathon's are random tokens."""
+        """A kind of traffic out of the supply's prompts: ``requests`` in all, the same for an ``rng`` of the
+        same state, but for a text that is used up."""
         prompts = await supply.prompts("tokens" if kind == "random" else None)
-        given = (prompts, self.lengths(kind)[0], requests, rng)
-        if kind == "shared-prefix":
-            return await shared_prefixes(*given, prefix_tokens=self.prefix_tokens, prefixes=self.prefixes)
-        if kind == "chat":
-            return await conversations(*given, turns=self.turns, clients=clients)
-        return await single_prompts(*given)
+        tokens = self.lengths(kind)[0]
+        if kind == "chat":  # whole conversations, at least one a client
+            count = max(-(-requests // self.turns), clients)
+            turns = [[await prompts.make(tokens, rng) for _ in range(self.turns)] for _ in range(count)]
+            return [Job(tuple(texts), chat=True) for texts in turns]
+        if kind == "shared-prefix":  # as few-shot benchmarks: a prefix for a subject, subject by subject
+            count = min(self.prefixes, requests)
+            prefixes = [await prompts.make(self.prefix_tokens, rng) for _ in range(count)]
+            questions = [await prompts.make(tokens, rng) for _ in range(requests)]
+            return [
+                Job((f"{prefixes[index * count // requests]}\n\n{question}",), chat=True)
+                for index, question in enumerate(questions)
+            ]
+        return [Job((await prompts.make(tokens, rng),), chat=False) for _ in range(requests)]
 
 
 async def throughput(

@@ -6,7 +6,6 @@ An independent count is worth more than a claimed one, so a result says which of
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,40 +81,21 @@ class HuggingFaceVocabulary(Vocabulary):
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How one family of servers spells its tokenizer endpoints."""
-
-    server: str
-    encode_path: str
-    encode_text: str
-    decode_path: str
-    decoded_text: str
-    flags: Mapping[str, Any] = field(default_factory=dict)
-
-
-DIALECTS = (
-    Dialect(
-        "llama-server",
-        "/tokenize",
-        "content",
-        "/detokenize",
-        "content",
-        {"add_special": False, "parse_special": True},
-    ),
-    Dialect("vLLM", "/tokenize", "prompt", "/detokenize", "prompt", {"add_special_tokens": False}),
-    Dialect("llama_cpp.server", "/extras/tokenize", "input", "/extras/detokenize", "text"),
-)
+DIALECTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "llama-server": ("content", {"add_special": False, "parse_special": True}),
+    "vLLM": ("prompt", {"add_special_tokens": False}),
+}
+"""By server: what /tokenize takes a text as, and /detokenize gives it as; and the flags of the former."""
 
 
 class ServerVocabulary(Vocabulary):
     """The loaded model's own tokenizer over HTTP. Make one with `find`."""
 
-    def __init__(self, client: Client, dialect: Dialect, model: str | None) -> None:
-        self.source = f"{dialect.encode_path} of the server ({dialect.server}'s form)"
+    def __init__(self, client: Client, dialect: str, model: str | None) -> None:
+        self.source = f"/tokenize of the server ({dialect}'s form)"
         self._client = client
-        self._dialect = dialect
-        self._model = model
+        self._field, flags = DIALECTS[dialect]
+        self._common = {**flags, **({"model": model} if model else {})}
 
     @classmethod
     async def find(cls, client: Client, model: str | None) -> "ServerVocabulary | None":
@@ -131,24 +111,19 @@ class ServerVocabulary(Vocabulary):
         return None
 
     async def encode(self, text: str) -> list[int]:
-        answer = await self._ask(self._dialect.encode_path, {self._dialect.encode_text: text})
-        ids = answer.get("tokens")
-        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
-            if ids == [] and not text:
-                return []
-            raise ServerError(f"{self._dialect.encode_path}: no token ids in the answer", 200)
+        ids = (await self._ask("/tokenize", {self._field: text})).get("tokens")
+        if not isinstance(ids, list) or bool(ids) != bool(text) or not all(type(one) is int for one in ids):
+            raise ServerError("/tokenize: no token ids in the answer", 200)
         return ids
 
     async def decode(self, ids: Sequence[int]) -> str:
-        answer = await self._ask(self._dialect.decode_path, {"tokens": list(ids)})
-        text = answer.get(self._dialect.decoded_text)
+        text = (await self._ask("/detokenize", {"tokens": list(ids)})).get(self._field)
         if not isinstance(text, str):
-            raise ServerError(f"{self._dialect.decode_path}: no text in the answer", 200)
+            raise ServerError("/detokenize: no text in the answer", 200)
         return text
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Mapping[str, Any]:
-        model = {"model": self._model} if self._model else {}
-        reply = await self._client.request("POST", path, body={**model, **self._dialect.flags, **body})
+        reply = await self._client.request("POST", path, body={**self._common, **body})
         if reply.status != 200:
             raise ServerError(f"POST {path} answered {reply.status}", reply.status)
         answer = reply.json()

@@ -1,1 +1,1 @@
-"""Models and checkpoints that are made up for measuring, and how fast a real one is converted."""
+"""Models that are made up for measuring."""

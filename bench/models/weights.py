@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.errors import BenchError
 from bench.models.neurons import (
     MARK,
     Array,
@@ -99,7 +98,7 @@ class MadeTensor:
 
 
 class Weights:
-    """Every tensor of a synthetic model. Raises BenchError if the MTP block has too few neurons."""
+    """Every tensor of a synthetic model."""
 
     def __init__(self, config: ModelConfig, chain: Chain, rng: np.random.Generator) -> None:
         self._config, self._chain = config, chain
@@ -110,11 +109,7 @@ class Weights:
         marked = [self._vectors.base * OWN + np.float32(mark) for mark in (MARK, -MARK)]
         self._marked = [Vectors(base.astype(np.float16)) for base in marked]
         self._pool = Pool(rng)
-        if self._mtp.count > (width := planted_width(config)):
-            raise BenchError(
-                f"--ffn {width}: the MTP block needs {self._mtp.count} neurons for this "
-                "vocabulary; want a larger --ffn or --hidden, or a smaller --vocab"
-            )
+        assert self._mtp.count <= planted_width(config), "neurons for every exception of the MTP block"
 
     def plan(self, outtype: FloatType = "F16") -> TensorPlan:
         """All tensors, block by block, matrices as `outtype`; they are made in F16 all the same."""

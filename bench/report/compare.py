@@ -1,17 +1,20 @@
 """Subjects side by side, from one run or from several."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 from cyclopts import Parameter
 
 from bench.errors import BenchError
+from bench.load.client import clip
 from bench.report.tables import compared_metrics, subjects_table
 from bench.store import Manifest, Results, load
 from bench.terminal import Cell, Table
 
+HOW = {"verb", "commit", "card", "driver", "host", "versions", "settings"}
+"""Of a manifest: what may make a difference."""
 LONGEST = 60
 """Characters of a setting that are shown."""
 
@@ -72,31 +75,13 @@ def named_apart(results: Results) -> Results:
 
 def differences(manifests: Sequence[Manifest]) -> Table | None:
     """What runs say about how they were made, where they do not all say the same."""
-    said = [dict(_settings(one)) for one in manifests]
-    rows: list[list[Cell]] = []
-    for name in dict.fromkeys(name for one in said for name in one):
-        values = [one.get(name) for one in said]
-        if len(set(values)) > 1:
-            rows.append([name, *values])
+    said = pd.json_normalize([one.model_dump(mode="json", include=HOW) for one in manifests], sep=" ")
+    said = said.fillna("").map(lambda value: clip(str(value), LONGEST))
+    rows: list[list[Cell]] = [
+        [str(name).removeprefix("settings "), *values]
+        for name, values in said.items()
+        if values.nunique() > 1
+    ]
     if not rows:
         return None
     return Table(["differs", *(one.run for one in manifests)], rows, title="Made differently")
-
-
-def _settings(manifest: Manifest) -> list[tuple[str, str]]:
-    whole = manifest.model_dump(include={"verb", "commit", "card", "driver"})
-    groups = {"host": manifest.host, "versions": manifest.versions, "": manifest.settings}
-    found = [(key, str(value)) for key, value in whole.items() if value is not None]
-    return found + [pair for name, group in groups.items() for pair in _flat(group, name)]
-
-
-def _flat(group: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in group.items():
-        label = f"{prefix} {name}".strip()
-        if isinstance(value, Mapping):
-            found += _flat(value, label)
-        elif value is not None:
-            text = str(value)
-            found.append((label, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."))
-    return found

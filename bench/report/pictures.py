@@ -1,13 +1,13 @@
 """Pictures that are drawn from the store's tidy rows alone."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from bench.analysis.statistics import percentiles
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
 from bench.metrics import METRICS
 from bench.report.plot import PALETTE, figure
@@ -17,7 +17,7 @@ from bench.terminal import show
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
     """Every picture that there are figures for, as SVG files: title -> file. ``about``: model and card."""
     made: dict[str, Path] = {}
-    if _measured(frame, "latency", (OFFICIAL, DISTINCT)):
+    if len(latencies(frame)):
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
     if len(loads(frame)):
         made["Throughput"] = draw_throughput(frame, folder / f"{prefix}throughput.svg", about)
@@ -28,44 +28,44 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
 
 def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
     """A panel a category of each protocol, a bar a subject: the median, its whisker from p10 to p90."""
-    rows = frame[(frame["metric"] == "latency") & frame["workload"].isin((OFFICIAL, DISTINCT))]
+    rows = latencies(frame)
     protocols = [name for name in (OFFICIAL, DISTINCT) if (rows["workload"] == name).any()]
     cells = [name for name in CATEGORIES if (rows["cell"] == name).any()]
-    subjects = list(dict.fromkeys(rows["subject"]))
     colours = colours_of(frame)
-    found = percentiles(rows, "latency", "workload", "cell", "subject")
-    present = {name: [one for one in subjects if _has(found, name, one)] for name in protocols}
-    height = 1.3 + sum(0.55 + 0.32 * len(names) for names in present.values())
+    names = {one: rows[rows["workload"] == one]["subject"].unique() for one in protocols}
+    height = 1.3 + sum(0.55 + 0.32 * len(present) for present in names.values())
     title = _titled("Latency of one request at a time, ms (less is better)", about)
     with figure(path, title=title, rows=len(protocols), columns=len(cells), width=11, height=height) as axes:
-        for at, axis in enumerate(axes):
-            protocol, cell = protocols[at // len(cells)], cells[at % len(cells)]
-            names = present[protocol]
-            spreads = [found.get((protocol, cell, name)) for name in names]
-            known = [(place, spread) for place, spread in enumerate(spreads) if spread is not None]
-            medians = [spread.p50 for _, spread in known]
+        for axis, (protocol, cell) in zip(axes, product(protocols, cells), strict=True):
+            panel = rows[(rows["workload"] == protocol) & (rows["cell"] == cell)]
+            spread = panel.groupby("subject")["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack()
+            spread = spread.reindex(names[protocol])
             bars = axis.barh(
-                [place for place, _ in known],
-                medians,
+                range(len(spread)),
+                spread[0.5],
                 0.72,
-                color=[colours[names[place]] for place, _ in known],
-                xerr=[
-                    [spread.p50 - spread.p10 for _, spread in known],
-                    [spread.p90 - spread.p50 for _, spread in known],
-                ],
+                color=[colours[str(name)] for name in spread.index],
+                xerr=[spread[0.5] - spread[0.1], spread[0.9] - spread[0.5]],
                 error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
             )
-            axis.bar_label(bars, [show(median) for median in medians], padding=4, fontsize=8)
+            labels = ["" if np.isnan(median) else show(float(median)) for median in spread[0.5]]
+            axis.bar_label(bars, labels, padding=4, fontsize=8)
             category = CATEGORIES[cell]
             axis.set_title(
                 f"{protocol}, {category.prompt_tokens:,} in, {category.max_tokens} out", fontsize=9
             )
-            axis.set_yticks(range(len(names)), names if at % len(cells) == 0 else [""] * len(names))
-            axis.set_ylim(len(names) - 0.4, -0.6)
+            axis.set_yticks(range(len(spread)), spread.index if cell == cells[0] else [""] * len(spread))
+            axis.set_ylim(len(spread) - 0.4, -0.6)
             axis.grid(axis="y", visible=False)
             axis.margins(x=0.2)
             axis.xaxis.set_major_formatter("{x:,.0f}")
     return path
+
+
+def latencies(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of both protocols; a load may be called distinct, too."""
+    single = frame["workload"].isin((OFFICIAL, DISTINCT)) & frame["cell"].isin(CATEGORIES)
+    return frame[(frame["metric"] == "latency") & single]
 
 
 def loads(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,7 +80,6 @@ def open_loops(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """Output tok/s by concurrency."""
     title = _titled("Output tok/s by concurrency (more is better)", about)
     return _draw_levels(loads(frame), colours_of(frame), path, title, "requests at once")
 
@@ -129,11 +128,3 @@ def colours_of(frame: pd.DataFrame) -> dict[str, str]:
 
 def _titled(what: str, about: str) -> str:
     return "\n".join(filter(None, (what, *textwrap.wrap(about, 84))))
-
-
-def _measured(frame: pd.DataFrame, metric: str, workloads: Sequence[str]) -> bool:
-    return bool(((frame["metric"] == metric) & frame["workload"].isin(workloads)).any())
-
-
-def _has(found: dict[tuple[str, ...], Any], workload: str, subject: str) -> bool:
-    return any((workload, cell, subject) in found for cell in CATEGORIES)

@@ -1,22 +1,24 @@
 """What a repository keeps of a store: summaries and pictures, no single requests. Everything follows from the
 store, so the same command makes it again."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects, percentiles
+from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects
 from bench.errors import BenchError
 from bench.load.protocol import DISTINCT, OFFICIAL
-from bench.report.pictures import draw_pictures, loads
+from bench.report.pictures import draw_pictures, latencies, loads
 from bench.report.tables import subjects_table
 from bench.store import Manifest, Results, write_atomically
-from bench.terminal import Cell, Table, show
+from bench.terminal import Table, show
 
 BEGIN, END = "<!-- headline -->", "<!-- end -->"
-PRIVATE = {"url", "log"}
-"""Of what is known of a subject: where it happened to run, which nobody else has a use for."""
+PRIVATE: Any = {"host": {"system"}, "subjects": {"__all__": {"url", "log"}}}
+"""Of a manifest: where it happened to be made, which nobody else has a use for."""
 
 
 def publish_results(
@@ -50,10 +52,10 @@ def publish_results(
     written = [folder / "README.md", folder / "summary.csv", folder / "runs.json", *pictures.values()]
     write_atomically(written[0], "\n\n".join(parts) + "\n")
     write_atomically(written[1], summarize(frame).to_csv(index=False, float_format="%.6g"))
-    runs = ",\n".join(_public(one).model_dump_json(indent=1) for one in results.manifests.values())
-    write_atomically(written[2], f"[{runs}]\n")
+    runs = [one.model_dump(mode="json", exclude=PRIVATE) for one in results.manifests.values()]
+    write_atomically(written[2], json.dumps(runs, indent=1) + "\n")
     if page is not None:
-        write_atomically(page, with_headline(page, headline))
+        write_atomically(page, with_headline(page, headline.markdown()))
         written.append(page)
     return written
 
@@ -74,39 +76,30 @@ def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
     """A line a subject: mean latency by protocol, output tok/s by concurrency, and times as good."""
-    latency = frame[frame["metric"] == "latency"]
-    protocols = [name for name in (OFFICIAL, DISTINCT) if (latency["workload"] == name).any()]
-    rates = loads(frame)
-    levels = [
-        (str(workload), int(level))
-        for workload, level in rates[["workload", "level"]].drop_duplicates().itertuples(index=False)
+    latency, rates = latencies(frame), loads(frame)
+    columns = {
+        f"{protocol}, mean ms": (rows, "latency")
+        for protocol in (OFFICIAL, DISTINCT)
+        if len(rows := latency[latency["workload"] == protocol])
+    }
+    columns |= {
+        f"{workload}, {level:g} at once, tok/s": (rows, "output_rate")
+        for (workload, level), rows in rates.groupby(["workload", "level"])
+    }
+    lines = [
+        {"server": subject, **{title: _cell(*of, subject, reference) for title, of in columns.items()}}
+        for subject in dict.fromkeys(frame["subject"])
     ]
-    levels.sort(key=lambda one: (one[0] not in ("random", DISTINCT), one))
-    rows: list[list[Cell]] = []
-    for subject in dict.fromkeys(frame["subject"]):
-        row: list[Cell] = [str(subject)]
-        row += [
-            _latency_cell(latency[latency["workload"] == name], str(subject), reference) for name in protocols
-        ]
-        row += [
-            _rate_cell(
-                rates[(rates["workload"] == workload) & (rates["level"] == level)], str(subject), reference
-            )
-            for workload, level in levels
-        ]
-        if any(row[1:]):
-            rows.append(row)
-    header = ["server", *(f"{name}, mean ms" for name in protocols)]
-    header += [f"{workload}, {level} at once, tok/s" for workload, level in levels]
     notes = [
         f"In brackets: times as good as {reference}, [95% interval], paired by round in one run. Without an "
         f"interval: fewer than {LEAST_ROUNDS} rounds, or of different runs; close to 1, it settles nothing."
     ]
-    return Table(header, rows, title=about, notes=notes)
+    known = [line for line in lines if any(list(line.values())[1:])]
+    return Table.of(known, title=about, notes=notes)
 
 
-def with_headline(page: Path, table: Table) -> str:
-    """The page's text, the table between its marks. Raises BenchError where they are missing."""
+def with_headline(page: Path, headline: str) -> str:
+    """The page's text, `headline` between its marks. Raises BenchError where they are missing."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,7 +108,7 @@ def with_headline(page: Path, table: Table) -> str:
     _, closed, after = rest.partition(END)
     if not found or not closed:
         raise BenchError(f"--page {page}: want a line {BEGIN} and, below it, a line {END}")
-    return f"{before}{BEGIN}\n{table.markdown()}{END}{after}"
+    return f"{before}{BEGIN}\n{headline}{END}{after}"
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
@@ -136,37 +129,19 @@ def model_and_card(manifest: Manifest) -> str:
     return " on ".join(filter(None, (named, manifest.card)))
 
 
-def _latency_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
-    found = percentiles(rows, "latency", "subject", "cell")
-    medians = [spread.p50 for (name, _), spread in found.items() if name == subject]
-    if len(medians) < rows["cell"].nunique() or not medians:
+def _cell(rows: pd.DataFrame, metric: str, subject: str, reference: str) -> str | None:
+    """The mean of all cells' medians, and how it compares; None where a cell was not measured."""
+    medians = rows[rows["subject"] == subject].groupby("cell")["value"].median()
+    if len(medians) < rows["cell"].nunique():
         return None
-    return _with_ratio(sum(medians) / len(medians), rows, subject, reference, "latency")
-
-
-def _rate_cell(rows: pd.DataFrame, subject: str, reference: str) -> str | None:
-    found = percentiles(rows, "output_rate", "subject").get((subject,))
-    return _with_ratio(found.p50, rows, subject, reference, "output_rate") if found is not None else None
-
-
-def _with_ratio(value: float, rows: pd.DataFrame, subject: str, reference: str, metric: str) -> str:
     ratio = compare_subjects(rows, subject, reference, metric)
     if ratio is None:
-        return show(value)
+        return show(float(medians.mean()))
     known = ratio.paired and ratio.low is not None
-    return f"{show(value)} ({ratio if known else f'{ratio.value:.2f}x'})"
+    return f"{show(float(medians.mean()))} ({ratio if known else f'{ratio.value:.2f}x'})"
 
 
 def _run_in_words(manifest: Manifest) -> str:
     told = [f"- {manifest.run}: {manifest.card or 'no card'}, commit {manifest.commit or 'unknown'}"]
     told += [f"  `{' '.join(manifest.command)}`", *(f"  - {note}" for note in manifest.notes)]
     return "\n".join(told)
-
-
-def _public(manifest: Manifest) -> Manifest:
-    subjects = {
-        name: {key: value for key, value in about.items() if key not in PRIVATE}
-        for name, about in manifest.subjects.items()
-    }
-    host = {key: value for key, value in manifest.host.items() if key != "system"}
-    return manifest.model_copy(update={"subjects": subjects, "host": host})

@@ -18,9 +18,7 @@ from bench.load.protocol import (
     WEIGHTS,
     at_concurrency,
 )
-from bench.report.counters import counter_tables
-from bench.servers import ceiling
-from bench.servers.counters import COUNTED
+from bench.servers.counters import COUNTED, counter_tables
 from bench.store import Manifest, Results
 from bench.terminal import Cell, Table
 
@@ -39,21 +37,19 @@ Line = dict[str, Cell]
 
 
 def request_tables(results: Results) -> list[Table]:
-    """For each run and workload a table, one of TTFT and ITL where answers were streamed, one by turn of
-    conversations; then llama.cpp alone, what our server counted, and who took part in a comparison."""
+    """For each run and workload a table, and one of TTFT and ITL where answers were streamed; then what our
+    server counted, and who took part in a comparison."""
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
-        alone = ceiling.read_ceiling(rows)
-        requests = rows[~rows["workload"].isin({*COUNTED, ceiling.WORKLOAD})]
+        requests = rows[~rows["workload"].isin(COUNTED)]
         # in turns another server begins each time: they are shown as they were named
         named = {name: number for number, name in enumerate(manifest.subjects)}
         requests = requests.sort_values("subject", key=lambda names: names.map(named), kind="stable")
         for workload, group in requests.groupby("workload", sort=False):
-            made.append(_requests(group, str(workload), manifest, alone))
+            made.append(_requests(group, str(workload), manifest))
             if (group["metric"] == "ttft").any():
                 made.append(_streamed(group, str(workload)))
-        made += [_alone(alone)] if alone else []
         made += counter_tables(rows)
         made += [_who(manifest)] if "reference" in manifest.settings else []
     return made
@@ -69,7 +65,7 @@ def headline(rows: pd.DataFrame) -> str:
     return "output_rate" if closed else "latency"
 
 
-def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling.Ceiling) -> Table:
+def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest) -> Table:
     """A line for each cell and server, and one over all cells for each server."""
     settings = manifest.settings
     subjects, cells = (list(dict.fromkeys(rows[column])) for column in ("subject", "cell"))
@@ -78,7 +74,6 @@ def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceil
     lines: list[Line] = []
     for cell, subject, group in _by_cell(rows):
         line = {"cell": cell, "server": subject, **_figures(group)}
-        line["of the engine"] = _share(group, workload, cell, settings, alone)
         median = line["latency ms"]
         if cell in baseline and isinstance(median, float):
             line["speed-up"] = baseline[cell] / median
@@ -92,7 +87,7 @@ def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceil
     who = f"{subjects[0]}, {model}" if len(subjects) == 1 else str(model)
     how = [settings.get("endpoint"), "one request at a time"] if single else [_lengths(settings)]
     title = ", ".join(filter(None, (workload, who, *how)))
-    return Table.of(_who_is_who(lines), title=title, notes=_notes(rows, workload, manifest, alone))
+    return Table.of(_who_is_who(lines), title=title, notes=_notes(rows, workload, manifest))
 
 
 def _by_cell(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -126,33 +121,20 @@ def _figures(rows: pd.DataFrame) -> Line:
     line["latency ms"] = median_of(rows, "latency")
     for percent in (10, 90, 99):
         line[f"p{percent}"] = percentile_of(rows, "latency", percent)
-    line["cached"] = _cached(rows)
+    cached, prompts = rows[rows["metric"] == "cached_tokens"]["value"], total(rows, "prompt_tokens")
+    line["cached"] = f"{cached.sum() / prompts:.0%}" if len(cached) and prompts else None
     return line
 
 
 def _streamed(rows: pd.DataFrame, workload: str) -> Table:
-    """A line for each cell and server, of conversations for each turn."""
     lines: list[Line] = []
-    keys = ["cell", "subject"]
-    if (rows[rows["metric"] == "turn"]["value"] > 1).any():
-        # the requests' rows follow one another; of a request, latency and lateness come before its turn
-        rows = rows.assign(turn=rows["value"].where(rows["metric"] == "turn"))
-        ahead = rows["metric"].isin(["latency", "lateness"])
-        rows["turn"] = rows["turn"].bfill().where(ahead, rows["turn"].ffill())
-        keys.append("turn")
-    for (cell, subject, *turn), group in rows.groupby(keys, sort=False):
-        line: Line = {"cell": f"{cell}, turn {turn[0]:.0f}" if turn else str(cell), "server": str(subject)}
-        line |= {"prompt tokens": median_of(group, "prompt_tokens"), "cached": _cached(group)}
+    for cell, subject, group in _by_cell(rows):
+        line: Line = {"cell": cell, "server": subject, "prompt tokens": median_of(group, "prompt_tokens")}
         for metric, (title, percents) in STREAMED.items():
             for percent in percents:
                 line[f"{title} p{percent}"] = percentile_of(group, metric, percent)
         lines.append(line)
     return Table.of(_who_is_who(lines), title=f"{workload}: streamed, milliseconds")
-
-
-def _cached(rows: pd.DataFrame) -> str | None:
-    share = cached_share(rows)
-    return f"{share:.0%}" if share is not None else None
 
 
 def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> Line:
@@ -181,27 +163,13 @@ def _all(
     return {**line, **_compared(rows, subject, settings)}
 
 
-def _share(
-    rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[str, Any], alone: ceiling.Ceiling
-) -> str | None:
-    """Of what llama.cpp alone reaches."""
-    if cell in CATEGORIES:
-        best, value = ceiling.request_ms(alone, cell), median_of(rows, "latency")
-        return f"{best / value:.0%}" if best and value else None
-    if headline(rows) != "output_rate":
-        return None
-    rate = ceiling.output_rate(alone, workload, int(cell.split()[0]), settings)
-    value = median_of(rows, "output_rate")
-    return f"{value / rate:.0%}" if rate and value else None
-
-
 def _lengths(settings: Mapping[str, Any]) -> str:
     if "input_tokens" not in settings:
         return ""
     return f"{settings['input_tokens']:,} tokens in, {settings['output_tokens']:,} out"
 
 
-def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling.Ceiling) -> list[str]:
+def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
     settings, about = manifest.settings, manifest.subjects
     counted = dict.fromkeys(about.get(name, {}).get("counted_by") for name in rows["subject"].unique())
     notes = []
@@ -211,8 +179,6 @@ def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling
         notes.append(
             "the ratio: times as good, paired by round, [95% interval]; of latencies at a request rate"
         )
-    if alone:
-        notes.append("of the engine: llama.cpp's own figure by the server's")
     if settings.get("baseline") and CATEGORIES.keys() >= set(rows["cell"]):
         told = ", ".join(f"{name} {ms:,.0f}" for name, ms in settings["baseline"].items())
         notes.append(f"speed-up: against {told} ms; only a ratio on one card compares software")
@@ -223,8 +189,7 @@ def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest, alone: ceiling
         where = f"{workload} {cell}, {subject}" if several else f"{workload} {cell}"
         notes += [f"{where}: {text}" for text in _cell_notes(group, workload, cell, settings)]
     if workload == "random" and not several:
-        recounted = "recounted_tokens" in set(rows["metric"])
-        value, deviations = hackathon_score(rows, settings, recounted=recounted)
+        value, deviations = hackathon_score(rows, settings)
         if value is not None and deviations:
             notes.append(f"weighted sum {value:,.0f}, not a score of the protocol: {'; '.join(deviations)}")
         elif value is not None:
@@ -259,9 +224,7 @@ def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[
     return notes
 
 
-def hackathon_score(
-    rows: pd.DataFrame, settings: Mapping[str, Any], *, recounted: bool
-) -> tuple[float | None, list[str]]:
+def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[float | None, list[str]]:
     """The hackathon's weighted sum of verified output tok/s over the levels that have a weight (None when
     none has), and in what the run deviates from its protocol."""
     cells = {level: rows[rows["cell"] == at_concurrency(level)] for level in WEIGHTS}
@@ -280,25 +243,10 @@ def hackathon_score(
         f"warm-ups other than {WARM_UPS} a level (--warmup {WARM_UPS})": settings["warmup"] != WARM_UPS,
         "requests failed": total(rows, "failed") > 0,
         "spot checks failed or were left out": not len(checks) or checks.sum() > 0,
-        "token counts are the server's own claims": not recounted,
         "re-counted tokens differ from the claimed ones": any(miscounted(one) for one in cells.values()),
     }
     value = sum(WEIGHTS[level] * rate for level, rate in known.items())
     return value, [why for why, holds in deviations.items() if holds]
-
-
-def _alone(alone: ceiling.Ceiling) -> Table:
-    """What the engine does without a server."""
-    lines: list[Line] = [
-        {
-            "shape": f"{row.prompt_tokens:,} in, {row.output_tokens:,} out, {row.sequences} at once",
-            "prefill ms": 1000 * row.prefill_seconds,
-            "decode ms": 1000 * row.decode_seconds,
-            "output tok/s": row.output_rate,
-        }
-        for row in alone.values()
-    ]
-    return Table.of(lines, title="llama.cpp without a server (llama-batched-bench)")
 
 
 def _who(manifest: Manifest) -> Table:
@@ -328,14 +276,7 @@ def miscounted(rows: pd.DataFrame) -> int:
     return sum(is_miscounted(*counts) for counts in zip(claimed, recounted, strict=True))
 
 
-def cached_share(rows: pd.DataFrame) -> float | None:
-    """Of the prompt tokens, those that came from a cache; None where the server does not say."""
-    prompt, cached = total(rows, "prompt_tokens"), rows[rows["metric"] == "cached_tokens"]["value"]
-    return float(cached.sum()) / prompt if prompt and len(cached) else None
-
-
 def total(rows: pd.DataFrame, metric: str) -> float:
-    """The sum of a metric."""
     return float(rows[rows["metric"] == metric]["value"].sum())
 
 

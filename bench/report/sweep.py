@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from bench.analysis.statistics import percentiles
+from bench.gates.estimate import Paired
 from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
 from bench.report.perplexity import WORKLOAD as DIVERGENCE
 from bench.store import Results
@@ -12,17 +13,21 @@ from bench.terminal import Cell, Table
 from bench.variants.standing import LATENCY, Ranking, Standing, rank
 
 VERB = "sweep"
+ALL_GATES = "all gates"
 WEIGHTS, FILE = "weights", "file"
 """The store's workload and cell of a GGUF's size and bits."""
 
 
 def sweep_tables(results: Results) -> list[Table]:
-    """For each sweep the standings with what to ship, then the latencies, if there are any."""
+    """For each sweep the standings with what to ship, items lost and gained at each gate, latencies, if there
+    are any."""
     made: list[Table] = []
     for run, manifest in results.manifests.items():
         if manifest.verb == VERB:
-            rows = results.of(run=run)
-            made.append(_standings(results, run, rows, rank(results, run)))
+            rows, ranking = results.of(run=run), rank(results, run)
+            made.append(_standings(results, run, rows, ranking))
+            if any(standing.paired is not None for standing in ranking.standings):
+                made.append(_losses(ranking.standings))
             if (rows["metric"] == LATENCY).any():
                 made.append(_latencies(rows, manifest.settings["variants"]))
     return made
@@ -86,6 +91,19 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
     return Table(header, lines, title=title, notes=[*notes, *manifest.notes])
 
 
+def _losses(standings: list[Standing]) -> Table:
+    """A row a variant: items lost and gained against full precision at each gate, and the p value."""
+    gates = [*gate_names(standings), ALL_GATES]
+    lines: list[list[Cell]] = []
+    for standing in standings:
+        found = paired_of(standing)
+        pairs = [found.get(gate) for gate in gates]
+        if any(pairs):
+            cells = [None if pair is None else f"{pair.lost}, {pair.gained}, {pair.p_text}" for pair in pairs]
+            lines.append([standing.name, *cells])
+    return Table(["variant", *gates], lines, title="Items lost, items gained against full precision, and p")
+
+
 def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
     """A row a variant: the median of each category under each protocol, milliseconds."""
     found = {metric: percentiles(rows, metric, "subject", "workload", "cell") for metric in (LATENCY, "ttft")}
@@ -109,6 +127,11 @@ def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
         lines.append(line)
     what = "Request latency and time to first token" if streamed else "Request latency"
     return Table(header, lines, title=f"{what}, medians over all rounds, ms")
+
+
+def paired_of(standing: Standing) -> dict[str, Paired | None]:
+    """By gate, and all together: item by item against full precision."""
+    return {gate.gate: gate.paired for gate in standing.gates} | {ALL_GATES: standing.paired}
 
 
 def paired_cells(standing: Standing) -> list[Cell]:

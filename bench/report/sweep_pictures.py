@@ -2,19 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from bench.report.plot import PALETTE, VERDICTS, figure
-from bench.report.sweep import VERB, gate_names, weights_of
+from bench.report.sweep import ALL_GATES, VERB, gate_names, paired_of, weights_of
 from bench.store import Results
 from bench.variants.standing import Ranking, Standing, rank
-
-if TYPE_CHECKING:
-    from bench.gates.estimate import Paired
-
-ALL = "all gates"
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -82,10 +76,8 @@ def draw_speed_quality(ranking: Ranking, path: Path) -> Path:
 
 def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
     """A panel a gate and one for all: items lost to the left, gained to the right, and the p value."""
-    shown: list[tuple[str, dict[str, Paired | None]]] = [
-        (one.name, {gate.gate: gate.paired for gate in one.gates} | {ALL: one.paired}) for one in standings
-    ]
-    panels = [*gate_names(list(standings)), ALL]
+    shown = [(one.name, paired_of(one)) for one in standings]
+    panels = [*gate_names(list(standings)), ALL_GATES]
     width = 3.0 * len(panels) + 1.5
     with figure(path, columns=len(panels), width=width, height=1.4 + 0.4 * len(shown)) as axes:
         for axis, panel in zip(axes, panels, strict=True):
@@ -96,9 +88,7 @@ def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
             for place, paired in pairs:
                 axis.barh(place, -paired.lost, color=PALETTE[3], alpha=1.0 if paired.worse else 0.4)
                 axis.barh(place, paired.gained, color=PALETTE[2], alpha=0.7)
-                value = paired.p_value
-                label = f"p = {value:.2g}" if value >= 0.001 else "p < 0.001"
-                axis.text(1.05 * most, place, label, fontsize=8, va="center")
+                axis.text(1.05 * most, place, paired.p_text, fontsize=8, va="center")
             axis.axvline(0, color="black", linewidth=1)
             axis.set_xlim(-1.1 * most, 1.9 * most)
             axis.set_yticks(range(len(shown)), [name for name, _ in shown] if axis is axes[0] else [])

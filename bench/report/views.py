@@ -15,10 +15,10 @@ TABLES = {
     **dict.fromkeys(("latency", "throughput", "peers"), "bench.report.requests:request_tables"),
     "quality": "bench.report.quality:quality_tables",
     "perplexity": "bench.report.perplexity:perplexity_tables",
-    "conformance": "bench.report.conformance:conformance_tables",
+    "conformance": "bench.checks.conformance:conformance_tables",
     "kv-cache": "bench.report.kv_cache:kv_cache_tables",
-    "overhead": "bench.load.overhead:overhead_tables",
     "soak": "bench.load.soak:soak_tables",
+    "start": "bench.servers.start:start_tables",
     "sweep": "bench.report.sweep:sweep_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""

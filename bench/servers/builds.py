@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from bench.errors import BenchError
+from server import setup_llama
 
 Flavour = Literal["cpu", "cuda"]
 
@@ -37,7 +38,6 @@ CMAKE_OPTIONS = (
 )
 CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
-NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 def llama_cpp_sources() -> Path:
@@ -64,15 +64,14 @@ def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: b
         if missing := [name for name in names if not (build / "bin" / name).is_file()]:
             print(f"building {', '.join(missing)} ({flavour}): some minutes, once", file=sys.stderr)
             _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *options, *_backend(flavour))
-            jobs = str(len(os.sched_getaffinity(0)))
+            jobs = str(setup_llama.processors())
             _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
     return build / "bin"
 
 
 def this_machines_flavour() -> Flavour:
     """CUDA where both a card and its compiler are found, as `make setup` decides."""
-    has_card = shutil.which("nvidia-smi") is not None and _card_architectures() != ""
-    return "cuda" if has_card and _nvcc() is not None else "cpu"
+    return "cuda" if setup_llama.cards() and setup_llama.nvcc() is not None else "cpu"
 
 
 def _backend(flavour: Flavour) -> list[str]:
@@ -81,21 +80,10 @@ def _backend(flavour: Flavour) -> list[str]:
     # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries
     return [
         "-DGGML_CUDA=ON",
-        f"-DCMAKE_CUDA_COMPILER={_nvcc()}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={_card_architectures()}",
+        f"-DCMAKE_CUDA_COMPILER={setup_llama.nvcc()}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={setup_llama.cards()}",
         "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL",
     ]
-
-
-def _nvcc() -> str | None:
-    return shutil.which("nvcc") or (NVCC if Path(NVCC).is_file() else None)
-
-
-def _card_architectures() -> str:
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    found = {line.strip().replace(".", "") for line in done.stdout.splitlines() if "." in line}
-    return ";".join(sorted(found)) if done.returncode == 0 else ""
 
 
 def _patches(patched: bool) -> tuple[str, list[str]]:

@@ -4,23 +4,23 @@ The one place that knows the names on /metrics. A server without them is not ask
 two readings becomes rows of the store:
 
     workload "steps", cell "random, 8 concurrent, decode, 8 rows": steps, step_tokens, device and host time
-    workload "engine", cell "random, 8 concurrent": what belongs to no step
     workload "drafts", cell "random, 8 concurrent, mtp": by drafter
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import pandas as pd
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.errors import BenchError
 from bench.load.client import Client
 from bench.store import Run
+from bench.terminal import Cell, Table
 
-STEPS, ENGINE, DRAFTS = "steps", "engine", "drafts"
+STEPS, DRAFTS = "steps", "drafts"
+COUNTED = frozenset({STEPS, DRAFTS})
 """Workloads of the store that hold counters, not requests."""
-
-COUNTED = frozenset({STEPS, ENGINE, DRAFTS})
 
 STEP_COUNTERS = {"qwen_steps_total": "steps", "qwen_step_tokens_total": "step_tokens"}
 STEP_SECONDS = "qwen_step_seconds_total"
@@ -39,11 +39,15 @@ DRAFT_COUNTERS = {
     "qwen_drafts_failed_total": "drafts_failed",
     "qwen_drafts_unready_total": "drafts_unready",
 }
-ENGINE_COUNTERS = {
-    "qwen_sampler_changes_total": "sampler_changes",
-    "qwen_prefix_failed_copies_total": "prefix_failed_copies",
-}
 RESIDENT_MEMORY = "process_resident_memory_bytes"
+
+ROWS = r", \d+ rows$"
+"""Of a cell's name: how many rows its steps sampled, which the store tells apart and the table does not."""
+
+STEP_NOTES = (
+    "means of a step; device: in llama_decode and waiting for it; host: all else, while a GPU is idle",
+    "overlapped: host work that goes on while a GPU computes",
+)
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 Counters = Mapping[Key, float]
@@ -78,7 +82,6 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
     """(workload, cell, values) of the store's rows, of a stretch of work that ``cell`` names."""
     steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    engine: dict[str, float] = {}
     for (name, labelled), value in grown.items():
         labels = dict(labelled)
         if name in STEP_COUNTERS:
@@ -87,15 +90,11 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
             steps[_kind(labels)][PHASES.get(labels["phase"], "host_time")] += 1000 * value
         elif name in DRAFT_COUNTERS:
             drafts[labels["drafter"]][DRAFT_COUNTERS[name]] += value
-        elif name in ENGINE_COUNTERS:
-            engine[ENGINE_COUNTERS[name]] = value
     for kind, values in sorted(steps.items()):
         if values.get("steps"):
             yield STEPS, f"{cell}, {kind}", dict(values)
     for drafter, values in sorted(drafts.items()):
         yield DRAFTS, f"{cell}, {drafter}", dict(values)
-    if engine:
-        yield ENGINE, cell, engine
 
 
 def record_growth(
@@ -109,3 +108,45 @@ def record_growth(
 
 def _kind(labels: Mapping[str, str]) -> str:
     return f"{labels['kind']}, {labels['rows']} rows"
+
+
+def counter_tables(frame: pd.DataFrame) -> list[Table]:
+    """A table of steps and one of drafts; those that have rows."""
+    rows = frame[frame["workload"].isin(COUNTED)]
+    rows = rows.assign(cell=rows["cell"].str.replace(ROWS, "", regex=True))
+    made: list[Table] = []
+    for workload, line_of, title, notes in (
+        (STEPS, _step_line, "Steps of our server", STEP_NOTES),
+        (DRAFTS, _draft_line, "Speculation of our server", ()),
+    ):
+        lines: list[dict[str, Cell]] = []
+        groups = rows[rows["workload"] == workload].groupby(["subject", "cell"], sort=False)
+        for (subject, cell), group in groups:
+            sums = group.groupby("metric")["value"].sum()
+            lines.append({"server, load": f"{subject}: {cell}", **line_of(sums)})
+        made += [Table.of(lines, title=title, notes=notes)] if lines else []
+    return made
+
+
+def _step_line(sums: "pd.Series[float]") -> dict[str, Cell]:
+    steps = float(sums["steps"])
+    parts = {"device ms": "device_time", "host ms": "host_time", "overlapped ms": "overlapped_time"}
+    return {
+        "steps": round(steps),
+        "tokens a step": float(sums["step_tokens"]) / steps,
+        **{title: float(sums.get(name, 0.0)) / steps for title, name in parts.items()},
+    }
+
+
+def _draft_line(sums: "pd.Series[float]") -> dict[str, Cell]:
+    drafts, drafted, accepted = (
+        float(sums.get(name, 0.0)) for name in ("verifications", "drafted_tokens", "accepted_tokens")
+    )
+    return {
+        "drafts": round(drafts),
+        "drafted": round(drafted),
+        "accepted": f"{accepted / drafted:.0%}" if drafted else None,
+        "accepted a draft": accepted / drafts if drafts else None,
+        "failed": round(sums.get("drafts_failed", 0.0)),
+        "unready": round(sums.get("drafts_unready", 0.0)),
+    }

@@ -5,8 +5,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -33,6 +33,7 @@ class StartError(BenchError):
     """The program did not come up: it ended, or did not answer in time. The message ends with its log."""
 
 
+@dataclass(kw_only=True)
 class ServerProcess:
     """One server in a process group of its own, so that its children go with it.
 
@@ -41,26 +42,16 @@ class ServerProcess:
     awaited, and never stopped.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        url: str,
-        *,
-        ready_path: str,
-        log: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        timeout: float = 300.0,
-    ) -> None:
-        self.name = name
-        self.command = list(command)
-        self.url = url
-        self.ready_path = ready_path
-        self.log = log
-        self.environment = dict(environment or {})
-        self.timeout = timeout
-        self.start_seconds = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+    name: str = field(kw_only=False)
+    command: list[str] = field(kw_only=False)
+    url: str = field(kw_only=False)
+    ready_path: str
+    log: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    timeout: float = 300.0
+    poll: float = POLL_SECONDS
+    start_seconds: float = 0.0
+    _process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         """Run the program and wait for it. Raises StartError; the program is stopped then."""
@@ -141,7 +132,7 @@ class ServerProcess:
                 if perf_counter() > until:
                     log = f"; its log ends:\n{self.tail()}" if self.command else ""
                     raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(self.poll)
 
 
 def free_port() -> int:

@@ -1,6 +1,5 @@
 """Several servers on one model and one workload, in turns: ratios against one of them, with intervals."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +11,17 @@ from cyclopts import Parameter
 from bench.analysis.statistics import DEFAULT_ROUNDS
 from bench.arguments import Natural, Positive, PromptOptions, StoreOptions
 from bench.errors import BenchError
+from bench.gates.gate import NANO_FOLDER
 from bench.load.cell import Cell, Supply
 from bench.load.generator import Target
-from bench.load.latency import Categories, Protocol, latency_cells, read_baseline
-from bench.load.protocol import ALL_CATEGORIES, OFFICIAL, WARM_UPS
-from bench.load.tasks import HELDOUT, task_cells
+from bench.load.latency import Categories, Protocol, latency_cells
+from bench.load.protocol import ALL_CATEGORIES, WARM_UPS
+from bench.load.tasks import task_cells
 from bench.load.throughput import Kind, LoadOptions
 from bench.report.views import show
 from bench.servers.builds import build_programs, this_machines_flavour
-from bench.servers.ceiling import PROGRAM as BATCHES
-from bench.servers.ceiling import record_ceiling, run_batches
 from bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
 from bench.servers.turns import Contender, Turns
-from bench.store import Run, load
 
 ALLOCATION = 256
 """Cells that llama.cpp allocates at a time."""
@@ -38,7 +35,7 @@ llama-server a slot's last prompt."""
 
 LEVELS = (1, 8, 64)
 SLOTS_AT_A_RATE = 32
-LONGEST_TASK = 2048
+LONGEST_TASK = 3072
 """Tokens of a held-out task, with room."""
 
 
@@ -66,9 +63,7 @@ class PeerOptions:
     start_timeout: float = 300.0
     """Seconds until a server must answer."""
     residency: Literal["auto", "all", "one"] = "auto"
-    """All servers at once, visited in turns, or one after another; auto: all if they fit in memory."""
-    ceiling: bool = True
-    """Measure llama.cpp without a server around it, too."""
+    """All servers at once, visited in turns, or one after another; auto: all, but for vLLM's sake."""
     timeout: float = 600.0
     """Seconds a request may take."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
@@ -92,12 +87,10 @@ class Work:
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
     """latency: streamed ones beside them, for TTFT and ITL."""
-    baseline: str = "none"
-    """latency: what speed-ups are against: official, none, short=MS,..., or a run of this command."""
-    tasks: Path = HELDOUT
-    """tasks: the folder of held-out tasks."""
+    nano: Path = NANO_FOLDER
+    """tasks: a model's folder with heldout/ and reference.json, for the prompts of the nano gates."""
     items: Positive = 20
-    """tasks: of each family."""
+    """tasks: of each gate, and of texts to go on with."""
     max_tokens: Positive = 256
     """tasks: of an answer."""
 
@@ -124,10 +117,10 @@ class Work:
         return {**made, **load.settings(self.workload, LEVELS)}
 
     def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
-        """One for each category and protocol, level or rate, or family of tasks."""
+        """One for each category and protocol, level or rate, or group of tasks."""
         if self.workload == "tasks":
             given = {"max_tokens": self.max_tokens, "rounds": self.rounds}
-            return task_cells(self.tasks, self.items, supply, **given)
+            return task_cells(self.nano, self.items, supply, **given)
         if self.workload != "latency":
             return load.cells(self.workload, supply, LEVELS, self.rounds)
         endpoint = load.endpoint or "/v1/completions"  # every server has this one
@@ -153,13 +146,11 @@ async def peers(
     found, reference = contestants(who)
     if prompts.tokenizer is None and who.gguf is not None:
         prompts = replace(prompts, tokenizer=str(who.gguf))
-    baseline = any_baseline(work.baseline)
     setup = make_setup(who, work.size(load), found)
-    resident = fits_at_once(who, setup, found)
+    resident = fit_at_once(who, found)
     settings = {
         **work.settings(load),
         **prompts.settings(),
-        "baseline": baseline,
         "reference": reference,
         "gguf": who.gguf.name if who.gguf is not None else None,
         "gguf_bytes": who.gguf.stat().st_size if who.gguf is not None else None,
@@ -179,7 +170,6 @@ async def peers(
             Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in found
         ]
         try:
-            await _ceiling(run, who, work, load, setup)
             await Turns(run, contenders, reference, work.rounds, resident, make_cells).hold()
         finally:
             show(run)
@@ -194,7 +184,7 @@ async def peers(
 peers.__doc__ = f"""Several servers in turns on one model and one workload, with ratios against one of them.
 
 Each server is started on a free port with the same slots, context and threads, and stopped in the end; its
-output is in the run's folder. llama-batched-bench gives the ceiling that the engine sets.
+output is in the run's folder.
 
     qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned
 
@@ -223,12 +213,9 @@ def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
 
 def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -> Setup:
     """The same resources for all. Builds llama.cpp's programs where they are needed and not given."""
-    needed = ["llama-server"] if any(peer.program == "llama-server" for peer in found) else []
-    if who.gguf is not None and who.ceiling:
-        needed += [BATCHES]
     binaries = who.binaries
-    if needed and binaries is None:
-        binaries = build_programs(needed, this_machines_flavour(), patched=False)
+    if binaries is None and any(peer.program == "llama-server" for peer in found):
+        binaries = build_programs(["llama-server"], this_machines_flavour(), patched=False)
     tokens, most = size
     slots = who.slots or most
     return Setup(
@@ -243,71 +230,10 @@ def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -
     )
 
 
-def any_baseline(text: str) -> dict[str, float]:
-    """Milliseconds by category: as latency's --baseline, or the reference's medians in a run of peers."""
-    if text in {"none", "official"} or "=" in text:
-        return read_baseline(text)
-    results = load([Path(text)])
-    references = {m.settings["reference"] for m in results.manifests.values() if "reference" in m.settings}
-    if len(references) != 1:
-        raise BenchError(f"--baseline {text}: want one run of peers, or short=MS,medium=MS,long=MS")
-    rows = results.of(metric="latency", workload=OFFICIAL, subject=references.pop())
-    return {str(cell): float(value) for cell, value in rows.groupby("cell")["value"].median().items()}
-
-
-def fits_at_once(who: PeerOptions, setup: Setup, found: Sequence[Peer]) -> bool:
-    """Whether all servers may run at once: as told, else when a generous estimate of them fits."""
+def fit_at_once(who: PeerOptions, found: Sequence[Peer]) -> bool:
+    """Whether all servers run at once: as told, else unless one of several is vLLM, which takes all of the
+    card."""
     if who.residency != "auto":
         return who.residency == "all"
     started = [peer for peer in found if peer.url is None]
-    if not started:
-        return True
-    if any(peer.program == "vllm" for peer in started):
-        return len(started) == 1  # it takes all of the card
-    size = setup.gguf.stat().st_size
-    cells = setup.context * 2**16 + setup.parallel * 2**27
-    need = len(started) * (1.2 * size + 2**30 + (cells / 16 if size < 2**28 else cells))
-    free = _free_memory()
-    if need > free:
-        told = f"{need / 2**30:.0f} GiB for all, {free / 2**30:.0f} free"
-        print(f"one server at a time: {told}", file=sys.stderr)
-    return need <= free
-
-
-def _free_memory() -> float:
-    """Bytes free on the first card, else on the host."""
-    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        return float(done.stdout.splitlines()[0]) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-async def _ceiling(run: Run, who: PeerOptions, work: Work, load: LoadOptions, setup: Setup) -> None:
-    if who.gguf is None or not who.ceiling or work.workload == "chat" or work.workload == "tasks":
-        return
-    if work.workload == "latency":
-        prompts = [one.prompt_tokens for one in work.categories]
-        outputs = [one.max_tokens for one in work.categories]
-        levels = [1]
-    else:
-        prompts, outputs = ([tokens] for tokens in load.lengths(work.workload))
-        levels = list(load.chosen_levels(LEVELS))
-    if not levels:
-        return
-    given: dict[str, Any] = {"threads": who.threads, "timeout": who.timeout}
-    try:
-        batches = await run_batches(
-            setup.binaries, who.gguf, prompts=prompts, outputs=outputs, sequences=levels, **given
-        )
-        if work.workload == "shared-prefix":
-            prefix = [load.prefix_tokens]
-            batches += await run_batches(
-                setup.binaries, who.gguf, prompts=prefix, outputs=outputs, sequences=[1], **given
-            )
-    except BenchError as error:
-        run.note(f"no ceiling: {error}")
-    else:
-        record_ceiling(run, batches)
+    return len(started) < 2 or all(peer.program != "vllm" for peer in started)

@@ -16,16 +16,16 @@ from typing import Literal, get_args
 from bench.errors import BenchError
 from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port, search_path
 
-Program = Literal["server", "llama-server", "llama_cpp.server", "vllm", "url"]
+Program = Literal["server", "llama-server", "vllm", "url"]
 PROGRAMS = tuple(program for program in get_args(Program) if program != "url")
 READY = {
     "server": "/ping",
     "llama-server": "/health",
-    "llama_cpp.server": "/v1/models",
     "vllm": "/health",
     "url": "/v1/models",
 }
-NAMED = re.compile(r"(?P<name>[\w.+-]+)=(?P<rest>.+)", re.DOTALL)
+NAMED = re.compile(r"(?P<name>(?!https?:)(?:(?! -)[^=:])+)=(?P<rest>.+)", re.DOTALL)
+"""A name may have spaces; an equals sign behind a flag's hyphen belongs to the flag."""
 DRAFTS = re.compile(r"(mtp|dflash)-([1-9]\d?)")
 
 NO_HOST_CACHES = ("--cache-ram", "0", "--ctx-checkpoints", "0")
@@ -36,7 +36,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "backend-sampling": ("--backend-sampling",),
     "tuned": (*NO_HOST_CACHES, "--backend-sampling", "--ubatch-size", "2048", "--batch-size", "8192"),
     "ngram-mod": ("--spec-default",),
-    "ngram-simple": ("--spec-type", "ngram-simple"),
 }
 
 SYNTAX = """\
@@ -44,7 +43,6 @@ A peer is ``[NAME=]WHAT [FLAGS]``, where WHAT is one of
 
 * ``server``: this repository's server (python -m server)
 * ``llama-server``: llama.cpp's own; ``llama-server:PART+PART`` sets it up, see below
-* ``llama_cpp.server``: the server inside llama-cpp-python
 * ``vllm[:MODEL]``: vLLM, where it is installed, on a hub id or a folder (else the GGUF)
 * ``http://host:port``: one that runs already, such as SGLang
 
@@ -60,8 +58,7 @@ llama-server's parts, joined with ``+``:
 * ``backend-sampling``: samples on the device
 * ``mtp-N``: drafts N tokens with the model's multi-token-prediction head
 * ``dflash-N``: drafts N tokens with a block drafter, which --spec-draft-model names
-* ``ngram-mod``: --spec-default: n-gram drafts of 48 to 64 tokens, shared by all requests
-* ``ngram-simple``: n-gram drafts from the request's own text"""
+* ``ngram-mod``: --spec-default: n-gram drafts of 48 to 64 tokens, shared by all requests"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +98,15 @@ class Setup:
 
 def parse_peer(text: str) -> Peer:
     """Read one --peer (`SYNTAX`). Raises BenchError that names what is wrong."""
+    named = NAMED.fullmatch(text)
+    rest = named["rest"] if named else text
     try:
-        words = shlex.split(text)
+        words = shlex.split(rest)
     except ValueError as error:
         raise BenchError(f"--peer {text}: {error}") from error
     if not words:
         raise BenchError("--peer: empty; want [NAME=]WHAT [FLAGS]")
-    named = NAMED.fullmatch(words[0])
-    what, flags = (named["rest"] if named else words[0]), tuple(words[1:])
+    what, flags = words[0], tuple(words[1:])
     if what.startswith(("http://", "https://")):
         if flags:
             raise BenchError(f"--peer {text}: a running server takes no flags")
@@ -123,7 +121,7 @@ def parse_peer(text: str) -> Peer:
         raise BenchError(f"--peer {text}: want a URL or one of {', '.join(PROGRAMS)}, not {program!r}")
     if preset:
         raise BenchError(f"--peer {text}: only llama-server has presets; give {program} its flags")
-    return Peer(name, "server" if program == "server" else "llama_cpp.server", flags)
+    return Peer(name, "server", flags)
 
 
 def preset_flags(preset: str) -> tuple[str, ...]:
@@ -156,7 +154,7 @@ def process_of(peer: Peer, setup: Setup) -> ServerProcess:
         f"http://127.0.0.1:{port}",
         ready_path=READY[peer.program],
         log=setup.logs / f"{log}.log",
-        environment=environment.get(peer.program, {}),
+        environment=dict(environment.get(peer.program, {})),
         timeout=setup.start_timeout,
     )
 
@@ -165,31 +163,24 @@ def resources(peer: Peer, setup: Setup) -> dict[str, int]:
     """What the peer is given, for the record; nothing is known of a server that runs already."""
     if peer.url is not None:
         return {}
-    slots = 1 if peer.program == "llama_cpp.server" else setup.parallel
-    return {"slots": slots, "context": slots * setup.context_each}
+    return {"slots": setup.parallel, "context": setup.parallel * setup.context_each}
 
 
 def _command(peer: Peer, setup: Setup) -> list[str]:
     """The program with its model and resources."""
-    model, threads = ["--model", str(setup.gguf)], str(setup.threads)
+    model = ["--model", str(setup.gguf)]
     slots = ["--parallel", str(setup.parallel), "--ctx-size", str(setup.context)]
-    slots += ["--threads", threads] if setup.threads else []
+    slots += ["--threads", str(setup.threads)] if setup.threads else []
     if peer.program == "server":
         return [setup.python, "-m", "server", *model, *slots]
     if peer.program == "llama-server":
         # without --fit off it rehearses the load to choose what is already chosen here
         chosen = ["--gpu-layers", "all", "--fit", "off", "--no-ui"]
         return [str(setup.binaries / "llama-server"), *model, *slots, *chosen]
-    each = str(setup.context_each)
-    if peer.program == "llama_cpp.server":
-        # one request at a time: its context belongs to one sequence; else one that waits breaks off the other
-        alone = ["--n_ctx", each, "--n_gpu_layers", "-1", "--interrupt_requests", "false"]
-        alone += ["--n_threads", threads, "--n_threads_batch", threads] if setup.threads else []
-        return [setup.python, "-m", "llama_cpp.server", *model, *alone]
     # vLLM's key-value cache is a share of the card, not a number of tokens: the same holds for each request
     beside = Path(setup.python).parent / "vllm"
     program = str(beside) if beside.is_file() else shutil.which("vllm")
     if program is None:
         raise BenchError(f"--peer {peer.name}: vllm is not installed; start it elsewhere and give its URL")
-    sizes = ["--max-num-seqs", str(setup.parallel), "--max-model-len", each]
+    sizes = ["--max-num-seqs", str(setup.parallel), "--max-model-len", str(setup.context_each)]
     return [program, "serve", peer.model or str(setup.gguf), *sizes]

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 from bench.arguments import comma_separated
 from bench.errors import BenchError
 from bench.submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
 from bench.submission.service import Service
-from bench.terminal import Table
+from bench.terminal import Bar, Table
+from convert.progress import BYTES
 
 SETTINGS = {"SUBMIT_URL": "the service's address", "SUBMIT_KEY": "your key", "SUBMIT_TEAM": "your team's id"}
 """Environment variables."""
@@ -75,9 +73,7 @@ def submit(
     if missing := [f"{name} ({what})" for name, what in SETTINGS.items() if not os.environ.get(name)]:
         raise BenchError(f"set {', '.join(missing)} in the environment")
     service = Service(*(os.environ[name] for name in SETTINGS))
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(image.name, total=image.stat().st_size)
-        state = service.hand_in(image, name or image.name, lambda sent: bar.advance(task, sent))
+    with Bar(image.name, total=image.stat().st_size, unit=BYTES) as bar:
+        state = service.hand_in(image, name or image.name, bar.advance)
     print(f"{image.name}: {state}")
     return 0

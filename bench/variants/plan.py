@@ -21,9 +21,9 @@ from bench.gates.gate import NANO_FOLDER
 from bench.gates.options import Data, GateOptions, Limit
 from bench.load.latency import Categories, Protocol, protocols_of
 from bench.load.protocol import ALL_CATEGORIES
-from bench.variants.variant import Variant
 from convert.prune_vocab import label
 from convert.recipes import Recipe, known_recipes, load_recipe
+from server.variant import Variant
 
 FORMAT = 2  # raise it when the same settings come to mean another measurement
 ENDPOINT, STREAM_ENDPOINT = "/invocations", "/v1/completions"
@@ -138,7 +138,7 @@ class Plan:
 
     def server_settings(self, variant: Variant) -> dict[str, Any]:
         """What the variant's server is told."""
-        return {**({"threads": self.threads} if self.threads else {}), **variant.server}
+        return {**({"threads": self.threads} if self.threads else {}), **variant.settings}
 
     def timing(self) -> dict[str, Any]:
         """What decides the latencies beside the variants; the number of rounds does not."""

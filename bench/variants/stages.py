@@ -20,7 +20,7 @@ from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
 from bench.store import Run
 from bench.terminal import Bar
 from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
-from bench.variants.variant import Variant
+from server.variant import Variant
 
 GATES = "gates"
 
@@ -83,7 +83,7 @@ class Stages:
 
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
-        supply = Supply(client, vocabulary_of(plan.gguf(variant)), None, PromptOptions(seed=plan.seed))
+        supply = Supply(vocabulary_of(plan.gguf(variant)), PromptOptions(seed=plan.seed))
         cells = latency_cells(
             plan.categories,
             plan.protocol,

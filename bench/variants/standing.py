@@ -86,7 +86,8 @@ def pareto_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
 
 
 def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | None, list[str]]:
-    """The fastest variant that passes every gate, or None; and what to know about the choice."""
+    """The fastest variant that passes every gate (the smallest, where none was timed), or None; and what to
+    know about the choice."""
     ranked = sorted((s for s in standings if s.speed is not None), key=lambda s: -_speed(s))
     broken = [
         f"{s.name} could not be measured: {s.error.splitlines()[0].removesuffix(':')}"
@@ -94,10 +95,8 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
         if s.error is not None
     ]
     if not ranked:
-        asked = [s for s in standings if s.verdict is not None]
-        first = "No speed was measured" if asked else "No variant could be measured"
-        failed = [_failed(s) for s in asked if s.verdict == "fail"]
-        return None, [f"{first}: there is nothing to recommend.", *failed, *_losses(asked, None), *broken]
+        smallest, said = _advise_by_size(rows, [s for s in standings if s.verdict is not None])
+        return smallest, said + broken
     judged = [s for s in ranked if s.verdict is not None]
     if not judged:
         first = f"No gate with a threshold was asked: none is recommended. The fastest is {ranked[0].name}."
@@ -108,24 +107,34 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
     advice: list[str] = []
     best = passing[0] if passing else None
     if best is not None:
-        advice.append(_ship(best, len(passing)))
+        advice.append(_ship(best, len(passing), "fastest", f"speed {best.speed}"))
         advice += filter(None, (_alike(rows, best, other) for other in passing[1:]))
         open_ = [s for s in open_ if _speed(s) > _speed(best)]
-    elif open_:
-        advice.append(
-            "No variant is known to pass every gate: at this sample size the best are undecided. "
-            "Ask more items (--limit)."
-        )
     else:
-        nearest = max(judged, key=lambda s: s.quality if s.quality is not None else -100.0)
-        advice.append(
-            f"No variant passes every gate. {nearest.name} comes nearest: it lacks "
-            f"{-(nearest.quality or 0.0):.1f} points at {nearest.tightest}."
-        )
-    advice += [_undecided(s, faster=best is not None) for s in open_]
+        advice.append(_none_passes(judged))
+    advice += [_undecided(s, "is faster" if best is not None else "has speed", str(s.speed)) for s in open_]
     advice += [_failed(s) for s in judged if s.verdict == "fail"]
-    advice += _losses(judged, best)
+    advice += _losses(judged, best, "fastest")
     return (best.name if best is not None else None), advice + broken
+
+
+def _advise_by_size(rows: pd.DataFrame, judged: Sequence[Standing]) -> tuple[str | None, list[str]]:
+    """As `advise`, of variants that were asked and not timed."""
+    if not judged:
+        return None, ["No variant could be measured: there is nothing to recommend."]
+    of_size = rows[rows["metric"] == "size"]
+    sizes = dict(zip(of_size["subject"], of_size["value"], strict=True))
+    ordered = sorted(judged, key=lambda s: sizes.get(s.name, float("inf")))
+    passing = [s for s in ordered if s.verdict == "pass"]
+    best = passing[0] if passing else None
+    told = {s.name: f"{sizes[s.name]:.3g} MB" if s.name in sizes else "of unknown size" for s in ordered}
+    first = _none_passes(ordered) if best is None else _ship(best, len(passing), "smallest", told[best.name])
+    smaller = ordered[: ordered.index(best)] if best is not None else ordered
+    lead = "is smaller" if best is not None else "has a size"
+    advice = [first, *(_undecided(s, lead, told[s.name]) for s in smaller if s.verdict == "undecided")]
+    advice += [_failed(s) for s in ordered if s.verdict == "fail"]
+    advice += [*_losses(ordered, best, "smallest"), "No speed was measured."]
+    return (best.name if best is not None else None), advice
 
 
 def margin(gates: Iterable[GateScore]) -> tuple[float | None, str | None]:
@@ -181,13 +190,27 @@ def _speed(standing: Standing) -> float:
     return standing.speed.value if standing.speed is not None else 0.0
 
 
-def _ship(best: Standing, passing: int) -> str:
+def _none_passes(judged: Sequence[Standing]) -> str:
+    if any(s.verdict == "undecided" for s in judged):
+        return (
+            "No variant is known to pass every gate: at this sample size the best are undecided. "
+            "Ask more items (--limit)."
+        )
+    nearest = max(judged, key=lambda s: s.quality if s.quality is not None else -100.0)
+    return (
+        f"No variant passes every gate. {nearest.name} comes nearest: it lacks "
+        f"{-(nearest.quality or 0.0):.1f} points at {nearest.tightest}."
+    )
+
+
+def _ship(best: Standing, passing: int, first: str, figure: str) -> str:
+    """``first``: what it is of those that pass, as ``figure`` shows."""
     tightest = next(gate for gate in best.gates if gate.gate == best.tightest)
     sampled = tightest.low is not None and tightest.items < tightest.items_in_all
     low = f" (95% interval from {100 * (tightest.low or 0.0):.1f}%)" if sampled else ""
-    among = "the only one that passes" if passing == 1 else f"the fastest of the {passing} that pass"
+    among = "the only one that passes" if passing == 1 else f"the {first} of the {passing} that pass"
     return (
-        f"Ship {best.name}: {among} every gate, speed {best.speed}. Its margin is "
+        f"Ship {best.name}: {among} every gate, {figure}. Its margin is "
         f"{best.quality:+.1f} points at the tightest gate, {best.tightest}: {100 * tightest.score:.1f}%{low} "
         f"against {100 * (tightest.threshold or 0.0):.1f}%."
     )
@@ -208,8 +231,9 @@ def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
     return f"{other.name}{too} {why} its speed from {best.name}'s ({times} of it){quality}."
 
 
-def _losses(judged: Sequence[Standing], best: Standing | None) -> list[str]:
-    """Which variants lose more than chance explains against full precision, fastest first."""
+def _losses(judged: Sequence[Standing], best: Standing | None, first: str) -> list[str]:
+    """Which variants lose more than chance explains against full precision, in the order given; what its
+    ``first`` one is among them."""
     compared = [(standing, standing.paired) for standing in judged]
     worse = [f"{standing.name} ({paired})" for standing, paired in compared if paired and paired.worse]
     alike = [standing for standing, paired in compared if paired and not paired.worse]
@@ -218,11 +242,11 @@ def _losses(judged: Sequence[Standing], best: Standing | None) -> list[str]:
         told = ", ".join(f"{standing.name} ({standing.paired})" for standing in alike)
         found.append(f"Not shown to be worse than full precision: {told}.")
         if best is not None and best not in alike:
-            found.append(f"Where no loss may show, ship {alike[0].name}: the fastest of these.")
+            found.append(f"Where no loss may show, ship {alike[0].name}: the {first} of these.")
     return found
 
 
-def _undecided(standing: Standing, *, faster: bool) -> str:
+def _undecided(standing: Standing, lead: str, figure: str) -> str:
     gates = [gate for gate in standing.gates if gate.verdict == "undecided"]
     parts = []
     for gate in gates:
@@ -237,8 +261,7 @@ def _undecided(standing: Standing, *, faster: bool) -> str:
             f"{gate.gate} ({100 * gate.score:.1f}%, 95% from {low:.1f} to {high:.1f}, threshold "
             f"{100 * (gate.threshold or 0.0):.1f}; {want})"
         )
-    lead = "is faster" if faster else "has speed"
-    return f"{standing.name} {lead} ({standing.speed}) but undecided at this sample size: {'; '.join(parts)}."
+    return f"{standing.name} {lead} ({figure}) but undecided at this sample size: {'; '.join(parts)}."
 
 
 def _failed(standing: Standing) -> str:

@@ -28,16 +28,10 @@ from bench.store import Manifest, Run, load, manifests
 from bench.variants.plan import Plan, kept_vocabulary
 from bench.variants.stages import GATES, Stages, round_stage, samples_of
 from bench.variants.standing import FIRST
-from bench.variants.variant import (
-    Setting,
-    Variant,
-    check_distinct,
-    check_settings,
-    of_quants,
-    read_setting,
-    read_variant,
-)
+from bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
 from bench.variants.weights import EVERY_POSITION, Weights, make_weights, say
+from server.settings import SettingsError, check_variant_settings
+from server.variant import Setting, Variant
 
 ENV_PREFIX = "QWEN_"
 
@@ -46,7 +40,7 @@ def sweep(
     *,
     plan: Plan,
     quants: Annotated[tuple[str, ...], comma_separated(str)] = (),
-    variants: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
+    variants: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
     set_: Annotated[tuple[tuple[str, Setting], ...], repeated(read_setting), Parameter(name="--set")] = (),
     baseline: str | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
@@ -67,8 +61,7 @@ def sweep(
     quants
         Levels of quant_recipes/ (or F16, BF16, F32), separated by commas.
     variants
-        Variant files: TOML with name, about, quant or recipe, and a table [server] of settings (see
-        bench/variants/examples).
+        Variants by name (variants/: balanced, exact, fast, reference, small), or TOML files of the same form.
     set_
         NAME=VALUE, a server setting for every variant that does not set it itself; may be repeated.
     baseline
@@ -161,7 +154,7 @@ class Sweep:
     def _take_down(self, run: Run, known: Mapping[Path, Manifest]) -> None:
         """What is known of every variant before anything is served."""
         for variant in self._variants:
-            about = variant.model_dump(mode="json", exclude={"name", "server"})
+            about = variant.model_dump(mode="json", exclude={"name", "settings"})
             error = self._errors.get(variant.name)
             run.describe(variant.name, **about, settings=self._plan.server_settings(variant), error=error)
         for variant in self._left():
@@ -297,13 +290,16 @@ def attempt(measure: Callable[[Variant], None], variant: Variant, folder: Path) 
 
 
 def choose_variants(
-    quants: Sequence[str], files: Sequence[Path], common: Mapping[str, Setting]
+    quants: Sequence[str], named: Sequence[str], common: Mapping[str, Setting]
 ) -> list[Variant]:
     """--quants, then --variants, under the settings of --set. Raises BenchError for what can not be."""
-    check_settings(common, Path(__file__), "--set")
-    variants = [*of_quants(quants), *(read_variant(path) for path in files)]
+    try:
+        check_variant_settings(common, "--set")
+    except SettingsError as error:
+        raise BenchError(str(error)) from error
+    variants = [*of_quants(quants), *(read_variant(name) for name in named)]
     if not variants:
-        raise BenchError("nothing to measure: want --quants Q8_0,Q4_K_M,... or --variants FILE...")
+        raise BenchError("nothing to measure: want --quants Q8_0,Q4_K_M,... or --variants NAME...")
     variants = [variant.with_settings(common) for variant in variants]
     check_distinct(variants)
     return variants

@@ -14,8 +14,8 @@ from bench.errors import BenchError
 from bench.report.perplexity import positions
 from bench.servers.launch import PYTHON_PATH
 from bench.variants.plan import Plan
-from bench.variants.variant import Variant
 from convert.chunks import CHUNK_SIZE
+from server.variant import Variant
 
 LAST_LINES = 6
 EVERY_POSITION = positions(0, CHUNK_SIZE - 1, CHUNK_SIZE)

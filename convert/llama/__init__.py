@@ -8,7 +8,7 @@ from .bindings import LLAMA_VERSION, Floats, LlamaError
 from .context import Batch, Context, ContextKind
 from .model import Model, Runtime
 from .probe import Observer, Routing
-from .quantize import quantize_file
+from .quantize import quantize_file, quantized_types
 from .weights import Bytes, Weights, dequantize_rows, quantize_rows, requires_imatrix
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "dequantize_rows",
     "quantize_file",
     "quantize_rows",
+    "quantized_types",
     "requires_imatrix",
 ]

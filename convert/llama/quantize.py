@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from llama_cpp import llama_cpp as api
 
 from .bindings import FLOATS, failure, log_to
@@ -47,17 +49,9 @@ def quantize_file(
             counts, _, rest = line[1:].partition("]")
             on_tensor(int(counts.partition("/")[2]), rest.split()[0])
 
-    params = api.llama_model_quantize_default_params()
-    params.nthread, params.ftype = threads, file_type
     columns = {name: np.ascontiguousarray(values, np.float32) for name, values in (imatrix or {}).items()}
-    if overrides:
-        params.tt_overrides = (api.llama_model_tensor_override * (len(overrides) + 1))(
-            *((pattern.encode(), kind) for pattern, kind in overrides), (None, api.GGML_TYPE_COUNT)
-        )
-    if columns:
-        params.imatrix = (api.llama_model_imatrix_data * (len(columns) + 1))(
-            *((name.encode(), values.ctypes.data_as(FLOATS), values.size) for name, values in columns.items())
-        )
+    params = _params(file_type, overrides, columns)
+    params.nthread = threads
     if metadata:
         params.kv_overrides = (api.llama_model_kv_override * (len(metadata) + 1))(
             *(_kv_override(key, value) for key, value in metadata.items())
@@ -66,6 +60,52 @@ def quantize_file(
         code = api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code != 0:
         raise failure(f"llama.cpp cannot quantize {source} to {target}")
+
+
+_PLANNED = re.compile(
+    r"\[ *\d+/ *(\d+)\] (\S+) .*type = +(\w+), size = [^\n]*?MiB(?: -> .*MiB \((\w+)\))?$", re.MULTILINE
+)
+"""What a dry run prints of a tensor: how many there are, name, type, and the new type if it is another."""
+
+
+def quantized_types(
+    source: Path, *, file_type: int, overrides: Sequence[tuple[str, int]] = ()
+) -> dict[str, GGMLQuantizationType]:
+    """The type of each tensor in what `quantize_file` would make of `source` with an importance matrix.
+
+    No weights are read: `source` may be a header in front of nothing (a sparse file).
+
+    Raises:
+        LlamaError: llama.cpp gave up, or its log is another than this reads.
+    """
+    lines: list[str] = []
+    # with any importance matrix llama.cpp takes other types for some tensors than without
+    columns = {"any": np.ones(1, np.float32)}
+    params = _params(file_type, overrides, columns)
+    params.dry_run = True
+    with log_to(lines.append):
+        code = api.llama_model_quantize(os.fsencode(source), os.fsencode(os.devnull), ctypes.byref(params))
+    if code != 0:
+        raise failure(f"llama.cpp cannot quantize {source}")
+    found = list(_PLANNED.finditer("".join(lines)))
+    if not found or len(found) != int(found[0][1]):
+        raise failure(f"{source}: llama.cpp's dry run told the types of {len(found)} tensors")
+    return {one[2]: GGMLQuantizationType[(one[4] or one[3]).upper()] for one in found}
+
+
+def _params(file_type: int, overrides: Sequence[tuple[str, int]], columns: Mapping[str, Floats]) -> Any:
+    """`llama_model_quantize_params`; `columns` must outlive it."""
+    params = api.llama_model_quantize_default_params()
+    params.ftype = file_type
+    if overrides:
+        params.tt_overrides = (api.llama_model_tensor_override * (len(overrides) + 1))(
+            *((pattern.encode(), kind) for pattern, kind in overrides), (None, api.GGML_TYPE_COUNT)
+        )
+    if columns:
+        params.imatrix = (api.llama_model_imatrix_data * (len(columns) + 1))(
+            *((name.encode(), values.ctypes.data_as(FLOATS), values.size) for name, values in columns.items())
+        )
+    return params
 
 
 def _kv_override(key: str, value: str | int) -> Any:

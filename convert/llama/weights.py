@@ -96,15 +96,18 @@ def quantize_rows(
     values = np.ascontiguousarray(values, np.float32)
     if kind == GGMLQuantizationType.F32:
         return values.view(np.uint8)
-    if not _traits(kind).is_quantized:
-        _traits(kind).from_float_ref(values.ctypes.data_as(FLOATS), out.ctypes.data, values.size)
-        return out
-    _quantize_init(int(kind))
+    traits = _traits(kind)
+    if traits.is_quantized:
+        _quantize_init(int(kind))
     step = max(1, ROW_ELEMENTS // width)
 
     def work(at: tuple[int, int]) -> None:
         matrix, first = at
         source = values[matrix, first : first + step]
+        if not traits.is_quantized:
+            target = out[matrix, first : first + step]
+            traits.from_float_ref(source.ctypes.data_as(FLOATS), target.ctypes.data, source.size)
+            return
         weights = np.ascontiguousarray(columns[matrix], np.float32) if columns is not None else None
         _quantize_chunk(
             int(kind),
@@ -122,14 +125,23 @@ def quantize_rows(
     return out
 
 
-def dequantize_rows(data: Bytes, kind: GGMLQuantizationType) -> Floats:
+def dequantize_rows(data: Bytes, kind: GGMLQuantizationType, threads: int = 1) -> Floats:
     """[..., width] the values that `data` [..., bytes of a row] of type `kind` stands for."""
     block, n_bytes = GGML_QUANT_SIZES[kind]
     if kind == GGMLQuantizationType.F32:
         return data.view(np.float32)
     data = np.ascontiguousarray(data)
-    out = np.empty((*data.shape[:-1], data.shape[-1] // int(n_bytes) * int(block)), np.float32)
-    _traits(kind).to_float(data.ctypes.data, out.ctypes.data_as(FLOATS), out.size)
+    width, traits = data.shape[-1] // int(n_bytes) * int(block), _traits(kind)
+    out = np.empty((*data.shape[:-1], width), np.float32)
+    source, target = data.reshape(-1, data.shape[-1]), out.reshape(-1, width)
+    step = max(1, ROW_ELEMENTS // width)
+
+    def work(first: int) -> None:
+        rows = target[first : first + step]
+        traits.to_float(source[first:].ctypes.data, rows.ctypes.data_as(FLOATS), rows.size)
+
+    with held(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(0, len(source), step)))
     return out
 
 
@@ -195,12 +207,13 @@ class Weights:
         tensor = self._tensors[name][0]
         kind = GGMLQuantizationType(tensor.type)
         data = self._originals[name] if name in self._originals else self._read(tensor)
-        return dequantize_rows(data.reshape(tensor.ne[2], tensor.ne[1], -1), kind)
+        return dequantize_rows(data.reshape(tensor.ne[2], tensor.ne[1], -1), kind, self._threads)
 
     def set(self, name: str, values: Floats) -> None:
         """Puts `values` [matrices, rows, width] in the model's own type in place of what stands there."""
         tensors = self._tensors[name]
-        self._originals.setdefault(name, self._read(tensors[0]))
+        if name not in self._originals:
+            self._originals[name] = self._read(tensors[0])
         self._put(tensors, quantize_rows(values, GGMLQuantizationType(tensors[0].type), None, self._threads))
 
     def restore(self, name: str) -> None:

@@ -112,7 +112,8 @@ class Meter:
         whole = float(np.einsum("mij,mj->", np.square(values), weights, dtype=np.float64))
         found = {}
         for kind in kinds:
-            off = dequantize_rows(quantize_rows(values, kind, columns, self._threads), kind) - values
+            rounded = quantize_rows(values, kind, columns, self._threads)
+            off = dequantize_rows(rounded, kind, self._threads) - values
             error = float(np.einsum("mij,mj->", np.square(off), weights, dtype=np.float64))
             found[kind] = error / whole if whole else 0.0
         return found
@@ -145,7 +146,7 @@ class Meter:
             columns = self._columns(name, values.shape)[1]
             data = quantize_rows(values, kind, columns, self._threads)
             self._quantized[name] = kind, data
-        return dequantize_rows(data, kind)
+        return dequantize_rows(data, kind, self._threads)
 
     def _columns(self, name: str, shape: tuple[int, ...]) -> tuple[Floats, Floats | None]:
         """[matrices, width] sums of squared inputs, to weigh errors by, and their means, as quantizers do."""

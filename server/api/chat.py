@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import Frame, ending, event, merge
+from server.api.sse import ending, event, merge
 from server.api.structured import compiled
 from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
@@ -103,7 +103,6 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
-    """The whole response object."""
     messages = await asyncio.gather(*map(message_of, replies))
     choices = [
         {
@@ -119,7 +118,6 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
-    """The whole reply as a message."""
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}
@@ -147,7 +145,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    plain = not served.continuous_usage
     started: set[int] = set()
     logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
@@ -163,10 +160,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return {**served.envelope(CHUNK, [choice]), **served.usage_of_chunk()}
 
-    @cache
-    def frame(index: int, field: str) -> Frame:
-        return Frame(lambda text: chunk(index, {field: text}))
-
     left = len(replies)
     async for index, part in merge([aiter(reply) for reply in replies]):
         told = logprobs[index].new()
@@ -175,9 +168,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             last = chunk(index, {}, served.check(replies[index].finish_reason), told)
             if left:
                 yield event(last)
-        elif plain and index in started and told is None and isinstance(part, Reasoning | Content):
-            [(field, text)] = delta_of(part).items()
-            yield frame(index, field).filled(text)
         else:
             yield event(chunk(index, delta_of(part), told=told))
     total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []

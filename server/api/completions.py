@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import Frame, ending, event, merge
+from server.api.sse import ending, event, merge
 from server.api.structured import compiled
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice in the making."""
-
     generation: TextGeneration
     echo: str
     """What its text begins with."""
@@ -89,7 +87,6 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The whole response object."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
     choices = [
         {
@@ -121,14 +118,10 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
             **served.usage_of_chunk(),
         }
 
-    @cache
-    def frame(index: int) -> Frame:
-        return Frame(partial(chunk, index))
-
     scored = answers[0].logprobs.asked
     for index, answer in enumerate(answers):
         if answer.echo and not scored:
-            yield frame(index).filled(answer.echo)
+            yield event(chunk(index, answer.echo))
     left = len(answers)
     echoed: set[int] = set()
     async for index, text in merge([aiter(generation) for generation in served.generations]):
@@ -137,10 +130,7 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
             echoed.add(index)
             yield event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
         if text is not None:
-            if scored or served.continuous_usage:
-                yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
-            else:
-                yield frame(index).filled(text)
+            yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
             continue
         left -= 1
         reason = served.check(answer.generation.finish_reason)

@@ -105,7 +105,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
         return self._active is not None and not self._active.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:

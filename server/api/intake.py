@@ -51,8 +51,6 @@ class Intake:
 
 
 class Visit:
-    """One request's body."""
-
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
         self._size = 0
@@ -78,7 +76,6 @@ class Visit:
         return self._size >= LARGE
 
     async def turn(self) -> None:
-        """Waits for it."""
         await self._intake._large.acquire()
         self._alone = True
 

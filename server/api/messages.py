@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
@@ -11,19 +11,19 @@ from sse_starlette import ServerSentEvent
 
 from server.api.chat import begin, prompt_of
 from server.api.request import prepared
-from server.api.sse import Dialect, Frame, typed_event
+from server.api.sse import Dialect, typed_event
 from server.api.tokens import bounded
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from fastapi import Request, Response
 
     from server.api.messages_protocol import CountTokensRequest, MessagesRequest
     from server.api.service import Service
     from server.api.serving import ServedRequest
-    from server.chat import Reply
+    from server.chat import Part, Reply
 
 DIALECT = Dialect(
     failure=lambda error: typed_event(error.anthropic_body()),
@@ -31,6 +31,7 @@ DIALECT = Dialect(
 )
 
 Block = dict[str, Any]
+Event = dict[str, Any]
 
 
 async def messages(http: Request, service: Service, request: MessagesRequest, size: int) -> Response:
@@ -52,87 +53,87 @@ async def count_tokens(http: Request, service: Service, request: CountTokensRequ
 
 
 async def collect(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """The whole message."""
-    content: list[Block] = []
-    json_texts: dict[int, str] = {}
+    message = Message(served)
     async for part in reply:
-        block = content[-1] if content else {}
-        match part:
-            case Reasoning(text):
-                if block.get("type") != "thinking":
-                    content.append(block := opened(served, part))
-                    block["signature"] = served.id
-                block["thinking"] += text
-            case Content(text):
-                if block.get("type") != "text":
-                    content.append(block := opened(served, part))
-                block["text"] += text
-            case ToolCall():
-                content.append(opened(served, part))
-                json_texts[len(content) - 1] = ""
-            case Arguments(_, text):
-                json_texts[len(content) - 1] += text
-    for index, text in json_texts.items():
-        # the last call may be cut off by the limit: the part that is there, as Anthropic's clients read it
-        content[index]["input"] = from_json(text, allow_partial="trailing-strings")
-    return {**envelope(served), "content": content, **ending(served, reply), "usage": usage(reply)}
+        for _ in message.add(part):
+            pass
+    for _ in message.close():
+        pass
+    return {
+        **envelope(served),
+        "content": message.content,
+        **ending(served, reply),
+        "usage": usage(reply),
+    }
 
 
 async def stream(served: ServedRequest, reply: Reply) -> AsyncGenerator[bytes, None]:
     """The message as events. It starts with its first token, once it is known how much was cached."""
-    index = -1
-    open_type = ""
+    message = Message(served)
+    begun = False
 
-    def started() -> bytes:
-        message = {**envelope(served), "content": [], "stop_reason": None, "stop_sequence": None}
-        start = {
-            "type": "message_start",
-            "message": {**message, "usage": {**usage(reply), "output_tokens": 0}},
-        }
-        return typed_event(start) + typed_event({"type": "ping"})
-
-    def delta(index: int, kind: str, field: str, text: str) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: text}}
-
-    @cache
-    def frame(index: int, kind: str, field: str) -> Frame:
-        return Frame(partial(delta, index, kind, field), typed_event)
-
-    def closed() -> bytes:
-        """The end of the open block; a signature completes a thinking block."""
-        if index < 0:
-            return b""
-        stop = typed_event({"type": "content_block_stop", "index": index})
-        if open_type == "thinking":
-            return typed_event(delta(index, "signature_delta", "signature", served.id)) + stop
-        return stop
+    def start() -> list[Event]:
+        whole = {**envelope(served), "content": [], "stop_reason": None, "stop_sequence": None}
+        begin = {"type": "message_start", "message": {**whole, "usage": {**usage(reply), "output_tokens": 0}}}
+        return [] if begun else [begin, {"type": "ping"}]
 
     async for part in reply:
-        before = b"" if index >= 0 else started()
+        yield b"".join(map(typed_event, [*start(), *message.add(part)]))
+        begun = True
+    last = {"type": "message_delta", "delta": ending(served, reply), "usage": usage(reply)}
+    yield b"".join(map(typed_event, [*start(), *message.close(), last, {"type": "message_stop"}]))
+
+
+class Message:
+    """A message's content blocks as they grow. Each change comes as events, which must be read."""
+
+    def __init__(self, served: ServedRequest) -> None:
+        self._served = served
+        self.content: list[Block] = []
+        self._json = ""
+        """Of the open call, its arguments so far."""
+
+    def add(self, part: Part) -> Iterator[Event]:
         match part:
             case Reasoning(text):
-                block_type, delta_type, field = "thinking", "thinking_delta", "thinking"
+                kind, delta = "thinking", {"type": "thinking_delta", "thinking": text}
             case Content(text):
-                block_type, delta_type, field = "text", "text_delta", "text"
+                kind, delta = "text", {"type": "text_delta", "text": text}
             case Arguments(_, text):
-                block_type, delta_type, field = "tool_use", "input_json_delta", "partial_json"
+                kind, delta = "tool_use", {"type": "input_json_delta", "partial_json": text}
             case ToolCall():
-                block_type, text = "tool_use", ""
-        if block_type != open_type or isinstance(part, ToolCall):
-            before += closed()
-            index, open_type = index + 1, block_type
-            start = {"type": "content_block_start", "index": index, "content_block": opened(served, part)}
-            before += typed_event(start)
-        yield before + (frame(index, delta_type, field).filled(text) if text else b"")
-    last = {
-        "type": "message_delta",
-        "delta": ending(served, reply),
-        "usage": usage(reply),
-    }
-    yield (closed() if index >= 0 else started()) + typed_event(last) + typed_event({"type": "message_stop"})
+                kind, text = "tool_use", ""
+        if not self.content or self.content[-1]["type"] != kind or isinstance(part, ToolCall):
+            yield from self.close()
+            self.content.append(opened(part))
+            block = dict(self.content[-1])
+            yield {"type": "content_block_start", "index": len(self.content) - 1, "content_block": block}
+        if text:
+            if kind == "tool_use":
+                self._json += text
+            else:
+                self.content[-1][kind] += text
+            yield self._delta(delta)
+
+    def close(self) -> Iterator[Event]:
+        """Nothing more comes to the open block; a signature completes a thinking block."""
+        if not self.content:
+            return
+        block = self.content[-1]
+        if block["type"] == "thinking":
+            block["signature"] = self._served.id
+            yield self._delta({"type": "signature_delta", "signature": self._served.id})
+        elif block["type"] == "tool_use":
+            # the last call may be cut off by the limit: what is there, as Anthropic's clients read it
+            block["input"] = from_json(self._json, allow_partial="trailing-strings")
+            self._json = ""
+        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+    def _delta(self, delta: dict[str, str]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
 
 
-def opened(served: ServedRequest, part: Reasoning | Content | ToolCall | Arguments) -> Block:
+def opened(part: Part) -> Block:
     """A content block, as yet empty, for this part of a reply."""
     match part:
         case Reasoning():

@@ -35,8 +35,6 @@ def is_page(path: str) -> bool:
 
 
 class PageFiles(StaticFiles):
-    """Static files with the page's headers."""
-
     def file_response(
         self,
         full_path: str | os.PathLike[str],
@@ -50,8 +48,6 @@ class PageFiles(StaticFiles):
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page to the application."""
-
     @app.get("/", include_in_schema=False)
     @app.head("/", include_in_schema=False)
     async def page() -> FastAPIResponse:

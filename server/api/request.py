@@ -33,7 +33,7 @@ every stream would wait for. Below, the way to a thread and back costs as much a
 
 MOST_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
-all are made without letting go of the interpreter's lock, some 50 ns each."""
+all are made with the GIL held, some 50 ns each."""
 
 _COUNTING = threading.Lock()
 _uncollected = 0

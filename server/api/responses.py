@@ -48,7 +48,6 @@ class Answer:
         self._sent = 0
 
     async def collect(self) -> dict[str, Any]:
-        """The whole response."""
         async for part in self._reply:
             for _ in self._output.add(part):
                 pass
@@ -145,12 +144,10 @@ class Output:
 
     @property
     def reasoning(self) -> str:
-        """All of the reasoning."""
         items = [item for item in self.items if item["type"] == "reasoning"]
         return "".join(part["text"] for item in items for part in item["content"])
 
     def add(self, part: Part) -> Iterator[Event]:
-        """The next part of the reply."""
         match part:
             case Reasoning(text):
                 self._logprobs.skip(text)

@@ -29,7 +29,6 @@ from server.api.request import request_of
 from server.api.responses import respond
 from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
-from server.api.tokenizer_info import tokenizer_info
 from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ async def apply_template(http: Request) -> Response:
 @others.get("/tokenizer_info")
 async def about_tokenizer(http: Request) -> dict[str, Any]:
     """Special tokens and chat template."""
-    return tokenizer_info(service_of(http))
+    return tokens.tokenizer_info(service_of(http))
 
 
 STATUS: dict[int | str, dict[str, Any]] = {

@@ -36,7 +36,6 @@ class SamplingDefaults:
     thinking: SamplingParams
 
     def of(self, mode: Mode) -> SamplingParams:
-        """Those of one mode."""
         found: SamplingParams = getattr(self, mode)
         return found
 

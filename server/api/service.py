@@ -63,7 +63,6 @@ class Service:
         """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
 
     def start(self) -> None:
-        """Begins to load."""
         threading.Thread(target=self._run_load, name="load", daemon=True).start()
 
     def _run_load(self) -> None:

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template: the loaded model's own vocabulary, for clients that count.
+"""/tokenize, /detokenize, /apply-template, /tokenizer_info: the model's vocabulary, for clients that count.
 
 /tokenize is llama-server's where the body has `content`, vLLM's where it has `prompt` or `messages`.
 """
@@ -15,6 +15,7 @@ from server.api.errors import bad_request
 from server.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.api.request import prepared
 from server.api.service import service_of
+from server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,19 +56,10 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
     )
 
 
-def bounded(interrupt: Callable[[], None], field: str) -> Callable[[int], None]:
-    """To be told of tokens as they come. Raises ApiError 400 for more than `MOST_TOKENS`, what `interrupt`
-    raises, too."""
-    count = 0
-
-    def check(more: int) -> None:
-        nonlocal count
-        interrupt()
-        count += more
-        if count > MOST_TOKENS:
-            raise bad_request(f"{field}: more than {MOST_TOKENS:,} tokens; send it in parts", field)
-
-    return check
+def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
+    """ApiError 400 for more than `MOST_TOKENS`."""
+    message = f"{field}: more than {MOST_TOKENS:,} tokens; send it in parts"
+    return TokenBudget(MOST_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
 
 
 async def tokenize(
@@ -128,6 +120,24 @@ async def apply_template(http: Request, request: ChatRequest, size: int) -> Resp
         return JSONResponse({"prompt": b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")})
 
     return await prepared(http, answer, size)
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Special tokens by their texts, and the chat template, as vLLM has them: lm-eval asks."""
+    backend = service.backend
+    vocab, metadata = backend.engine.vocab, backend.engine.metadata
+
+    def text(token: str | int | None) -> str | None:
+        return None if token is None else vocab.spelling(int(token)).decode("utf-8", "replace")
+
+    return {
+        "tokenizer_class": metadata.get("tokenizer.ggml.model"),
+        "bos_token": text(vocab.bos_id),
+        "eos_token": text(vocab.eos_id),
+        "pad_token": text(metadata.get("tokenizer.ggml.padding_token_id")),
+        "model_max_length": backend.engine.context_size,
+        "chat_template": backend.prompter.template,
+    }
 
 
 def _begun(vocab: Vocab, ids: list[int]) -> list[int]:

@@ -37,7 +37,7 @@ _CANDIDATES = (
 )
 
 WINDOW = 2**18
-"""Characters that are looked at without letting go of the interpreter's lock: some milliseconds."""
+"""Characters that are searched in one go, with the GIL held: some milliseconds."""
 
 
 class AddedTokens:

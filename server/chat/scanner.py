@@ -28,13 +28,11 @@ class Scanner:
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
-        """More of the text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     @property
     def empty(self) -> bool:
-        """Whether all that has arrived was read."""
         return self._at == len(self._text)
 
     @contextmanager
@@ -127,7 +125,6 @@ class Trimmed:
         self._space: list[str] = []
 
     def add(self, text: str) -> None:
-        """More of the text."""
         stripped = text.rstrip()
         if stripped:
             self._emit("".join(self._space) + stripped)

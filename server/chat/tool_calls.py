@@ -122,7 +122,6 @@ class _Lines:
         self._held = ""
 
     def add(self, text: str) -> None:
-        """More of the value."""
         if text and not self._begun:
             self._begun = True
             text = text.removeprefix("\n")

@@ -45,7 +45,6 @@ class Chunk:
 
     @property
     def n_tokens(self) -> int:
-        """What it adds to the batch."""
         return self.count + len(self.draft)
 
     @property

@@ -1,4 +1,4 @@
-"""How many tokens a prompt may still have, while it is made."""
+"""How many tokens a text may still have, while it is tokenized."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ if TYPE_CHECKING:
 class TokenBudget:
     """Told of a prompt's ids as they come; the `check` that `Vocab.tokenize` takes.
 
-    Raises PromptTooLong once there are `limit` of them, so that no work is done for the rest, and whatever
-    `interrupt`, called each time, raises.
+    Raises PromptTooLong, or what `error` makes, once there are `limit` of them, so that no work is done for
+    the rest, and whatever `interrupt`, called each time, raises.
     """
 
-    def __init__(self, limit: int, interrupt: Callable[[], None]) -> None:
-        self._limit = limit
-        self._interrupt = interrupt
+    def __init__(
+        self,
+        limit: int,
+        interrupt: Callable[[], None],
+        error: Callable[[int, int], Exception] = PromptTooLong,
+    ) -> None:
+        """`error` is told how many there are, and the limit."""
+        self._limit, self._interrupt, self._error = limit, interrupt, error
         self.used = 0
 
     def __call__(self, count: int) -> None:
-        """So many more."""
         self._interrupt()
         self.used += count
         if self.used >= self._limit:
-            raise PromptTooLong(self.used, self._limit, at_least=True)
+            raise self._error(self.used, self._limit)

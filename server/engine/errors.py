@@ -22,12 +22,12 @@ class InvalidPrompt(EngineError):
 class PromptTooLong(EngineError):
     """The prompt leaves no room for even one generated token."""
 
-    def __init__(self, prompt_tokens: int, context_size: int, *, at_least: bool = False) -> None:
-        """`at_least`: counting ended there."""
+    def __init__(self, prompt_tokens: int, context_size: int, *, exactly: bool = False) -> None:
+        """Not `exactly`: counting ended there."""
+        count = f"{prompt_tokens}" if exactly else f"at least {prompt_tokens}"
         super().__init__(
-            f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens, but one sequence holds at most "
-            f"{context_size}, prompt and answer together; shorten the prompt or start the server with a "
-            "larger ctx_size"
+            f"the prompt has {count} tokens, but one sequence holds at most {context_size}, prompt and "
+            "answer together; shorten the prompt or start the server with a larger ctx_size"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size

@@ -96,7 +96,7 @@ def decide(settings: EngineSettings) -> EngineSettings:
         flash_attn=flash_attn,
         prefix_shrinks=settings.prefix_shrinks and not settings.deterministic,  # no step reads others' cells
         # without a GPU the logits are the host's already
-        sampling="host" if settings.sampling == "auto" and not on_gpu else settings.sampling,
+        sampling=settings.sampling if settings.sampling != "auto" else "device" if on_gpu else "host",
     )
 
 
@@ -161,7 +161,7 @@ class Parts:
             cell_bytes=spec.cell(settings),
             state_bytes=spec.state,
         )
-        self.runner = Runner(self.context, profile, device_runs_alone=self.device_runs_alone)
+        self.runner = Runner(self.context, profile)
         self.scheduler = Scheduler(
             slots=settings.parallel,
             batch_size=self.context.n_batch,
@@ -192,13 +192,7 @@ class Parts:
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
         prefill = min(settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx)
         counts = sorted({*few, *many, settings.parallel})
-        warmup.warm_up(
-            context,
-            counts,
-            prefill,
-            choose=settings.sampling == "auto",
-            known=known.samples_on_device if known else None,
-        )
+        warmup.warm_up(context, counts, prefill)
         self.stages.done("first steps")
         if settings.deterministic:
             self._check_rows(counts)
@@ -230,13 +224,8 @@ class Parts:
     def remember(self) -> None:
         """Keep for the next start what is known of this machine by now."""
         if self._file is not None:
-            self._file.write(
-                Measured(
-                    samples_on_device=self.context.samplers.active,
-                    prompt_seconds=self._prompt_seconds,
-                    step_times=self.speculator.step_times(),
-                )
-            )
+            step_times = self.speculator.step_times()
+            self._file.write(Measured(prompt_seconds=self._prompt_seconds, step_times=step_times))
 
     def _circumstances(self) -> dict[str, Any]:
         """All that what is measured depends on, but for the driver."""

@@ -48,7 +48,6 @@ class LogitRules:
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
-        """Whether the parameters have any rule."""
         some = params.logit_bias or params.bad_words or params.min_tokens
         return bool(some) or params.allowed_token_ids is not None
 

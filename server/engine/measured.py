@@ -1,7 +1,7 @@
 """What a start measured, kept for the next one of the same card, driver, build, model and settings.
 
-One JSON file in the cache folder holds the latest starts. Whatever is wrong with it costs what it would have
-saved, no more.
+Each has a small JSON file in the cache folder. Whatever is wrong with it costs what it would have saved, no
+more.
 """
 
 from __future__ import annotations
@@ -24,16 +24,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT = 32
-"""Starts in the file; the oldest goes."""
-
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Measured(BaseModel):
-    """What one start measured."""
-
-    samples_on_device: bool
     prompt_seconds: float
     """Of a prompt as long as the warm-up's."""
     step_times: StepTimesRecord
@@ -41,50 +35,31 @@ class Measured(BaseModel):
 
 
 class MeasuredFile:
-    """The file, and the place in it of one set of circumstances."""
+    """The file of one set of circumstances."""
 
     def __init__(self, circumstances: Mapping[str, Any]) -> None:
         text = json.dumps({**circumstances, "driver": driver()}, sort_keys=True, default=str)
-        self._key = hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def path(self) -> Path:
-        """Where the file is, or will be."""
-        return cache_folder() / "measured.json"
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.path = cache_folder() / "measured" / f"{name}.json"
 
     def read(self) -> Measured | None:
-        """What was measured before, if anything was."""
         try:
-            return Measured.model_validate(self._starts()[self._key])
-        except KeyError:
+            return Measured.model_validate_json(self.path.read_bytes())
+        except FileNotFoundError:
             return None
-        except ValidationError as error:
+        except (OSError, ValidationError) as error:
             log.warning("%s: %s; it is measured again", self.path, error)
             return None
 
     def write(self, measured: Measured) -> None:
         """Puts it in the place of what was there before; a failure is logged."""
-        starts = self._starts()
-        starts.pop(self._key, None)
-        starts[self._key] = measured.model_dump()
-        newest = dict(list(starts.items())[-KEPT:])
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        part = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(newest), encoding="utf-8")
+            part.write_text(measured.model_dump_json(), encoding="utf-8")
             part.replace(self.path)
         except OSError as error:
             log.debug("%s is not written: %s", self.path, error)
-
-    def _starts(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            log.warning("%s: %s; it is measured again", self.path, error)
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 def driver() -> str:

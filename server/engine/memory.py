@@ -96,15 +96,15 @@ MTP_SPAN, MTP_LEAST = 2048, 16_384
 # --- the plan ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Usage:
     """What one device has to hold, in bytes."""
 
     device: Device
-    weights: int
-    kv: int
-    states: int
     compute: int
+    weights: int = 0
+    kv: int = 0
+    states: int = 0
     settling: int = 0
     """Buffers for states of sequences that went back to a snapshot."""
     cells: int = 0
@@ -129,7 +129,6 @@ class Usage:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -196,7 +195,6 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether no device is too small."""
         return not any(usage.short for usage in self.usages)
 
 
@@ -353,47 +351,45 @@ def _arrange(
     on_gpu, by_head, ids = len(places) > 1, uses_mtp(settings, spec), SequenceIds.of(settings)
     layers = spec.n_blocks + 1  # the output head counts as one more
     first = 0 if settings.n_gpu_layers < 0 else max(layers - settings.n_gpu_layers, 0)
-    host = len(places) - 1
+    usages = [Usage(place, size) for place, size in zip(places, buffers, strict=True)]
+    host = usages[-1]
     bounds = list(accumulate(settings.shares or [1.0]))
 
-    def place_of(layer: int) -> int:
+    def holder_of(layer: int) -> Usage:
         if not on_gpu or layer < first:
             return host
-        return bisect_right(bounds, (layer - first) / (layers - first) * bounds[-1])
+        return usages[bisect_right(bounds, (layer - first) / (layers - first) * bounds[-1])]
 
-    last = place_of(spec.n_blocks)
-    weights, kv, states, settling = ([0] * len(places) for _ in range(4))
+    last = holder_of(spec.n_blocks)
     n_states = len(ids) * (1 + settings.mtp_snapshots)
     drafts = by_head or spec.draft is not None
     n_settling = len(ids.lone) if settings.mtp_snapshots or drafts else 0
     for layer, size in enumerate(spec.layer_weights):
-        place = place_of(layer)
-        weights[place] += size
-        kv[place] += spec.kv_cell(layer, settings) * settings.ctx_size
-        states[place] += spec.layer_state[layer] * n_states
-        settling[place] += spec.layer_state[layer] * n_settling
-    weights[host] += spec.input_weights if on_gpu or not spec.output_is_tied else 0
-    weights[last] += spec.output_weights
-    n_cells, hidden = settings.ctx_size, 0
+        holder = holder_of(layer)
+        holder.weights += size
+        holder.kv += spec.kv_cell(layer, settings) * settings.ctx_size
+        holder.states += spec.layer_state[layer] * n_states
+        holder.settling += spec.layer_state[layer] * n_settling
+    host.weights += spec.input_weights if on_gpu or not spec.output_is_tied else 0
+    last.weights += spec.output_weights
+    host.cells = CELL_ENTRY * settings.ctx_size
+    host.saved = settings.prefix_host_mib * MIB if settings.prefix_cache else 0
     if by_head:
-        head = place_of(spec.n_blocks - 1)
-        weights[head] += spec.mtp_weights
-        kv[head] += spec.mtp_cell(settings) * mtp_cells(settings)
-        n_cells += mtp_cells(settings)
-        hidden = host_bytes(settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd)
+        head, cells = holder_of(spec.n_blocks - 1), mtp_cells(settings)
+        head.weights += spec.mtp_weights
+        head.kv += spec.mtp_cell(settings) * cells
+        host.cells += CELL_ENTRY * cells
+        host.hidden += host_bytes(
+            settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd
+        )
     if (draft := spec.draft) is not None:
-        weights[last] += draft.weights
-        kv[last] += draft.cell(settings) * draft_cells(settings, draft)
-        n_cells += draft_cells(settings, draft)
+        cells = draft_cells(settings, draft)
+        last.weights += draft.weights
+        last.kv += draft.cell(settings) * cells
+        host.cells += CELL_ENTRY * cells
         # llama.cpp has room for the rows of a whole step
-        hidden += 4 * draft.n_features * settings.batch_size
-        hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
-    usages = [Usage(*figures) for figures in zip(places, weights, kv, states, buffers, settling, strict=True)]
-    usages[host] = replace(
-        usages[host], cells=CELL_ENTRY * n_cells, hidden=hidden, saved=settings.prefix_host_mib * MIB
-    )
-    if not settings.prefix_cache:
-        usages[host] = replace(usages[host], saved=0)
+        host.hidden += 4 * draft.n_features * settings.batch_size
+        host.hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
     return MemoryPlan(settings, spec, tuple(usages))
 
 

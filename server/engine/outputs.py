@@ -87,10 +87,9 @@ class Generation:
 class OutputQueue:
     """For one event loop, on whose thread it has to be made. `put` and `flush` are for the engine's thread.
 
-    `loop.call_soon_threadsafe` writes to a socket, which gives up the interpreter's lock; the loop's thread,
-    just woken, takes it, and the engine waits for that thread to have answered its streams before it gets on.
-    Here the loop is woken through a pipe with the lock held, and runs as soon as the engine calls into
-    llama.cpp.
+    `loop.call_soon_threadsafe` writes to a socket, which releases the GIL; the loop's thread, just woken,
+    takes it, and the engine waits while that thread writes to all its streams. Here the loop is woken through
+    a pipe with the GIL held, and runs as soon as the engine calls into llama.cpp.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -117,7 +116,6 @@ class OutputQueue:
         return True
 
     def _deliver(self) -> None:
-        """On the loop."""
         try:
             os.read(self._reader, 4096)
         except OSError:  # nobody wrote, or it was closed

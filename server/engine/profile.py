@@ -75,7 +75,6 @@ class StepProfile:
         self.start()
 
     def times(self) -> tuple[StepTotals, ...]:
-        """Totals so far."""
         return tuple(
             StepTotals(kind, rows, int(total[0]), int(total[1]), tuple(total[2:]))
             for (kind, rows), total in sorted(self._totals.copy().items())

@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 PATIENCE = 400
-"""Rows that may be read out more widely than needed before slots get narrower device samplers: what a change
-costs, all graphs being planned anew, over what a whole row costs (`qwen-bench sampling-cost`)."""
+"""Rows that may tell more than is needed before slots get narrower device samplers: what a change
+costs (all graphs are planned anew, 33 to 40 ms on an H200's host) over what a whole row costs
+(`qwen-bench sampling-cost`)."""
 
 
 class Runner:
-    """The only one that decodes in the context while the engine runs, but for rehearsals before it does.
+    """The only one that decodes in the context while the engine runs, but for rehearsals before it does."""
 
-    `device_runs_alone` says that llama_decode returns before what it started is computed.
-    """
-
-    def __init__(self, context: Context, profile: StepProfile, *, device_runs_alone: bool = False) -> None:
+    def __init__(self, context: Context, profile: StepProfile) -> None:
         self._context, self._profile = context, profile
         self._slots: list[int] = []
         """Of each row of the batch, the slot and the index in the batch."""
@@ -37,10 +35,6 @@ class Runner:
         """The batch that is in the context's arrays, where it only decodes."""
         self._fits = False
         """Whether its slots' device samplers are what is needed in the long run."""
-        self._device_runs_alone, self._device_is_idle = device_runs_alone, True
-        self._shape: tuple[int, list[int]] = 0, []
-        self._planned_anew = False
-        """A device sampler has changed: the next decode plans all graphs, which takes long."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
         self.sampler_changes = 0
@@ -53,8 +47,7 @@ class Runner:
         """
         self._fill(batch)
         self._profile.lap("fill")
-        self._context.decode(batch.n_tokens, hold=self._only_builds_a_graph(batch))
-        self._planned_anew = self._device_is_idle = False
+        self._context.decode(batch.n_tokens)
         self._profile.lap("decode")
 
     def collect(self, batch: Batch) -> Rows | None:
@@ -65,7 +58,6 @@ class Runner:
         if not self._slots:
             return None
         rows = self._context.rows(self._slots, self._indices)
-        self._device_is_idle = True
         self._profile.lap("wait")
         return rows
 
@@ -77,26 +69,8 @@ class Runner:
         kinds, need = self._context.samplers.kinds, sequence.sampler.need
         return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
-    def _only_builds_a_graph(self, batch: Batch) -> bool:
-        """Whether the decode will be short, but call back into Python for the device sampler of every slot:
-        then other threads stand still meanwhile, rather than each callback wait for them.
-
-        It is short in one ubatch: before another, it would wait for the device. And it is not where a device
-        sampler has changed: llama.cpp then plans its largest graphs, which took an H200's host 33 to 40 ms.
-        """
-        shape = batch.n_tokens, self._slots
-        changed, self._shape = shape != self._shape, shape
-        return (
-            changed
-            and self._device_runs_alone
-            and self._device_is_idle
-            and not self._planned_anew
-            and self._context.samplers.active
-            and batch.n_tokens == len(batch.chunks) * batch.chunks[0].n_tokens <= self._context.n_ubatch
-        )
-
     def _set_samplers(self, batch: Batch) -> bool:
-        """Have enough read out of each slot for the request that is in it, and in the long run no more.
+        """Give each slot a device sampler that is enough for its request and, in the long run, no more.
 
         Whether that holds already of the long run.
         """
@@ -115,7 +89,7 @@ class Runner:
             else:
                 self._context.set_sampler(slot, need)
                 self.sampler_changes += 1
-                self._wasted, self._planned_anew = 0, True
+                self._wasted = 0
         return fits
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------

@@ -74,7 +74,6 @@ class Reproducible:
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
-    """The first free slot."""
     return free[0]
 
 
@@ -185,7 +184,7 @@ class Scheduler:
                 self._cache.cache_unfinished(sequence)
                 continue
             sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
-            if isinstance(tokens, RowNotKept):  # it comes back to a slot whose rows are read out whole
+            if isinstance(tokens, RowNotKept):  # it comes back to a slot whose rows come back whole
                 new, done = sequence.extend(tokens.chosen, self._ends)
                 if new or done:
                     (finished if done else outputs).append(Output(sequence, new, done))

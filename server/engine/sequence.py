@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -73,6 +73,7 @@ class Prompt:
         return len(self.ids)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Tokens, and how many of them a slot has computed. Touched by the engine's thread only.
 
@@ -81,64 +82,40 @@ class Sequence:
     is read, after a preemption, and after a draft that was rejected.
     """
 
-    __slots__ = (
-        "_include_stop",
-        "begun",
-        "computed",
-        "decoding",
-        "drafts",
-        "limit",
-        "logprobs",
-        "missed",
-        "prompt_length",
-        "reused",
-        "salt",
-        "sampler",
-        "slot",
-        "stops",
-        "timings",
-        "tokens",
-    )
+    tokens: list[int]
+    """The prompt, which becomes the sequence's own, and what was generated."""
+    max_tokens: InitVar[int]
+    sampler: Sampler
+    timings: Timings = field(default_factory=lambda: Timings(submitted=perf_counter()))
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """What became of draft tokens."""
+    logprobs: Logprobs | None = None
+    """What it has to tell of its tokens beside them, if anything."""
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it beside those that end every generation."""
+    include_stop: bool = False
+    """Such a token is a part of the answer."""
+    salt: str = ""
+    """Only sequences with the same one share prefixes."""
+    prompt_length: int = field(init=False)
+    limit: int = field(init=False)
+    """Most tokens, prompt and answer together."""
+    computed: int = field(init=False, default=0)
+    """Tokens whose keys, values and state the slot holds."""
+    slot: int | None = field(init=False, default=None)
+    """llama.cpp's sequence id while it runs."""
+    begun: bool = field(init=False, default=False)
+    """It runs, and does not wait for another to compute its beginning."""
+    decoding: bool = field(init=False, default=False)
+    """It has sampled a token since it began: what is pending now is no prompt any more."""
+    reused: int | None = field(init=False, default=None)
+    """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
+    missed: CacheMiss | None = field(init=False, default=None)
+    """Why the rest was not there."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        sampler: Sampler,
-        timings: Timings | None = None,
-        drafts: DraftCounts | None = None,
-        logprobs: Logprobs | None = None,
-        *,
-        stops: frozenset[int] = frozenset(),
-        include_stop: bool = False,
-        salt: str = "",
-    ) -> None:
-        """`prompt` becomes the sequence's own and grows. Only those with the same `salt` share prefixes."""
-        self.tokens = prompt
-        self.prompt_length = len(prompt)
-        self.limit = len(prompt) + max_tokens
-        self.sampler = sampler
-        self.computed = 0
-        """Tokens whose keys, values and state the slot holds."""
-        self.slot: int | None = None
-        """llama.cpp's sequence id while it runs."""
-        self.begun = False
-        """It runs, and does not wait for another to compute its beginning."""
-        self.decoding = False
-        """It has sampled a token since it began: what is pending now is no prompt any more."""
-        self.reused: int | None = None
-        """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
-        self.missed: CacheMiss | None = None
-        """Why the rest was not there."""
-        self.salt = salt
-        self.timings = timings or Timings(submitted=perf_counter())
-        self.drafts = drafts or DraftCounts()
-        """What became of draft tokens."""
-        self.logprobs = logprobs
-        """What it has to tell of its tokens beside them, if anything."""
-        self.stops = stops
-        """Tokens that end it beside those that end every generation."""
-        self._include_stop = include_stop
+    def __post_init__(self, max_tokens: int) -> None:
+        self.prompt_length = len(self.tokens)
+        self.limit = self.prompt_length + max_tokens
 
     @property
     def reads_all(self) -> bool:
@@ -164,7 +141,6 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_length
 
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
@@ -182,7 +158,7 @@ class Sequence:
         if len(new) >= room or not ends.isdisjoint(new):
             n = next((n for n, token in enumerate(new[:room]) if token in ends), room)
             done = "stop" if n < room and n < len(new) else "length"
-            included = done == "stop" and self._include_stop and new[n] in self.stops
+            included = done == "stop" and self.include_stop and new[n] in self.stops
             new = new[: n + included]
         self.tokens += new
         return new, done

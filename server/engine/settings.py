@@ -121,14 +121,14 @@ class SchedulerSettings(Section, title="scheduler"):
     measured at start, and without a GPU no more than 128"""
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
-    logits, or on the host; auto: measured at start, without a GPU the host"""
+    logits, or on the host; auto: on the device if it is a GPU"""
     deterministic: bool = False
     """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
     (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
     fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
     remember: bool = True
-    """keep what a start measures (steps by rows, sampling on device or host) for the next one with the same
-    card, driver, build, model and settings, in a file of the cache folder"""
+    """keep what a start measures (steps by rows) for the next one with the same card, driver, build, model
+    and settings, in a file of the cache folder"""
     tokenizer_cache: int = Field(2**20, ge=0)
     """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 

@@ -19,4 +19,4 @@ class Stages:
         self._last = now
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from array import array
+from contextlib import suppress
+from threading import Lock
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
+
 from .errors import InvalidPrompt
-from .tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -55,7 +59,7 @@ class Vocab:
         self.bos_id = model.bos
         """What the GGUF wants every text to begin with; None for Qwen."""
         ids = range(self.size)
-        self.eog_ids = frozenset(token for token in ids if model.is_eog(token))
+        self.eog_ids = model.eog_ids
         """Every id that ends a generation."""
         added = {token: model.piece(token, special=True) for token in ids if model.is_added(token)}
         self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added.values())
@@ -64,13 +68,12 @@ class Vocab:
         """The control token with which a chat turn begins, if there is one."""
         self.tool_ids = frozenset(token for token, piece in added.items() if piece == TOOL_RESULT)
         """The token before what a tool gave, if there is one."""
-        self.n_real = self.size
+        self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
-        while self.n_real > 0 and model.is_unused(self.n_real - 1):
-            self.n_real -= 1
         self._pieces: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
-        self._cache = TokenizerCache(cached)
+        self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
+        self._cache_lock = Lock()
         parts = model.metadata().get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
         apart = parts and all(_stands_alone(piece, added.values()) for piece in added.values() if piece)
         always = [piece for token, piece in added.items() if not model.is_control(token)]
@@ -103,12 +106,14 @@ class Vocab:
         return ids + self._parse("".join(short), True, check)
 
     def _remembered(self, turn: str, check: Callable[[int], None]) -> list[int]:
-        ids = self._cache.get(turn)
-        if ids is None:
-            ids = self._parse(turn, True, check)
-            self._cache.put(turn, ids)
-        else:
-            check(len(ids))
+        with self._cache_lock:
+            known = self._cache.get(turn)
+        if known is not None:
+            check(len(known))
+            return known.tolist()
+        ids = self._parse(turn, True, check)
+        with self._cache_lock, suppress(ValueError):  # more than it may hold
+            self._cache[turn] = array("i", ids)
         return ids
 
     def _parse(self, text: str, special: bool, check: Callable[[int], None]) -> list[int]:
@@ -172,10 +177,6 @@ class Vocab:
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         return self._model.piece(token, special=True)
-
-    def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation."""
-        return token in self.eog_ids
 
 
 def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:

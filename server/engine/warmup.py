@@ -1,4 +1,4 @@
-"""The first decodes: all shapes that the first requests need, a test of what the device samples, its pace."""
+"""The first decodes: the shapes that the first requests need, and a test of what the device samples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TURNS, TRIALS, UNTIMED = 3, 3, 4
-"""Each way of sampling has so many turns, lest what holds the machine up for a while decide it; steps timed
-in each, after some that load kernels, build graphs and capture them."""
-
-TOLERATED = 1.1
-"""How much longer a step may take with the device. A verified draft brings so many rows that the host, which
-copies them all, is far behind: no reason to take it for a few per cent."""
-
 SHAPE_NOISE = 0.1
 """What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
 the same batch may be computed a little differently with a device sampler and without."""
@@ -38,26 +30,16 @@ LEAST_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
 
 
-def warm_up(
-    context: Context,
-    counts: Sequence[int],
-    prefill: int,
-    *,
-    choose: bool,
-    known: bool | None = None,
-) -> None:
+def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
     """Touch the weights and the shapes that the first requests need, then forget it all.
 
     These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last. If
-    rows are to be read out on the device, its answers are compared with the host's first. With `choose`,
-    the faster of the two, for one row and for as many as that, is measured and kept. An earlier start's
-    answer, where it is `known`, is taken for that.
+    rows are sampled on the device, its answers are compared with the host's first; where they are wrong, the
+    host samples.
     """
     decode(context, 1, prefill)
-    if known is False:
-        context.set_samplers(None)
-    elif context.samplers.active and known is None:
-        _check(context, counts[0], counts[-1], choose=choose)
+    if context.samplers.active:
+        _check(context, counts[-1])
     for count in counts:
         for _ in range(2):
             decode(context, count)
@@ -128,33 +110,18 @@ def _read(context: Context, slot: int, length: int) -> None:
     context.decode(length)
 
 
-def _check(context: Context, few: int, many: int, *, choose: bool) -> None:
-    """Leaves the device samplers on if they are right and, with `choose`, no slower than the host."""
-    best = decode(context, many).all_best()
+def _check(context: Context, n: int) -> None:
+    """Leaves the device samplers on if `n` rows are right."""
+    best = decode(context, n).all_best()
     context.set_samplers(None)
-    wrong = _wrong(decode(context, many), best, context.samplers.n_real)
-    device, host = (np.inf, np.inf), (np.inf, np.inf)
-    for turn in range(TURNS if choose else 1):
-        if turn:
-            context.set_samplers(None)
-        host = min(host[0], _time(context, few)), min(host[1], _time(context, many))
-        context.set_samplers(DeviceSampler.BEST)
-        device = min(device[0], _time(context, few)), min(device[1], _time(context, many))
-    if wrong:
+    if wrong := _wrong(decode(context, n), best, context.samplers.n_real):
         log.error(
             "%d of %d tokens found on the device are not the best ones: it is the host that samples. Please "
             "report this, with the card and llama-cpp-python's version",
-            *(wrong, many),
+            *(wrong, n),
         )
-    if wrong or (choose and (device[0] > TOLERATED * host[0] or device[1] > TOLERATED * host[1])):
-        context.set_samplers(None)
-    log.debug(
-        "best tokens are found on the %s: steps of %d and %d rows took %.2f and %.2f ms with the device, "
-        "%.2f and %.2f ms with the host",
-        "device" if context.samplers.active else "host",
-        *(few, many),
-        *(1000 * seconds for seconds in (*device, *host)),
-    )
+    else:
+        context.set_samplers(DeviceSampler.BEST)
 
 
 def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
@@ -169,21 +136,8 @@ def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
     return wrong
 
 
-def _time(context: Context, count: int) -> float:
-    """Seconds of a step that decodes and samples a token of each of `count` sequences, the least."""
-    times = []
-    for _ in range(UNTIMED + TRIALS):
-        started = perf_counter()
-        decode(context, count)
-        times.append(perf_counter() - started)
-    return min(times[UNTIMED:])
-
-
-def decode(context: Context, n_sequences: int, length: int = 1, *, take: bool = True) -> Rows:
-    """The first `length` tokens of so many sequences, all different; a row at the end of each.
-
-    With `take`, the best token of each row is looked for where it has to be looked for.
-    """
+def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
+    """The first `length` tokens of so many sequences, all different; a row at the end of each."""
     n = n_sequences * length
     context.clear()
     context.tokens[:n] = np.arange(n) % 256
@@ -192,9 +146,4 @@ def decode(context: Context, n_sequences: int, length: int = 1, *, take: bool = 
     context.outputs[:n] = 0
     context.outputs[length - 1 : n : length] = 1
     context.decode(n)
-    rows = context.rows(range(n_sequences), range(length - 1, n, length))
-    if take and rows.all_best() is None:
-        for row, kind in enumerate(rows.kinds):
-            if kind is DeviceSampler.ROW:
-                rows.logits(row).argmax()
-    return rows
+    return context.rows(range(n_sequences), range(length - 1, n, length))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WORDS = (Path(__file__).parents[2] / "bench" / "load" / "words.txt").read_text().split()
+WORDS = Path(__file__).with_name("words.txt").read_text().split()
 PIECE = re.compile(r"<\|[a-z_]+\|>|</?think>| ?[^\W\d_]+|\d|\s|[^\w\s]|_")
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CANDIDATES = 48

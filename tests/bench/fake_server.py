@@ -32,7 +32,6 @@ CONTEXT = 16384
 TEXT_FIELDS = {  # of /tokenize's request and of /detokenize's answer
     "llama-server": ("content", "content"),
     "vLLM": ("prompt", "prompt"),
-    "llama_cpp.server": ("input", "text"),
 }
 PREFILL = 5e-6  # seconds a prompt token
 LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
@@ -141,9 +140,8 @@ class FakeServer:
         app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_post("/v1/responses", self._respond)
         if self.script.tokenizer is not None:
-            prefix = "/extras" if self.script.tokenizer == "llama_cpp.server" else ""
-            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
-            app.router.add_post(f"{prefix}/detokenize", self._detokenize)
+            app.router.add_post("/tokenize", self._tokenize)
+            app.router.add_post("/detokenize", self._detokenize)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self._port)

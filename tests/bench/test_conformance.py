@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 
-from bench.checks import CHECKS, Target
+from bench.checks.base import CHECKS, Target
 from bench.checks.conformance import run_check
 from bench.cli import main
 from bench.load.client import Client

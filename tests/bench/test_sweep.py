@@ -22,7 +22,7 @@ from bench.store import Manifest, Results, load
 from bench.variants import stages, weights
 from bench.variants.plan import Plan
 from bench.variants.standing import Ranking, rank
-from bench.variants.variant import Variant
+from server.variant import Variant
 from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import Body, FakeServer, Script
 from tests.bench.gates.data import all_right, answering, nano_folder
@@ -336,9 +336,9 @@ def test_failed_requests_fail_the_variant(world: World, sweeping: Sweeping, tmp_
 def test_variant_files(world: World, sweeping: Sweeping, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('type = "Q4_K_M"\nabout = "plain"\n')
     (tmp_path / "a.toml").write_text(
-        'name = "own-kv8"\nrecipe = "own.toml"\n[server]\ncache_type_k = "q8_0"\n'
+        'name = "own-kv8"\nrecipe = "own.toml"\n[settings]\ncache_type_k = "q8_0"\n'
     )
-    (tmp_path / "b.toml").write_text('quant = "Q8_0"\n[server]\nparallel = 2\nmlock = false\n')
+    (tmp_path / "b.toml").write_text('quant = "Q8_0"\n[settings]\nparallel = 2\nmlock = false\n')
     files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
     options = ("--tasks", "none", "--threads", "1", "--rounds", "1")
     assert sweeping("--quants", "Q8_0", *options, "--variants", *files) == 0
@@ -370,7 +370,7 @@ def test_settings_of_the_environment_do_not_slip_in(
     [
         (("--quants", "Q9_X"), "--quants: unknown quant 'Q9_X'; known are F16"),
         ((), "nothing to measure: want --quants"),
-        (("--quants", "Q8_0", "--set", "speed=9"), "--set: server.speed: unknown; known are"),
+        (("--quants", "Q8_0", "--set", "speed=9"), "--set: unknown key 'speed'; known are"),
         (("--quants", "Q8_0", "--baseline", "gone"), "--baseline gone: want first, one of Q8_0, official"),
         (("--quants", "Q8_0", "--convert-options=--out x"), "--convert-options: --out is set by the sweep"),
     ],

@@ -9,6 +9,8 @@ from convert.calibration.prompts import PROMPTS
 from convert.imatrix import Imatrix, collect_imatrix
 from convert.kld import measure_divergence
 from convert.llama import Runtime
+from convert.search.groups import Type
+from convert.search.measure import Meter
 
 import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 
@@ -42,3 +44,16 @@ def test_the_divergence_is_that_of_the_cpu(nano_f16: Path, nano_q4_k_m: Path, tm
     )
     assert on_gpu.tokens == on_cpu.tokens
     assert on_gpu.mean == pytest.approx(on_cpu.mean, rel=0.1)
+
+
+def test_probes_are_those_of_the_cpu(nano_f16: Path) -> None:
+    """Tensors rounded on the card, the embedding there and in the CPU's memory; then put back for another."""
+    types = dict.fromkeys(("token_embd.weight", "blk.0.ssm_out.weight"), Type.Q3_K)
+    draft = {"blk.8.nextn.eh_proj.weight": Type.Q3_K}
+    readings = []
+    for runtime in (CPU, GPU):
+        with Meter(nano_f16, PROMPTS, None, runtime) as meter:
+            both = meter.measure(types | draft, mtp=draft)
+            readings.append([both.mean, both.draft, meter.measure({"blk.7.ffn_up.weight": Type.Q3_K}).mean])
+    on_cpu, on_gpu = readings
+    assert on_gpu == pytest.approx(on_cpu, rel=0.1)

@@ -77,7 +77,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     command = [
         sys.executable,
         "-m",
-        "bench.models.llama_cpp_converter",
+        "tests.reference.llama_cpp_converter",
         str(llama_cpp_sources()),
         str(source.folder),
     ]
@@ -112,7 +112,7 @@ def test_a_block_drafter_is_the_same(outtype: FloatType, tmp_path: Path) -> None
     draft = DraftCheckpoint.open(source.folder, Checkpoint.open(NANO))
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     write_draft(ours, draft, source, outtype)
-    command = [sys.executable, "-m", "bench.models.llama_cpp_converter", str(llama_cpp_sources())]
+    command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
     command += [str(source.folder), str(theirs), outtype, str(NANO)]
     subprocess.run(command, check=True, cwd=ROOT)
     assert keys(ours) == keys(theirs)

@@ -106,3 +106,8 @@ def test_each_command_has_help() -> None:
         assert helped.returncode == 0, helped.stderr
         assert "usage" in helped.stdout
     assert "MODEL is a GGUF file" in qwen_serve("serve", "--help").stdout
+
+
+def test_a_gguf_that_is_not_there_is_no_hub_id() -> None:
+    with pytest.raises(WeightsError, match="no such file or folder"):
+        resolve("models/nowhere.gguf", None)

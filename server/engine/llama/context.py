@@ -12,11 +12,11 @@ from llama_cpp import llama_cpp_ext
 
 from server.engine.errors import LlamaError, NoMemorySlot
 
-from . import ggml, layers
+from . import layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
-from .rows import Rows
+from .rows import Rows, matrix
 from .snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class ContextOptions:
     n_outputs_per_seq: int = 1
     """Most rows of one sequence, where they are sampled on the device: a verification has several."""
     n_samplers: int = 0
-    """Sequence ids, from 0 on, whose rows are read out on the device; those of others come back whole."""
+    """Sequence ids, from 0 on, whose rows are sampled on the device; those of others come back whole."""
     sampler: DeviceSampler = DeviceSampler.BEST
-    """What is read out at first."""
+    """Their device sampler at first."""
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
     recurrent state for every sequence id."""
@@ -134,15 +134,9 @@ class Context:
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
         self._rows = Rows(self._handle, self._n_vocab, model.n_real)
-        self._hidden_address = self._logits_address = 0
-        self._hidden: npt.NDArray[np.float32] = np.zeros((0, self._n_embd), np.float32)
-        self._logits: npt.NDArray[np.float32] = np.zeros((0, self._n_vocab), np.float32)
 
-    def decode(self, n_tokens: int, *, hold: bool = False) -> None:
+    def decode(self, n_tokens: int) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
-
-        With `hold`, other threads of Python stand still meanwhile: right where a graph is built and handed to
-        a device that is idle, wrong where this call computes or waits.
 
         Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
         the sequences of the batch are in an unknown state.
@@ -156,8 +150,7 @@ class Context:
             self._settle(sequence)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()
-        call = ggml.decode_holding_the_lock if hold else C.llama_decode
-        status = call(self._handle, self._batch)
+        status = C.llama_decode(self._handle, self._batch)
         if self.samplers.error is not None:
             raise LlamaError("a device sampler could not be built") from self.samplers.error
         if status == 1:
@@ -197,12 +190,7 @@ class Context:
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
-        address = ctypes.addressof(pointer.contents)
-        if address != self._hidden_address or n_tokens > len(self._hidden):
-            memory = (ctypes.c_float * (n_tokens * self._n_embd)).from_address(address)
-            self._hidden = np.ctypeslib.as_array(memory).reshape(n_tokens, self._n_embd)
-            self._hidden_address = address
-        return self._hidden[:n_tokens]
+        return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
         """The same for what goes into layers, counted from 0. The next decode plans its graphs anew: slow."""
@@ -217,9 +205,7 @@ class Context:
         together = places[-1] - places[0] == len(places) - 1
         found = np.empty((len(places), len(which) * n), np.float32)
         for index, layer in enumerate(which):
-            address = layers.get_embeddings_layer_inp(self._handle, layer)
-            memory = (ctypes.c_float * (n_tokens * n)).from_address(address)
-            rows = np.frombuffer(memory, np.float32).reshape(n_tokens, n)
+            rows = matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
             found[:, index * n : (index + 1) * n] = (
                 rows[places[0] : places[0] + len(places)] if together else rows[places]
             )
@@ -239,7 +225,7 @@ class Context:
         return tokens, sure
 
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
-        """Read out another thing for a sequence id. The next decode has to plan its graphs anew: slow."""
+        """Give a sequence id another device sampler. The next decode has to plan its graphs anew: slow."""
         self.samplers.attach(self._handle, sequence, kind)
 
     def set_samplers(self, kind: DeviceSampler | None) -> None:
@@ -252,12 +238,7 @@ class Context:
         Waits for the device. The view is writable; nothing reads it after the caller.
         """
         pointer = C.llama_get_logits(self._handle)
-        address = ctypes.addressof(pointer.contents)
-        if address != self._logits_address or rows > len(self._logits):
-            memory = (ctypes.c_float * (rows * self._n_vocab)).from_address(address)
-            self._logits = np.ctypeslib.as_array(memory).reshape(rows, self._n_vocab)
-            self._logits_address = address
-        return self._logits[:rows]
+        return matrix(ctypes.addressof(pointer.contents), rows, self._n_vocab)
 
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
@@ -337,7 +318,6 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:
-        """Forget every sequence."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, False)
 

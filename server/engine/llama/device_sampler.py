@@ -118,7 +118,7 @@ class _Whole(NamedTuple):
 
 
 class DeviceSamplers:
-    """A sampler for each of a context's sequence ids 0 to `n` - 1; it reads out a `kind`.
+    """A sampler for each of a context's sequence ids 0 to `n` - 1; all of one `kind` at first.
 
     `configs` goes into the parameters of the context to be made, which must be freed before `close`.
     """
@@ -126,7 +126,7 @@ class DeviceSamplers:
     def __init__(self, model: Model, n: int, kind: DeviceSampler) -> None:
         self.kinds = [kind] * n
         self.active = n > 0
-        """Whether rows are read out on the device at all."""
+        """Whether rows are sampled on the device at all."""
         self.refused = ""
         """Why the device can not do it; nothing is sampled there then."""
         self.error: BaseException | None = None
@@ -348,7 +348,7 @@ class DeviceSamplers:
         return self._outputs(memory, kind, logits, n)
 
     def _outputs(self, memory: int, kind: DeviceSampler, logits: int, n: int) -> _Outputs:
-        """What is read out of `logits` [n_vocab, n], without the rows around them."""
+        """The outputs for `logits` [n_vocab, n], which are a slab of all rows."""
         size = int(ggml.Tensor.from_address(logits).ne[0])
         blocks = n_blocks(size)
         width, count = size // blocks, blocks * n

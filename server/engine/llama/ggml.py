@@ -1,7 +1,7 @@
 """The operations of ggml that build a device sampler, and the sampler interface that gets them into a graph.
 
-All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the interpreter's lock
-rather than give it up and queue for it again.
+All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the GIL rather than
+give it up and queue for it again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from server.engine.errors import LlamaError
 
 _lib = ctypes.PyDLL(C._lib._name)
-
-
-decode_holding_the_lock = _lib.llama_decode
-"""llama_decode for a call that builds a graph and computes nothing itself: it calls back into Python once for
-each sequence id, and the lock would have to be won back from other threads each time."""
-decode_holding_the_lock.argtypes = C.llama_decode.argtypes
-decode_holding_the_lock.restype = C.llama_decode.restype
 
 
 def quick(name: str, result: Any, *arguments: Any) -> Any:

@@ -61,8 +61,6 @@ class Model:
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
-        self.n_mtp = int(C.llama_model_n_layer_nextn(self._handle))
-        """Multi-token-prediction blocks in the file; there to be used only with `load_mtp`."""
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
         self.size_bytes = int(C.llama_model_size(self._handle))
@@ -99,10 +97,6 @@ class Model:
             count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return bytes(buffer.raw[:count])
 
-    def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation."""
-        return bool(C.llama_vocab_is_eog(self._vocab, token))
-
     def is_added(self, token: int) -> bool:
         """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
@@ -113,20 +107,15 @@ class Model:
 
     @cached_property
     def eog_ids(self) -> frozenset[int]:
-        """Every id that ends a generation."""
-        return frozenset(token for token in range(self.n_vocab) if self.is_eog(token))
+        return frozenset(token for token in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
     def n_real(self) -> int:
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         n = self.n_vocab
-        while n > 0 and self.is_unused(n - 1):
+        while n > 0 and C.llama_vocab_get_attr(self._vocab, n - 1) & _ATTR_UNUSED:
             n -= 1
         return n
-
-    def is_unused(self, token: int) -> bool:
-        """Whether the id only pads the vocabulary."""
-        return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_UNUSED)
 
     def close(self) -> None:
         """Free the weights. Every context of this model must be closed before. Idempotent."""

@@ -1,4 +1,4 @@
-"""A write to a pipe that keeps the interpreter's lock."""
+"""A write to a pipe that keeps the GIL."""
 
 from __future__ import annotations
 

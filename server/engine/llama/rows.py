@@ -16,7 +16,7 @@ from . import ggml
 from .device_sampler import N_CANDIDATES, DeviceSampler, n_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
     Tokens = npt.NDArray[np.int32]
     Numbers = npt.NDArray[np.float32]
+
+
+_ITH = {
+    "candidates": ggml.sampled_candidates,
+    "logits": ggml.sampled_logits,
+    "probs": ggml.sampled_probs,
+}
+"""Where the results of a row's sampler begin."""
 
 
 def best_tokens(figures: Numbers, blocks: int) -> Tokens:
@@ -67,7 +75,7 @@ class Rows:
 
     def __init__(self, context: int, n_vocab: int, n_real: int) -> None:
         """`n_real` of the `n_vocab` tokens are no padding."""
-        self._n_real = n_real
+        self._n_vocab, self._n_real = n_vocab, n_real
         self.kinds: Sequence[DeviceSampler] = ()
         """Of each row."""
         self._n_candidates = min(N_CANDIDATES, n_vocab)
@@ -90,9 +98,8 @@ class Rows:
         """The best of each row."""
         self._checks: list[float] = []
         """For each row its probability, or a sum of its logits: finite if the row is usable."""
-        self._candidates = _Output(context, ggml.sampled_candidates, np.int32, n_vocab)
-        self._logits = _Output(context, ggml.sampled_logits, np.float32, n_vocab)
-        self._figures = _Output(context, ggml.sampled_probs, np.float32, n_vocab)
+        self._outputs: dict[str, npt.NDArray[Any]] = {}
+        """What was looked at so far, by its name in _ITH."""
 
     def fill(
         self,
@@ -101,14 +108,13 @@ class Rows:
         raw: Numbers | None,
         samplers: DeviceSamplers | None = None,
     ) -> Rows:
-        """Take over a batch: each row's kind and index in the batch; `raw` logits if nothing was read out.
+        """Take over a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
         The `samplers` may still have the whole rows that the batch ends with.
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
         self._samplers = samplers
-        for output in (self._candidates, self._logits, self._figures):
-            output.rows = None
+        self._outputs.clear()
         return self
 
     def __len__(self) -> int:
@@ -116,12 +122,12 @@ class Rows:
 
     def logits(self, row: int) -> Numbers:
         """Shape [n_vocab], writable. For ROW."""
-        whole = self._logits.of(self._indices, row) if self._raw is None else self._raw
+        whole = self._output("logits", np.float32, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
         return logits
 
     def fetch(self, row: int) -> Numbers | None:
-        """The whole logits of a row that was read out in another way, with a copy from the device that waits;
+        """The whole logits of a row that was sampled on the device, with a copy from there that waits;
         None where the device has them no more, which it has of a call's last pass."""
         return None if self._samplers is None else self._samplers.fetch(row, len(self.kinds))
 
@@ -136,7 +142,7 @@ class Rows:
         return int(best_but_ends(self._of(DeviceSampler.BEST)[row : row + 1], self._blocks)[0])
 
     def all_best(self) -> list[int] | None:
-        """The best token of every row at once; None if a row has been read out in another way, or can not be
+        """The best token of every row at once; None if a row has another kind, or can not be
         used."""
         if not self.kinds:
             return None
@@ -154,8 +160,8 @@ class Rows:
         self._check(row)
         n = self._n_candidates
         return (
-            self._candidates.of(self._indices, row)[row, :n],
-            self._logits.of(self._indices, row)[row, :n],
+            self._output("candidates", np.int32, row)[row, :n],
+            self._output("logits", np.float32, row)[row, :n],
         )
 
     def probability(self, row: int) -> float:
@@ -200,28 +206,19 @@ class Rows:
         row = self.kinds.index(kind)
         if not self._n_figures[kind]:
             self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row]))
-        figures: Numbers = self._figures.of(self._indices, row)[: len(self.kinds), : self._n_figures[kind]]
+        figures: Numbers = self._output("probs", np.float32, row)[:, : self._n_figures[kind]]
         return figures
 
+    def _output(self, name: str, dtype: Any, row: int) -> npt.NDArray[Any]:
+        """One of the arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]. `row`
+        has something in it, from which its place is found."""
+        if (found := self._outputs.get(name)) is None:
+            address = int(_ITH[name](self._context, self._indices[row])) - 4 * self._n_vocab * row
+            found = self._outputs[name] = matrix(address, len(self._indices), self._n_vocab, dtype)
+        return found
 
-class _Output:
-    """One of the three arrays that llama.cpp copies the results of samplers to: shape [rows, n_vocab]."""
 
-    def __init__(self, context: int, getter: Callable[[int, int], Any], dtype: Any, n_vocab: int) -> None:
-        self._context, self._getter = context, getter
-        self._dtype, self._n_vocab = dtype, n_vocab
-        self._address = 0
-        self._memory: npt.NDArray[Any] = np.zeros((0, n_vocab), dtype)
-        self.rows: npt.NDArray[Any] | None = None
-
-    def of(self, indices: Sequence[int], row: int) -> npt.NDArray[Any]:
-        """The whole array; `row` is one that has something in it, from which its place is found."""
-        if self.rows is None:
-            pointer = self._getter(self._context, indices[row])
-            address = int(pointer) - 4 * self._n_vocab * row
-            if address != self._address or len(indices) > len(self._memory):
-                self._address, size = address, 4 * self._n_vocab * len(indices)
-                memory = memoryview((ctypes.c_char * size).from_address(address))
-                self._memory = np.ndarray((len(indices), self._n_vocab), self._dtype, memory)
-            self.rows = self._memory
-        return self.rows
+def matrix(address: int, rows: int, width: int, dtype: Any = np.float32) -> npt.NDArray[Any]:
+    """llama.cpp's own memory, of 4 bytes a number: shape [rows, width]."""
+    memory = (ctypes.c_char * (4 * rows * width)).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype).reshape(rows, width)

@@ -18,7 +18,7 @@ _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float3
 """`struct llama_token_data`."""
 
 _FEW = 1024
-"""So few candidates are sampled in microseconds: not worth giving up the interpreter's lock."""
+"""So few candidates are sampled in microseconds: not worth letting go of the GIL."""
 
 _apply_quickly = ggml.quick(
     "llama_sampler_apply", None, ctypes.c_void_p, ctypes.POINTER(C.llama_token_data_array)

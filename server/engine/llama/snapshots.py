@@ -54,6 +54,5 @@ class Snapshots:
             self._last, self._reach = -1, 0
 
     def clear(self) -> None:
-        """All sequences were emptied."""
         self.pending.clear()
         self._last, self._reach = -1, 0

@@ -5,9 +5,8 @@ kept. `Tree` knows where that is, `HostTier` what was put aside in host memory, 
 before, and `PrefixCache` decides what is kept, reused and evicted.
 """
 
-from .cache import PrefixCache
+from .cache import PrefixCache, PrefixStats
 from .file import PrefixFile, PrefixFileError
-from .stats import PrefixStats
 from .tree import Node, Tree
 
 __all__ = ["Node", "PrefixCache", "PrefixFile", "PrefixFileError", "PrefixStats", "Tree"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,6 @@ from server.engine.states import SavedState
 from .file import Entry
 from .ghost import BLOCK, GhostCache
 from .host import HostTier
-from .stats import PrefixStats
 from .tree import Node, Tree
 
 if TYPE_CHECKING:
@@ -52,6 +51,34 @@ ANSWER = 512
 
 MIN_RESTORE = 128
 """Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""
+
+
+@dataclass
+class PrefixStats:
+    """A snapshot. Counts run from the start of the engine; the rest is as of now."""
+
+    hits: int = 0
+    """Requests that began from a checkpoint."""
+    misses: int = 0
+    """Requests that began with nothing."""
+    tokens_saved: int = 0
+    """Prompt tokens that were not computed again."""
+    checkpoints: int = 0
+    """Taken so far."""
+    evictions: int = 0
+    """Checkpoints that had to leave the device."""
+    restores: int = 0
+    """Checkpoints that came back from host memory."""
+    failed_copies: int = 0
+    """Copies to or from host memory that failed; the checkpoint was lost."""
+    resident: int = 0
+    """Checkpoints on the device."""
+    resident_cells: int = 0
+    """KV cells that only checkpoints occupy."""
+    resident_bytes: int = 0
+    """What the resident checkpoints occupy: those cells, and a recurrent state each."""
+    host_checkpoints: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +142,8 @@ class PrefixCache:
         self._paths: dict[Sequence, _PromptPath] = {}
         self._ghost, self._again = GhostCache(), 1.0
         """And the share of prompt tokens that had been read before, of late."""
-        self._hits = self._misses = self._tokens_saved = 0
-        self._checkpoints = self._evictions = self._restores = self._failed_copies = 0
+        self._stats = PrefixStats()
+        """The counts of it; the rest is filled in where it is asked for."""
 
     # --- a request's life ----------------------------------------------------------------------------------
 
@@ -161,9 +188,9 @@ class PrefixCache:
             sequence.missed = self._missed(sequence, before)
             again = max(sequence.computed, before)
             self._again += HABIT * (again / sequence.prompt_length - self._again)
-            self._tokens_saved += sequence.computed
-            self._hits += sequence.computed > 0
-            self._misses += sequence.computed == 0
+            self._stats.tokens_saved += sequence.computed
+            self._stats.hits += sequence.computed > 0
+            self._stats.misses += sequence.computed == 0
 
     def _missed(self, sequence: Sequence, before: int) -> CacheMiss | None:
         """Why the sequence, of which so many tokens were read `before`, did not find more."""
@@ -289,7 +316,7 @@ class PrefixCache:
             try:
                 state = node.saved or self._states.save(self._holder(node))
             except LlamaError as error:
-                self._failed_copies += 1
+                self._stats.failed_copies += 1
                 log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
                 continue
             tokens = np.concatenate([above.tokens for above in reversed([*node.path()])])
@@ -319,14 +346,8 @@ class PrefixCache:
 
     def stats(self) -> PrefixStats:
         """Counters, and what is held now."""
-        return PrefixStats(
-            hits=self._hits,
-            misses=self._misses,
-            tokens_saved=self._tokens_saved,
-            checkpoints=self._checkpoints,
-            evictions=self._evictions,
-            restores=self._restores,
-            failed_copies=self._failed_copies,
+        return replace(
+            self._stats,
             resident=len(self._held),
             resident_cells=self._cells.idle,
             resident_bytes=self._cells.idle * self._cell_bytes + len(self._held) * self._state_bytes,
@@ -408,7 +429,7 @@ class PrefixCache:
             return
         node.holder = holder
         self._held[node] = None
-        self._checkpoints += 1
+        self._stats.checkpoints += 1
 
     def _restore(self, node: Node) -> bool:
         saved = node.saved
@@ -432,7 +453,7 @@ class PrefixCache:
             return False
         node.holder = holder
         self._held[node] = None
-        self._restores += 1
+        self._stats.restores += 1
         return True
 
     def _take_id(self, node: Node) -> int:
@@ -451,7 +472,7 @@ class PrefixCache:
         self._free.append(holder)
         node.holder = None
         del self._held[node]
-        self._evictions += 1
+        self._stats.evictions += 1
         self._tree.prune(node)
 
     def _save(self, node: Node, holder: int) -> None:
@@ -459,7 +480,7 @@ class PrefixCache:
         try:
             saved = self._states.save(holder)
         except Exception as error:
-            self._failed_copies += 1
+            self._stats.failed_copies += 1
             log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
             return
         for lost in self._host.put(node, saved):
@@ -467,7 +488,7 @@ class PrefixCache:
 
     def _lost_copy(self, holder: int, text: str, *about: object) -> None:
         """A copy into a sequence id failed; the id holds nothing."""
-        self._failed_copies += 1
+        self._stats.failed_copies += 1
         log.warning(text, *about)
         self._states.free(holder)
         self._free.append(holder)

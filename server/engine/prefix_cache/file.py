@@ -31,8 +31,6 @@ class PrefixFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One checkpoint."""
-
     salt: str
     tokens: npt.NDArray[np.int32]
     state: npt.NDArray[np.uint8]

@@ -42,7 +42,6 @@ class HostTier:
         return lost
 
     def touch(self, node: Node) -> None:
-        """It was used just now."""
         del self._nodes[node]
         self._nodes[node] = None
 

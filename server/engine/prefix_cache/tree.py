@@ -121,14 +121,6 @@ class Tree:
         if node in self._salts and not node.children and not node.marks:
             del self._salted[self._salts.pop(node)]
 
-    def nodes(self) -> Iterator[Node]:
-        """All of them but the root, parents first."""
-        stack = [node for root in (self.root, *self._salted.values()) for node in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
-
     @staticmethod
     def _split(node: Node, length: int) -> Node:
         """Put a new node `length` tokens into the edge that leads to `node`."""

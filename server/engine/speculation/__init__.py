@@ -11,7 +11,6 @@ from .base import (
     Drafter,
     DrafterStats,
     DraftRequest,
-    DraftStates,
     HiddenReader,
     StateFollower,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "Draft",
     "DraftCounts",
     "DraftRequest",
-    "DraftStates",
     "Drafter",
     "DrafterStats",
     "HiddenReader",

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from server.engine.batch import Batch, Chunk
     from server.engine.sequence import Sequence
 
 DrafterState = Literal["active", "resting", "failed"]
@@ -64,9 +63,6 @@ class Drafter(Protocol):
     def cost(self, n: int, depth: int) -> float:
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """While the device computes: do what makes the next drafts faster."""
-
     def measure(self) -> None:
         """Time drafts of nothing, once, at start."""
 
@@ -97,41 +93,32 @@ class HiddenReader(Protocol):
         """From now on there are no rows: what slots have of them is of no more use."""
 
 
+class FollowerState(Protocol):
+    """What a drafter saved of one sequence id in host memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+
 @runtime_checkable
 class StateFollower(Protocol):
-    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes."""
+    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
+
+    What it loses costs only time.
+    """
 
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is."""
 
     def free(self, sequence_id: int) -> None:
-        """The id holds nothing any more. Idempotent."""
+        """The id holds nothing any more. Idempotent; must not raise."""
 
-    def save(self, sequence_id: int) -> object | None:
-        """The id's state in host memory, with its size in `nbytes`; None where there is none."""
+    def save(self, sequence_id: int) -> FollowerState | None:
+        """The id's state in host memory; None where there is none."""
 
     def restore(self, sequence_id: int, saved: object | None) -> None:
         """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
-
-
-class DraftStates(Protocol):
-    """The way back from wrong drafts, as `server.engine.states` keeps it."""
-
-    def guard(self, batch: Batch) -> None:
-        """Before the launch: keep a way back for each chunk with a draft."""
-
-    def rollback(self, chunk: Chunk, accepted: int) -> int:
-        """Take a slot back after a wrong draft; the tokens that it holds then: with those accepted, or only
-        those before the chunk."""
-
-    def free(self, sequence_id: int) -> None:
-        """Empty an id."""
-
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft that can be taken back keeping what was right."""
-
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft after which llama.cpp's graph is still the one in use."""
 
 
 @dataclass(slots=True)
@@ -146,15 +133,9 @@ class DraftCounts:
     """Those that were right."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A step verified a draft."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
-
-    @property
-    def mean_accepted(self) -> float:
-        """Accepted tokens a draft."""
-        return self.accepted / self.steps if self.steps else 0.0
 
 
 @dataclass(slots=True)

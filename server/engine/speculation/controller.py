@@ -59,9 +59,8 @@ PROVEN = 16
 DECAY = 0.95
 """What the result of a step counts for with each step after it."""
 
-PATIENCE = ((12, 1.0), (6, 0.7), (4, 0.45))
-"""Steps after which drafts are judged by their results, and what their tokens must be worth beside the time
-that they took: the less, the sooner they rest."""
+PATIENCE = 12
+"""Steps after which drafts are judged by their results: the tokens must be worth the time that they took."""
 
 JUDGED = 8
 """Tokens that a draft may at least have where its not paying is held against it: the end of an answer is
@@ -169,7 +168,6 @@ class Backoff:
         return self._next > self._first
 
     def end(self) -> None:
-        """It pays."""
         self._next, self._until = self._first, 0
 
 
@@ -182,8 +180,6 @@ class Trial:
     """Steps with such drafts since the last rest."""
     steps: int = 0
     seconds: float = 0.0
-    once: float = 0.0
-    """Seconds besides, that drafts which go on do not take again."""
     plain: float = 0.0
     """What the tokens of the last steps would have taken without drafts."""
     fresh: bool = True
@@ -193,7 +189,7 @@ class Trial:
         """It did not pay; rest for at most so many steps."""
         self.rest.begin(now, most)
         self.in_a_row = self.steps = 0
-        self.seconds = self.once = self.plain = 0.0
+        self.seconds = self.plain = 0.0
 
 
 @dataclass(slots=True)
@@ -217,7 +213,7 @@ class Plan:
 class Step:
     """A decode step that may verify drafts: what is pending of each sequence, and what the way back allows.
 
-    `rewinds` and `keeps_graph` are those of `DraftStates`; `shape` the sequences and rows of the last step.
+    `rewinds` and `keeps_graph` are those of `StateStore`; `shape` the sequences and rows of the last step.
     """
 
     pending: list[int]
@@ -303,7 +299,6 @@ class Controller:
         return best
 
     def _arms(self, option: Option, limits: list[int], step: Step) -> list[int]:
-        """Numbers of rows to consider."""
         ends = [
             own + min(limit, option.drafter.depth)
             for own, limit, kind in zip(step.pending, limits, option.kinds, strict=True)
@@ -365,7 +360,7 @@ class Controller:
     def _give_up(self, trial: Trial, n: int) -> None:
         most = REST_LAST  # where even the hopeful do not pay
         if trial.steps:  # the way back to the graph without drafts is still to come
-            lost = max(0.0, trial.seconds - trial.plain) + trial.once + self.times.building.value
+            lost = max(0.0, trial.seconds - trial.plain) + self.times.building.value
             most = max(REST_FIRST, round(REST_ALONE * lost / (TRIALS * self.times.of(n, 1))))
         trial.give_up(self.now, most)
 
@@ -390,11 +385,11 @@ class Controller:
         """A step without drafts, after another one, gave each of `n` sequences a token."""
         self._plain.setdefault(n, Mean()).add(seconds)
 
-    def add(self, kind: str, n: int, tokens: int, seconds: float, once: float = 0.0) -> None:
+    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
         """A step with drafts of a kind, or one that catches up after them, gave `n` sequences so many tokens.
 
-        `seconds` is everything: the drafts, the step, the way back; but for what is to be paid `once`.
-        Expectations rest on times of shapes that repeat; this is what has the last word.
+        `seconds` is everything: the drafts, the step, the way back; but for what drafts that go on do not
+        take again. Expectations rest on times of shapes that repeat; this is what has the last word.
         """
         trial = self._trial(kind, n)
         if trial.fresh:
@@ -403,10 +398,9 @@ class Controller:
         mean = self._plain.get(n)
         plain = mean.value if mean is not None else self.times.of(n, 1)
         trial.seconds = DECAY * trial.seconds + seconds
-        trial.once = DECAY * trial.once + once
         trial.plain = DECAY * trial.plain + tokens * plain / n
         trial.steps += 1
-        if any(trial.steps >= steps and trial.plain < share * trial.seconds for steps, share in PATIENCE):
+        if trial.steps >= PATIENCE and trial.plain < trial.seconds:
             self._give_up(trial, n)
 
     def _trial(self, kind: str, n: int) -> Trial:
@@ -420,7 +414,6 @@ class Always(Controller):
     """Drafts as long as they can be, whatever they cost, and instant ones first: for tests."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """All."""
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
@@ -436,5 +429,5 @@ class Always(Controller):
                 return Plan(option.drafter, lengths)
         return None
 
-    def add(self, kind: str, n: int, tokens: int, seconds: float, once: float = 0.0) -> None:
+    def add(self, kind: str, n: int, tokens: int, seconds: float) -> None:
         """Nothing is held against anybody."""

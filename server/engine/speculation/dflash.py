@@ -193,9 +193,6 @@ class DflashDrafter:
         group = min(self._blocks, key=lambda known: abs(known - group_of(max(1, n))))
         return self._blocks[group].value + self._injections.value
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Nothing: the drafter would take the device's time."""
-
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
         """Fill a block for each, all together. Each request must pass `can_draft`.
 

@@ -253,9 +253,6 @@ class MtpDrafter:
         decode = self._decodes.get(n) or next(iter(self._decodes.values()))
         return depth * decode.value + self._besides.value
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Nothing: the head would take the device's time."""
-
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
         """Draft greedily, all together, one token a decode. Each request must pass `can_draft`.
 

@@ -89,7 +89,6 @@ class NgramDrafter:
         self._lookups: dict[Sequence, Lookup] = {}
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """It needs nothing but room."""
         return request.limit > 0
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
@@ -105,19 +104,12 @@ class NgramDrafter:
         return drafts
 
     def cost(self, n: int, depth: int) -> float:
-        """Nothing."""
         return 0.0
-
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Search the texts now."""
-        for sequence in sequences:
-            self._read(sequence)
 
     def measure(self) -> None:
         """Nothing to time."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Its text is dropped."""
         self._lookups.pop(sequence, None)
 
     def _read(self, sequence: Sequence) -> Lookup:

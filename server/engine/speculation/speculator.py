@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from server.engine.llama.mtp import MtpContext
     from server.engine.sequence import Sequence
     from server.engine.settings import EngineSettings
+    from server.engine.states import StateStore
 
-    from .base import Drafter, DrafterState, DraftStates
+    from .base import Drafter, DrafterState
     from .controller import Plan
 
 log = logging.getLogger(__name__)
@@ -44,18 +45,16 @@ STEADY = 4
 """Rehearsals of a shape in a row: the first builds the graph, the second may have it captured, the others
 are what it takes."""
 
-LOOK = 16
-"""Of steps that only decode, one after the other, the first ones and then every so many are learnt from."""
-
 FRUITLESS, SPARSE, QUIET = 8, 8, 32
 """Looks in a row that found nothing to draft, after which a text is looked at only every so many steps; and
 steps for which nobody is asked at most where all rest. A look takes 30 to 50 us between two steps that empty
-the processor's caches, and four beside an idle one: 3 to 5% of a step of nano on a processor."""
+the processor's caches: 3 to 5% of a step of nano on a processor."""
 
 LISTEN = 64
 """Steps before its next draft from which on hidden rows are kept for a drafter that reads them, which guesses
 better with some text before its eyes. A rest must be twice as long for it to pay that none are kept, since to
-change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6."""
+change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6, and patched
+kernels have made the steps shorter since."""
 
 DISABLED_AFTER, DISABLED_FIRST, DISABLED_LAST = 3, 256, 16_384
 """Failures in a row after which a drafter is not asked for so many steps, four times as many each time."""
@@ -98,7 +97,7 @@ class Speculator:
     def __init__(
         self,
         context: Context,
-        states: DraftStates,
+        states: StateStore,
         drafters: ListLike[Drafter],
         controller: Controller,
         *,
@@ -129,14 +128,12 @@ class Speculator:
         """Whether they are longer than what is taken back for nothing."""
         self._shape = (0, 0)
         """Sequences and rows of the last step, for which there is a graph."""
-        self._plain_steps = 0
-        """In a row, after another for as many sequences."""
         self._quiet = 0
         """Steps for which nobody is asked, if they only decode for as many sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
-        self._graphs_reused, self._passes, self._built = context.graphs_reused, 0, False
-        """At the last look; steps since; and whether there was a graph built then."""
+        self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
+        """As of the last step that was learnt from; steps since; and whether that one built a graph."""
         self._listening = bool(self._readers)
         self._rehearsing = False
         if self._readers:
@@ -181,12 +178,16 @@ class Speculator:
 
     def _wait(self, watched: Watched) -> int:
         """Steps until it is worth asking a drafter."""
-        drafter, now = watched.drafter, self._controller.now
-        if self._n > min(drafter.most, self._slots):
+        if self._n > min(watched.drafter.most, self._slots):
             return QUIET
-        if rest := max(watched.disabled.left(now), self._controller.rest_left(drafter, self._n)):
+        if rest := self._rest(watched, self._n):
             return rest - 1 - (LISTEN if rest > LISTEN else 0)  # it may read along before
-        return SPARSE - 1 if drafter.instant and watched.fruitless >= FRUITLESS else 0
+        return SPARSE - 1 if watched.drafter.instant and watched.fruitless >= FRUITLESS else 0
+
+    def _rest(self, watched: Watched, n: int) -> int:
+        """Steps for which a drafter does not draft for `n` sequences: it failed, or it does not pay."""
+        now = self._controller.now
+        return max(watched.disabled.left(now), self._controller.rest_left(watched.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
@@ -288,11 +289,7 @@ class Speculator:
         n = max(1, len(self._alive))
         patience = 2 * LISTEN if self._listening else LISTEN
         listens = any(
-            n <= watched.drafter.most
-            and max(
-                watched.disabled.left(self._controller.now), self._controller.rest_left(watched.drafter, n)
-            )
-            <= patience
+            n <= watched.drafter.most and self._rest(watched, n) <= patience
             for watched in self._watched
             if isinstance(watched.drafter, HiddenReader)
         )
@@ -310,18 +307,6 @@ class Speculator:
             if reader.layers:
                 self._context.keep_layers(reader.layers, keep)
 
-    def meanwhile(self, batch: Batch) -> None:
-        """While the device computes: the texts of those who will be asked for drafts next are read."""
-        if self._quiet or self._n > self._slots:
-            return
-        sequences = [chunk.sequence for chunk in batch.chunks if not chunk.is_prompt]
-        for watched in self._watched:
-            if sequences and not self._wait(watched):
-                try:
-                    watched.drafter.look(sequences)
-                except Exception as error:
-                    watched.failed(error, self._controller.now)
-
     # --- after a step --------------------------------------------------------------------------------------
 
     def verify(self, batch: Batch, sampled: ListLike[Sampled], seconds: float) -> list[int]:
@@ -332,30 +317,24 @@ class Speculator:
         chunks = batch.chunks
         if not self._watched:
             return [chunk.start + chunk.count for chunk in chunks]
-        if self._is_quiet and not (self._listening and self._readers):
-            self._plain_steps += 1
-            if self._plain_steps > 2 and self._plain_steps % LOOK:
-                self._passes += 1
-                return [chunk.start + 1 for chunk in chunks]
-            self._plain_steps -= 1
+        if self._is_quiet and not self._listening:
+            self._unlearnt += 1
+            return [chunk.start + 1 for chunk in chunks]
         if self._rehearsing:
             self._learn_times(batch, seconds)
             return [chunk.start + chunk.n_tokens for chunk in chunks]
         started = self._clock()
-        if self._readers and self._listening:
+        if self._listening:
             self._collect(batch, sampled)
         if self._kinds:
             held = [self._settle(chunk, new) for chunk, new in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         self._learn(batch, sampled, seconds, started)
-        self._kinds, self._drafter, self._is_quiet = [], None, False
         return held
 
     def abandon(self) -> None:
-        """The batch was not computed."""
-        self._kinds, self._drafter, self._is_quiet = [], None, False
-        self._shape, self._plain_steps = (0, 0), 0
+        self._shape = (0, 0)
 
     def _settle(self, chunk: Chunk, new: Sampled) -> int:
         """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
@@ -413,17 +392,13 @@ class Speculator:
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
         chunks, n = batch.chunks, len(batch.chunks)
         plain = not self._kinds and batch.is_decode
-        self._plain_steps = self._plain_steps + 1 if plain and self._shape == (n, 1) else 0
-        if self._plain_steps > 2 and self._plain_steps % LOOK:
-            self._passes += 1
-            return  # there is nothing to learn from the hundredth of a kind
         if self._kinds:
             self._count(chunks, sampled)
         decodes = all(chunk.decodes for chunk in chunks)
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
-        controller, spent, once = self._controller, seconds + self._clock() - started, 0.0
+        controller, spent = self._controller, seconds + self._clock() - started
         if self._drafter is not None:
             kinds = {kind for kind in self._kinds if kind}
             self._drafting = max(kinds, key=self._kinds.count)
@@ -432,17 +407,16 @@ class Speculator:
             drafter = self._drafter.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
-            once = max(0.0, self._proposing - 2 * expected) if expected else 0.0
-            spent += self._proposing - once
+            spent += min(self._proposing, 2 * expected) if expected else self._proposing
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
                 times = controller.times
                 graph = times.building.value if built else times.capturing.value if captured else 0.0
-                spent, once = max(spent / 2, spent - graph), once + min(spent / 2, graph)
+                spent = max(spent / 2, spent - graph)
         elif plain:
             self._drafting = ""
         if self._drafting:
             tokens = sum(len(new) for new in sampled if isinstance(new, list))
-            controller.add(self._drafting, n, tokens, spent, once)
+            controller.add(self._drafting, n, tokens, spent)
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 
@@ -460,8 +434,8 @@ class Speculator:
         n, lengths = len(batch.chunks), {chunk.n_tokens for chunk in batch.chunks}
         even = decodes and len(lengths) == 1
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
-        built = self._graphs_reused - reused < self._passes + 1
-        captured, self._built, self._passes = self._built and not built, built, 0
+        built = self._graphs_reused - reused < self._unlearnt + 1
+        captured, self._built, self._unlearnt = self._built and not built, built, 0
         self._shape = (n, lengths.pop()) if even else (0, 0)
         if even:
             self._controller.times.add(*self._shape, seconds, built=built, captured=captured)
@@ -484,7 +458,7 @@ class Speculator:
         tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the
         slots again; it needs no `propose`.
         """
-        self._graphs_reused, self._passes = self._context.graphs_reused, 0
+        self._graphs_reused, self._unlearnt = self._context.graphs_reused, 0
         if known is not None:
             self._controller.times.take(known)
         else:
@@ -536,7 +510,6 @@ class Speculator:
     # --- what becomes of sequences -------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
         self._alive.discard(sequence)
         for watched in self._watched:
             watched.drafter.forget(sequence)
@@ -562,7 +535,7 @@ def build_speculator(
     settings: EngineSettings,
     context: Context,
     head: MtpContext | None,
-    states: DraftStates,
+    states: StateStore,
     *,
     slots: int,
     most_rows: int,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import numpy as np
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 FIRST = 8
 """Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
@@ -21,46 +20,33 @@ REFRESH = 16
 """Measurements after which answers are worked out anew, if they have not changed by more than 2% before."""
 
 
+@dataclass(slots=True)
 class Mean:
     """A running mean that takes the least of its first values and is not carried off by single late ones."""
 
-    __slots__ = ("_late", "count", "value")
-
-    def __init__(self) -> None:
-        self.value, self.count, self._late = 0.0, 0, 0
-
-    @classmethod
-    def of(cls, value: float, count: int) -> Self:
-        """One that so many measurements brought to `value`."""
-        mean = cls()
-        mean.value, mean.count = value, count
-        return mean
-
-    @property
-    def pair(self) -> tuple[float, int]:
-        """Value and number of measurements."""
-        return self.value, self.count
+    value: NonNegativeFloat = 0.0
+    count: NonNegativeInt = 0
+    late: NonNegativeInt = 0
+    """Late values in a row."""
 
     def add(self, value: float) -> None:
-        """One more measurement."""
         self.count += 1
         if self.count <= FIRST:
             self.value = value if self.count == 1 else min(self.value, value)
             return
-        self._late = self._late + 1 if value > LATE * self.value else 0
-        if self._late < OFTEN:
+        self.late = self.late + 1 if value > LATE * self.value else 0
+        if self.late < OFTEN:
             value = min(value, LATE * self.value)
         self.value += WEIGHT * (value - self.value)
 
 
 class StepTimesRecord(BaseModel):
-    """What is known of steps, as JSON has it: seconds and how many measurements they are of."""
+    """What is known of steps, for the next start; see StepTimes."""
 
-    building: tuple[NonNegativeFloat, NonNegativeInt]
-    capturing: tuple[NonNegativeFloat, NonNegativeInt]
-    means: list[tuple[PositiveInt, PositiveInt, NonNegativeFloat, NonNegativeInt]]
-    """Group of sequences, and rows of each, before the two."""
-    steady: list[tuple[PositiveInt, PositiveInt]]
+    building: Mean
+    capturing: Mean
+    means: dict[PositiveInt, dict[PositiveInt, Mean]]
+    steady: set[tuple[PositiveInt, PositiveInt]]
 
 
 class StepTimes:
@@ -87,28 +73,24 @@ class StepTimes:
         """Rows and seconds of one sequence."""
 
     def dump(self) -> StepTimesRecord:
-        """All that is known; `take` brings it back."""
+        """A copy of all that is known; `take` brings it back."""
         return StepTimesRecord(
-            building=self.building.pair,
-            capturing=self.capturing.pair,
-            means=[
-                (group, rows, *mean.pair)
-                for group, means in self._means.items()
-                for rows, mean in means.items()
-            ],
-            steady=sorted(self._steady),
-        )
+            building=self.building, capturing=self.capturing, means=self._means, steady=self._steady
+        ).model_copy(deep=True)
 
     def take(self, record: StepTimesRecord) -> None:
         """What `dump` gave, in place of what is known."""
-        self.building, self.capturing = Mean.of(*record.building), Mean.of(*record.capturing)
-        self._means = {}
-        for group, rows, value, count in record.means:
-            self._means.setdefault(group, {})[rows] = Mean.of(value, count)
-        self._steady = set(record.steady)
+        record = record.model_copy(deep=True)
+        self.building, self.capturing = record.building, record.capturing
+        self._means, self._steady = record.means, record.steady
+        self._work_out()
+
+    def _work_out(self) -> None:
         self._known.clear()
-        known = sorted(self._means.get(1, {}))
-        self._curve = known, _rising([self._means[1][rows] for rows in known])
+        alone = self._means.get(1, {})
+        rows = sorted(alone)
+        # more rows take no less time
+        self._curve = rows, np.maximum.accumulate([alone[n].value for n in rows] or [0.0]).tolist()
 
     @property
     def moving(self) -> float:
@@ -145,10 +127,7 @@ class StepTimes:
         means[rows].add(seconds)
         self._age += 1
         if self._age % REFRESH == 0 or abs(means[rows].value - before) > 0.02 * before:
-            self._known.clear()
-            if group == 1:
-                known = sorted(means)
-                self._curve = known, _rising([means[rows] for rows in known])
+            self._work_out()
 
     def of(self, n: int, rows: int) -> float:
         """Expected seconds for `n` sequences with `rows` rows each."""
@@ -185,22 +164,6 @@ class StepTimes:
             slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
             seconds += max(0.0, slope) * (rows - known[-1])
         return seconds
-
-
-def _rising(means: list[Mean]) -> list[float]:
-    """The values nearest to the means that nowhere fall: more rows take no less time.
-
-    Neighbours that contradict it are pooled (isotonic regression by adjacent violators, Ayer et al. 1955).
-    """
-    pools: list[tuple[float, int, int]] = []  # sum, weight, points
-    for mean in means:
-        weight = min(mean.count, 8)
-        pool = (mean.value * weight, weight, 1)
-        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
-            before = pools.pop()
-            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
-        pools.append(pool)
-    return [total / weight for total, weight, points in pools for _ in range(points)]
 
 
 def group_of(n: int) -> int:

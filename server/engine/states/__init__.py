@@ -1,6 +1,6 @@
 """Sequence ids, KV cells, recurrent states: who has them, who shares them, and the way back from a draft."""
 
 from .cells import CellAllocator, StreamCells
-from .store import SavedState, StateFollower, StateStore
+from .store import SavedState, StateStore
 
-__all__ = ["CellAllocator", "SavedState", "StateFollower", "StateStore", "StreamCells"]
+__all__ = ["CellAllocator", "SavedState", "StateStore", "StreamCells"]

@@ -34,7 +34,6 @@ class CellAllocator:
 
     @property
     def free(self) -> int:
-        """Cells that nobody uses."""
         return self.total - self.used
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from .cells import CellAllocator, StreamCells
 from .rollback import Rollback
@@ -15,24 +15,10 @@ if TYPE_CHECKING:
 
     from server.engine.batch import Batch, Chunk
     from server.engine.llama import Context
+    from server.engine.speculation import StateFollower
+    from server.engine.speculation.base import FollowerState
 
 log = logging.getLogger(__name__)
-
-
-class StateFollower(Protocol):
-    """Keeps something for each sequence id, as the MTP head does. What it loses costs only time."""
-
-    def copy(self, source: int, target: int) -> None:
-        """`target`, which is empty, becomes what `source` is."""
-
-    def free(self, sequence: int) -> None:
-        """Forget a sequence id. Idempotent; must not raise."""
-
-    def save(self, sequence: int) -> Any:
-        """A copy in host memory, with its size in bytes as `nbytes`; None where there is nothing."""
-
-    def restore(self, sequence: int, saved: Any) -> None:
-        """Put what `save` gave into an empty id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +26,13 @@ class SavedState:
     """A sequence in host memory: the trunk's keys, values and recurrent states, and what followers had."""
 
     trunk: npt.NDArray[np.uint8]
-    followers: tuple[Any, ...]
+    followers: tuple[FollowerState | None, ...]
     length: int
     """Tokens."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
-        beside: int = sum(saved.nbytes for saved in self.followers if saved is not None)
-        return self.trunk.nbytes + beside
+        return self.trunk.nbytes + sum(saved.nbytes for saved in self.followers if saved is not None)
 
 
 class StateStore:
@@ -83,7 +67,6 @@ class StateStore:
                 self._lost(follower, target, error)
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)

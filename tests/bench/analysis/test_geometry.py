@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from bench.analysis.cards import CARDS, Card, Drafts, binding, decode_passes, prefill_passes, preset_of
+from bench.analysis.cards import CARDS, Card, Drafts, Reached, decode_passes, prefill_passes
 from bench.analysis.geometry import (
     ATTENTION_KERNELS,
     HEAD_KERNELS,
@@ -63,8 +63,6 @@ STATE_BYTES = 4 * (STATE_ELEMENTS + CONV_ELEMENTS)
 
 def test_a_decode_step_by_hand() -> None:
     geometry = Geometry(tensors())
-    assert geometry.kv_token_bytes == 2 * (16 + 16)
-    assert geometry.state_bytes == STATE_BYTES
     work = geometry.decode(10)
     kv = 2 * 32 * (10 + 1 + 1)  # ten read, the new one read and written
     assert work.n_bytes == WEIGHT_BYTES + HEAD_BYTES + 2 * 32 + kv + 2 * STATE_BYTES
@@ -82,7 +80,6 @@ def test_several_sequences_share_the_weights_only() -> None:
     assert four.operations == 4 * one.operations
     weights = WEIGHT_BYTES + HEAD_BYTES
     assert four.n_bytes - weights == 4 * (one.n_bytes - weights)
-    assert four.rows == 4
 
 
 def test_a_verification_has_logits_for_every_row() -> None:
@@ -98,7 +95,6 @@ def test_a_verification_has_logits_for_every_row() -> None:
 
 def test_a_prompt_is_read_in_passes_and_only_the_last_has_logits() -> None:
     first, second = Geometry(tensors()).prefill(10, ubatch=8)
-    assert (first.rows, second.rows) == (8, 2)
     assert first.n_bytes == WEIGHT_BYTES + 8 * 64 + 2 * 32 * 16 + 2 * STATE_BYTES
     assert second.n_bytes == WEIGHT_BYTES + HEAD_BYTES + 2 * 64 + 2 * 32 * (8 + 4) + 2 * STATE_BYTES
     pairs = sum(range(1, 9)), 9 + 10
@@ -129,27 +125,28 @@ def test_an_untied_head_is_read_instead_of_the_embedding() -> None:
     assert untied.decode(10).n_bytes - Geometry(tensors()).decode(10).n_bytes == HEAD_BYTES
 
 
+MADE_UP = Card("x", bandwidth=1000, compute=10_000, integer=20_000, host=100)
+
+
 @pytest.mark.parametrize(
-    ("work", "expected", "binds"),
+    ("work", "expected"),
     [
-        (Work(2000, 500, 3), (2.0, 0.0, 0.3), "memory"),
-        (Work(2000, 30_000, 3), (0.0, 3.0, 0.3), "compute"),
-        (Work(200, 500, 9), (0.2, 0.0, 0.9), "launch"),
+        (Work(2000, 500, 3), (2.0, 0.0, 0.3)),
+        (Work(2000, 30_000, 3), (0.0, 3.0, 0.3)),
+        (Work(200, 500, 9), (0.2, 0.0, 0.9)),
+        (Work(200, 500, 9, host_bytes=100), (1.2, 0.0, 0.9)),
     ],
 )
 def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
-    work: Work, expected: tuple[float, ...], binds: str
+    work: Work, expected: tuple[float, ...]
 ) -> None:
-    terms = Card("x", bandwidth=1000, compute=10_000, vector=1, integer=20_000, launch=0.1).terms(work)
-    assert binding(terms) == binds
-    assert terms == pytest.approx(expected)
+    assert Reached(launch=0.1).terms(MADE_UP, work) == pytest.approx(expected)
 
 
-def test_the_share_of_the_compute_follows_the_logarithm_of_the_rows() -> None:
-    card = Card("x", 1, 1, 1, 2, compute_shares=((1, 0.1), (16, 0.5), (512, 0.9)))
-    assert [card.compute_share(rows) for rows in (1, 16, 512, 4000)] == [0.1, 0.5, 0.9, 0.9]
-    assert card.compute_share(4) == pytest.approx(0.3)
-    assert Card("x", 1, 1, 1, 2).compute_share(64) == 1
+def test_what_kernels_reach_is_a_share_of_the_datasheet() -> None:
+    half = Reached(bandwidth=0.5, compute=0.25)
+    assert half.terms(MADE_UP, Work(2000, 500)) == pytest.approx((4.0, 0.0, 0.0))
+    assert half.terms(MADE_UP, Work(2000, 30_000)) == pytest.approx((0.0, 12.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_expected_tokens_of_a_verification(count: int, acceptance: float, tokens
 
 
 def test_the_bound_knows_no_launches_and_takes_the_highest_rate_there_is() -> None:
-    card = Card("x", bandwidth=1000, compute=10_000, vector=1, integer=20_000, launch=0.1)
+    card = MADE_UP
     assert card.least(Work(2000, 500, 3)) == pytest.approx(2.0)
     assert card.least(Work(2000, 30_000, 3)) == pytest.approx(3.0)
     # kernels of quantized weights multiply 8-bit integers: the F16 rate is no bound for them
@@ -173,15 +170,7 @@ def test_the_bound_is_below_every_estimate() -> None:
         assert geometry.quantized == (kind == Type.Q8_0)
         for card in CARDS.values():
             for work in (geometry.decode(5000, sequences=64), *geometry.prefill(8192)):
-                assert card.least(work) <= card.terms(work).sum()
-
-
-def test_presets_are_found_in_what_nvidia_smi_says() -> None:
-    for text, name in {"NVIDIA H200, 143771 MiB": "H200", "NVIDIA A10G": "A10G", "l4": "L4"}.items():
-        found = preset_of(text)
-        assert found is not None
-        assert found.name == name
-    assert preset_of("NVIDIA RTX 4090") is None
+                assert card.least(work) <= Reached().terms(card, work).sum()
 
 
 def test_a_request_is_the_sum_of_its_steps() -> None:

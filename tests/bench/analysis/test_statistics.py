@@ -107,6 +107,13 @@ def test_few_rounds_settle_nothing() -> None:
     assert "no interval" in str(ratio)
 
 
+def test_a_small_difference_from_few_rounds_is_marked() -> None:
+    logs = np.log(1.05) + np.tile([-0.001, 0.001], DEFAULT_ROUNDS // 2)
+    assert interval(logs).verdict.endswith("]")
+    assert interval(logs[:-1]).verdict.endswith("], fewer than 10 rounds")
+    assert interval(logs[:-1] + np.log(1.2)).verdict.endswith("]")
+
+
 def test_runs_of_different_times() -> None:
     rng = np.random.default_rng(11)
     apart = {1.0: 0, 1.06: 0}

@@ -1,7 +1,5 @@
 """The engine's operations are timed, and each timing is a row of the store."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,6 @@ def test_prefix_cache(nano_f32: Path, tmp_path: Path) -> None:
     results = load([tmp_path])
     steps, copies = cells(results, "step_time"), cells(results, "copy_time")
     assert all(steps[f"1 sequence beside {resident} cells"] == 2 for resident in (0, 64, 128))
-    assert steps["own cells: 4 scattered sequences"] == 2
     assert copies == {
         "share 64 tokens": 3,
         "remove 64 tokens": 3,
@@ -50,23 +47,10 @@ def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_grammar(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2", "--least-ms", "30"]
+    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2"]
     assert main(["grammar-cost", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
     results = load([tmp_path])
     found = cells(results, "step_time")
     ways = ("free", "a text", "nested lists")
     assert all(found[f"{n} answers, greedy, {way}"] == 2 for n in (1, 2) for way in ways)
-    assert (
-        results.frame.query("metric == 'step_time'")["value"].median() > 25
-    )  # they arrive now sooner, now later
     assert "times as long as free" in capsys.readouterr().out
-
-
-def test_schema_suite(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    schemas = [{"type": "integer", "maximum": 20, "minimum": 3}, {"not": {}}, {"enum": ["a", None]}]
-    cases = [{"description": str(n), "schema": schema} for n, schema in enumerate(schemas)]
-    (tmp_path / "suite.json").write_text(json.dumps(cases))
-    assert main(["schema-suite", str(nano_f32), str(tmp_path), "--documents", "8"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"\b3 +2 +1\b", out), out
-    assert "Unimplemented" in out

@@ -8,7 +8,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.load.client import Client
-from bench.load.prompts import CountedPrompts, NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
+from bench.load.prompts import NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
 from bench.load.vocabulary import (
     GgufVocabulary,
     HuggingFaceVocabulary,
@@ -120,21 +120,16 @@ async def test_slices_of_a_text(tmp_path: Path) -> None:
             await prompts.make(300, rng)
 
 
-async def test_words_that_the_usage_counts() -> None:
+async def test_without_a_tokenizer_there_are_no_made_up_prompts() -> None:
     with FakeServer(Script(tokenizer=None)) as server:
         async with Client(server.url) as client:
-            assert await find_vocabulary(None, client, None) is None
-            prompts = await find_prompts(client, None, None, kind="natural", seed=1)
-            assert isinstance(prompts, CountedPrompts)
-            text = await prompts.make(77, random.Random(1))
-            done = await client.complete("/v1/completions", {"prompt": text, "max_tokens": 1})
-            assert done.usage is not None
-            assert done.usage.prompt_tokens == 77
-            with pytest.raises(BenchError, match="--text needs a tokenizer"):
-                await find_prompts(client, None, None, kind="words", seed=1, text=Path("x"))
+            vocabulary = await find_vocabulary(None, client, None)
+    assert vocabulary is None
+    with pytest.raises(BenchError, match="name one with --tokenizer"):
+        await find_prompts(vocabulary, kind="natural", seed=1)
 
 
-@pytest.mark.parametrize("dialect", ["llama-server", "vLLM", "llama_cpp.server"])
+@pytest.mark.parametrize("dialect", ["llama-server", "vLLM"])
 async def test_the_servers_own_tokenizer(dialect: str) -> None:
     with FakeServer(Script(tokenizer=dialect)) as server:
         async with Client(server.url) as client:

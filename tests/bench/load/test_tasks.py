@@ -1,28 +1,46 @@
-"""Held-out tasks are drawn from every family."""
+"""Held-out tasks are asked as the quality gates ask them, and as the reference implementation was asked."""
 
+import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
 from bench.errors import BenchError
-from bench.load.tasks import HELDOUT, read_tasks
+from bench.gates.gate import NANO_FOLDER, NANO_NAMES
+from bench.load.tasks import read_tasks
+from models.nano.train import heldout
 
 
-def test_tasks_are_drawn_from_every_family_and_reasoning_twice() -> None:
-    tasks = read_tasks(HELDOUT, 6, seed=1)
-    assert tasks == read_tasks(HELDOUT, 6, seed=1)
-    assert tasks != read_tasks(HELDOUT, 6, seed=2)
+def test_tasks_are_drawn_from_every_gate() -> None:
+    tasks = read_tasks(NANO_FOLDER, 6, seed=1)
+    assert tasks == read_tasks(NANO_FOLDER, 6, seed=1)
+    assert tasks != read_tasks(NANO_FOLDER, 6, seed=2)
     asked = {group: len(jobs) for group, jobs in tasks.items()}
-    assert asked["knowledge"] == asked["instructions"] == asked["reasoning"] == 6
-    assert asked["reasoning, thinking"] == 6
+    assert [asked[gate] for gate in NANO_NAMES] == [6, 6, 6]
     assert asked["continuation"] + asked["repeated text"] == 6
     assert {job.chat for job in tasks["repeated text"]} == {False}
-    assert tasks["reasoning, thinking"][0].fields == {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def test_prompts_shots_and_thinking_are_those_of_the_reference() -> None:
+    """Every item of the gates; shots stand before the question as messages of their own."""
+    tasks, files = read_tasks(NANO_FOLDER, 1_000, seed=0), NANO_FOLDER / "heldout"
+    recorded = json.loads((NANO_FOLDER / "reference.json").read_text(encoding="utf-8"))
+    shots = heldout.read(files, heldout.SHOTS_FILE)
+    for gate in NANO_NAMES:
+        family = gate.removeprefix("nano_")
+        asked = [[*job.before, {"role": "user", "content": job.turns[0]}] for job in tasks[gate]]
+        known = [heldout.messages(row, family, shots) for row in heldout.read(files, family)]
+        assert sorted(map(json.dumps, asked)) == sorted(map(json.dumps, known))
+        thinking = {"chat_template_kwargs": {"enable_thinking": recorded[family]["thinking"]}}
+        assert all(job.fields == thinking for job in tasks[gate])
 
 
 def test_a_folder_without_tasks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"knowledge\.jsonl cannot be read"):
+    with pytest.raises(BenchError, match=r"reference\.json: the recorded .* cannot be read"):
         read_tasks(tmp_path, 1, seed=0)
-    (tmp_path / "knowledge.jsonl").write_text('{"question": "why?"}\n')
-    with pytest.raises(BenchError, match=r"not a task of this family: KeyError\('options'\)"):
+    copytree(NANO_FOLDER / "heldout", tmp_path / "heldout")
+    (tmp_path / "reference.json").write_bytes((NANO_FOLDER / "reference.json").read_bytes())
+    (tmp_path / "heldout" / "continuation.jsonl").write_text('{"question": "why?"}\n')
+    with pytest.raises(BenchError, match="not a text to go on with: 'prompt' is missing"):
         read_tasks(tmp_path, 1, seed=0)

@@ -53,12 +53,12 @@ def test_what_has_no_better_side_or_no_shared_cell_is_not_compared(tmp_path: Pat
     made_run(
         tmp_path,
         [
-            ("a", "w", "one", 1, {"turn": 1.0, "latency": 5.0}),
-            ("b", "w", "other", 1, {"turn": 1.0, "latency": 5.0}),
+            ("a", "w", "one", 1, {"chunks": 1.0, "latency": 5.0}),
+            ("b", "w", "other", 1, {"chunks": 1.0, "latency": 5.0}),
         ],
     )
     frame = load([tmp_path]).frame
-    assert compare_subjects(frame, "b", "a", "turn") is None
+    assert compare_subjects(frame, "b", "a", "chunks") is None
     assert compare_subjects(frame, "b", "a", "latency") is None
     assert compare_subjects(frame, "a", "a", "latency") is None
     assert compare_subjects(frame, "nobody", "a", "latency") is None

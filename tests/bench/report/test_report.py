@@ -40,16 +40,24 @@ def test_a_page_needs_nothing_beside_it(tmp_path: Path, capsys: pytest.CaptureFi
     made_run(tmp_path, [*latencies(), *rates()], model="<synthetic> & small", card="NVIDIA H200")
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 2, "latency and throughput"
-    assert not re.search(r'(src|href)="(?!#)', page), "no other file"
+    assert page.count('src="data:image/svg+xml') == 2, "latency and throughput"
+    assert not re.search(r'(src|href)="(?!data:)', page), "no other file"
     assert "&lt;synthetic&gt; &amp; small" in page
     assert "<synthetic>" not in page
     assert "0.8x [0.8, 0.8]" in page
-    notes = (tmp_path / "report.md").read_text()
-    for picture in re.findall(r"!\[.*\]\((.*)\)", notes):
-        assert (tmp_path / picture).is_file()
-    assert "0.8x [0.8, 0.8]" in notes
     assert "llama-server, tuned" in capsys.readouterr().out
+
+
+def test_a_load_of_distinct_prompts_is_no_latency_protocol(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        (name, "distinct", "8 concurrent", number, {"latency": 9.0, "output_rate": 100.0})
+        for number in range(1, 6)
+        for name in SERVERS
+    ]
+    made_run(tmp_path / "store", rows)
+    assert list(draw_pictures(load([tmp_path]).frame, tmp_path)) == ["Throughput"]
+    assert main(["report", str(tmp_path / "store"), "--publish", str(tmp_path / "out")]) == 0
+    assert "| server | distinct, 8 at once, tok/s |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_runs_of_latency_and_throughput_get_their_own_tables(tmp_path: Path) -> None:
@@ -57,7 +65,7 @@ def test_runs_of_latency_and_throughput_get_their_own_tables(tmp_path: Path) -> 
         tmp_path, [("s", "official", "short", 1, {"latency": 12.0})], verb="latency", endpoint="/invocations"
     )
     assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
-    assert "one request at a time" in (tmp_path / "out" / "report.md").read_text()
+    assert "one request at a time" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_run_that_stopped_says_so_and_an_empty_one_is_shown(tmp_path: Path) -> None:

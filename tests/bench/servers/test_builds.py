@@ -10,6 +10,7 @@ from bench.cli import main
 from bench.errors import BenchError
 from bench.servers import builds
 from bench.servers.builds import build_programs, this_machines_flavour
+from server import setup_llama
 
 CMAKE = """#!/bin/sh
 PATH=/usr/bin:/bin
@@ -28,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "cache" / f"llama_cpp_python-{version('llama-cpp-python')}"
     (made / "vendor" / "llama.cpp").mkdir(parents=True)
     monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(builds, "NVCC", "/no/nvcc")
+    monkeypatch.setattr(setup_llama, "NVCC", Path("/no/nvcc"))
     monkeypatch.setenv("PATCHES", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "path"))  # nothing else
     program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin=made / "build" / "bin", status=0))

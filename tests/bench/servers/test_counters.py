@@ -1,4 +1,4 @@
-"""Counters are read from Prometheus' text; what grew becomes rows of steps, drafts and the engine."""
+"""Counters are read from Prometheus' text; what grew becomes rows of steps and drafts."""
 
 from pathlib import Path
 
@@ -36,8 +36,6 @@ qwen_drafted_tokens_total{drafter="mtp"} 8.0
 qwen_accepted_draft_tokens_total{drafter="mtp"} 6.0
 # TYPE qwen_drafts_failed counter
 qwen_drafts_failed_total{drafter="mtp"} 1.0
-# TYPE qwen_prefix_failed_copies counter
-qwen_prefix_failed_copies_total 2.0
 # TYPE qwen_drafter_active gauge
 qwen_drafter_active{drafter="mtp"} 1.0
 """
@@ -45,7 +43,7 @@ qwen_drafter_active{drafter="mtp"} 1.0
 
 def test_what_grew_becomes_rows() -> None:
     grown = growth(parse_counters(BEFORE), parse_counters(AFTER))
-    steps, drafts, engine = counted(grown, "random, 8 concurrent")
+    steps, drafts = counted(grown, "random, 8 concurrent")
     assert steps[:2] == ("steps", "random, 8 concurrent, decode, 8 rows")
     assert steps[2] == pytest.approx(
         {"steps": 10, "step_tokens": 70, "host_time": 3, "device_time": 14, "overlapped_time": 8}
@@ -55,7 +53,6 @@ def test_what_grew_becomes_rows() -> None:
         "random, 8 concurrent, mtp",
         {"drafted_tokens": 8.0, "accepted_tokens": 6.0, "drafts_failed": 1.0},
     )
-    assert engine == ("engine", "random, 8 concurrent", {"prefix_failed_copies": 2.0})
 
 
 def test_a_server_that_does_not_count_adds_nothing(tmp_path: Path) -> None:
@@ -64,4 +61,4 @@ def test_a_server_that_does_not_count_adds_nothing(tmp_path: Path) -> None:
         record_growth(run, "x", "random", "1 concurrent", 1, parse_counters(BEFORE), {})
         assert not len(run.results().frame)
         record_growth(run, "x", "random", "1 concurrent", 1, parse_counters(BEFORE), parse_counters(AFTER))
-        assert set(run.results().frame["workload"]) == {"steps", "drafts", "engine"}
+        assert set(run.results().frame["workload"]) == {"steps", "drafts"}

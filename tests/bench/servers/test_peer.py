@@ -14,6 +14,8 @@ from bench.servers.programs import Peer, Setup, parse_peer, process_of, resource
         ("server", Peer("server", "server")),
         ("off=server --no-cache 'a b'", Peer("off", "server", ("--no-cache", "a b"))),
         ("llama-server", Peer("llama-server", "llama-server")),
+        ("ours, no drafts=server --a=b", Peer("ours, no drafts", "server", ("--a=b",))),
+        ("server --a=b", Peer("server --a=b", "server", ("--a=b",))),
         (
             "best=llama-server:ngram-mod+backend-sampling --ubatch-size 1024",
             Peer("best", "llama-server", ("--spec-default", "--backend-sampling", "--ubatch-size", "1024")),
@@ -35,7 +37,6 @@ from bench.servers.programs import Peer, Setup, parse_peer, process_of, resource
                 "llama-server:mtp-4", "llama-server", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "4")
             ),
         ),
-        ("llama_cpp.server", Peer("llama_cpp.server", "llama_cpp.server")),
         (
             "llama-server:tuned",
             Peer(
@@ -105,9 +106,7 @@ def test_commands(tmp_path: Path) -> None:
     assert ours.command[:3] == ["py", "-m", "server"]
     assert (flag(ours.command, "--parallel"), flag(ours.command, "--ctx-size")) == ("8", "6144"), "equal"
     assert ours.command[-2:] == ["--ctx-size", "9"], "the user's flags come last and win"
-    python = process_of(parse_peer("llama_cpp.server"), setup)
-    assert flag(python.command, "--n_ctx") == "768"
-    for process in (theirs, ours, python):
+    for process in (theirs, ours):
         assert process.url == f"http://127.0.0.1:{flag(process.command, '--port')}"
     running = process_of(parse_peer("x=http://gpu:1"), setup)
     assert (running.command, running.url, running.log) == ([], "http://gpu:1", None)
@@ -117,7 +116,6 @@ def test_resources_are_the_same_and_stated(tmp_path: Path) -> None:
     setup = setup_in(tmp_path)
     for text in ("server", "llama-server:tuned", "vllm"):
         assert resources(parse_peer(text), setup) == {"slots": 8, "context": 6144}
-    assert resources(parse_peer("llama_cpp.server"), setup) == {"slots": 1, "context": 768}
     assert resources(parse_peer("http://gpu"), setup) == {}
 
 

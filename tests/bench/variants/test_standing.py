@@ -213,19 +213,38 @@ def test_what_is_lost_against_full_precision_is_said(tmp_path: Path) -> None:
     assert "Worse than full precision, item by item: small (39 lost, 6 gained, p < 0.001)." in advice
     assert "Not shown to be worse than full precision: big (4 lost, 4 gained, p = 1)." in advice
     assert "Where no loss may show, ship big" in advice
-    (table, _) = sweep_tables(results)
+    table, losses, _ = sweep_tables(results)
     columns = [list(table.header).index(name) for name in ("lost", "gained", "p")]
     assert [[row[column] for column in columns] for row in table.rows][:2] == [
         [4, 4, "1"],
         [39, 6, "5.4e-07"],
     ]
+    assert "| small | 9, 2, p = 0.065 | 30, 4, p < 0.001 | 39, 6, p < 0.001 |" in losses.markdown()
+    assert len(losses.rows) == 2, "of the other nothing was recorded"
 
 
-def test_losses_are_said_where_no_speed_was_measured(tmp_path: Path) -> None:
-    lost = gate("sums", 0.60, 0.50, 0.70, 0.80, 500, (30, 4))
-    found = ranked(swept(tmp_path, Made("small", 100, [lost]), rounds=0))
-    assert found.advice == [
-        "No speed was measured: there is nothing to recommend.",
-        "small fails sums (60.0% against 80.0%).",
-        "Worse than full precision, item by item: small (30 lost, 4 gained, p < 0.001).",
+def test_the_smallest_that_passes_is_shipped_where_none_was_timed(tmp_path: Path) -> None:
+    lost, kept = (
+        gate("sums", score, score, score, 0.80, 500, p) for score, p in ((0.6, (30, 4)), (0.9, (2, 1)))
+    )
+    sizes = {"tiny": 2.5, "big": 8.5, "small": 4.5}
+    made = [Made(name, 0, [lost if name == "tiny" else kept], bits=bits) for name, bits in sizes.items()]
+    found = ranked(swept(tmp_path / "all", *made, Made("open", 0, [CLOSE], bits=4.0), rounds=0))
+    assert found.recommended == "small"
+    shipped, open_, *others = found.advice
+    assert shipped.startswith(
+        "Ship small: the smallest of the 2 that pass every gate, 4.5 MB. Its margin is +10"
+    )
+    assert open_.startswith("open is smaller (4 MB) but undecided at this sample size: sums")
+    assert others == [
+        "tiny fails sums (60.0% against 80.0%).",
+        "Worse than full precision, item by item: tiny (30 lost, 4 gained, p < 0.001).",
+        "Not shown to be worse than full precision: small (2 lost, 1 gained, p = 1), "
+        "big (2 lost, 1 gained, p = 1).",
+        "No speed was measured.",
     ]
+    found = ranked(swept(tmp_path / "one", made[0], rounds=0))
+    assert found.recommended is None
+    assert (
+        found.advice[0] == "No variant passes every gate. tiny comes nearest: it lacks 20.0 points at sums."
+    )

@@ -5,16 +5,14 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
-from bench.variants import variant as variant_module
-from bench.variants.variant import Variant, check_distinct, of_quants, read_setting, read_variant
-
-EXAMPLES = Path(variant_module.__file__).parent / "examples"
+from bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
+from server.variant import Variant, known_variants
 
 
-def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
+def written(folder: Path, text: str, name: str = "mine.toml") -> str:
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    return path
+    return str(path)
 
 
 def test_quants_are_variants_with_default_settings() -> None:
@@ -32,12 +30,12 @@ def test_names_in_any_case_are_levels(tmp_path: Path) -> None:
 def test_a_file_with_settings(tmp_path: Path) -> None:
     path = written(
         tmp_path,
-        'name = "small-kv"\nabout = "x"\nquant = "q4_k_m"\n[server]\ncache_type_k = "q8_0"\nparallel = 4\n',
+        'name = "small-kv"\nabout = "x"\nquant = "q4_k_m"\n[settings]\ncache_type_k = "q8_0"\nparallel = 4\n',
     )
     variant = read_variant(path)
     assert (variant.name, variant.quant, variant.level) == ("small-kv", "Q4_K_M", "Q4_K_M")
-    assert variant.server == {"cache_type_k": "q8_0", "parallel": 4}
-    assert variant.with_settings({"parallel": 2, "threads": 1}).server == {
+    assert variant.settings == {"cache_type_k": "q8_0", "parallel": 4}
+    assert variant.with_settings({"parallel": 2, "threads": 1}).settings == {
         "parallel": 4,
         "threads": 1,
         "cache_type_k": "q8_0",
@@ -54,35 +52,23 @@ def test_a_recipe_lies_beside_the_file_and_names_the_weights(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("quant = [", "not a readable TOML file"),
         ('quant = "Q9"', "unknown quant 'Q9'; known are F16, BF16, F32, Q8_0"),
-        ('quant = "Q8_0"\nrecipe = "a.toml"', "want either quant, a level by name, or recipe, a file"),
-        ("", "want either quant"),
-        ('quant = "Q8_0"\nname = "a/b"', "name: 'a/b' becomes a file name"),
-        ('quant = "Q8_0"\nserve = 1', "serve: unknown key; known are name, about, quant, recipe, server"),
-        ('quant = "Q8_0"\n[server]\ncache = 1', "server.cache: unknown; known are"),
-        ('quant = "Q8_0"\n[server]\nport = 1', "server.port: set by the sweep"),
-        ('quant = "Q8_0"\n[server]\nparallel = "many"', "server.parallel: Input should be a valid integer"),
-        ('quant = "Q8_0"\n[server]\nparallel = 0', "parallel: Input should be greater than or equal to 1"),
         ('recipe = "gone.toml"', "gone.toml: no such recipe"),
+        ('quant = "Q8_0"\n[settings]\nparallel = 0', "Input should be greater than or equal to 1"),
     ],
 )
 def test_mistakes_name_the_file_and_the_key(tmp_path: Path, text: str, said: str) -> None:
+    """Those that the server finds, too, are tested with it."""
     path = written(tmp_path, text)
     with pytest.raises(BenchError) as caught:
         read_variant(path)
-    assert str(path) in str(caught.value) and said in str(caught.value)
+    assert path in str(caught.value) and said in str(caught.value)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_examples_are_variants(path: Path) -> None:
-    variant = read_variant(path)
-    assert variant.name == path.stem and variant.about and variant.server
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"gone\.toml: not a readable TOML file"):
-        read_variant(tmp_path / "gone.toml")
+@pytest.mark.parametrize("name", known_variants())
+def test_those_that_come_along_are_levels_of_the_converter(name: str) -> None:
+    variant = read_variant(name)
+    assert variant.name == name and variant.level == variant.quant
 
 
 def test_unknown_quant_names_the_known_ones() -> None:
@@ -96,7 +82,7 @@ def test_names_and_weights_must_differ(tmp_path: Path) -> None:
         check_distinct([one, Variant(name="A", quant="Q4_K_M")])
     with pytest.raises(BenchError, match="the weights of both would be called"):
         check_distinct([one, Variant(name="b", recipe=tmp_path / "Q8_0.toml")])
-    check_distinct([one, Variant(name="b", quant="Q8_0", server={"parallel": 2})])
+    check_distinct([one, Variant(name="b", quant="Q8_0", settings={"parallel": 2})])
 
 
 def test_settings_on_the_command_line() -> None:

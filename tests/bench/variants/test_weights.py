@@ -9,8 +9,8 @@ from bench.arguments import StoreOptions
 from bench.errors import BenchError
 from bench.variants import weights
 from bench.variants.plan import Plan, kept_vocabulary
-from bench.variants.variant import Variant
 from bench.variants.weights import Weights, make_weights
+from server.variant import Variant
 
 Q4 = Variant(name="q", quant="Q4_K_M")
 

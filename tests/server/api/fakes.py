@@ -77,9 +77,6 @@ class FakeVocab:
     def spelling(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else ADDED[token - 256].encode()
 
-    def is_eog(self, token: int) -> bool:
-        return token == self.eos_id
-
 
 Script = Callable[[str], "str | Exception | list[int | Exception]"]
 """From the prompt's text to the reply: a text, an error to raise, or tokens (an error among them ends it)."""
@@ -215,7 +212,7 @@ class FakeEngine:
         if not ids or not all(0 <= token < self.vocab.size for token in ids):
             raise InvalidPrompt("ids run from 0")
         if len(ids) >= self.context_size:
-            raise PromptTooLong(len(ids), self.context_size)
+            raise PromptTooLong(len(ids), self.context_size, exactly=True)
         return checked
 
     def submit(

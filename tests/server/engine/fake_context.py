@@ -68,8 +68,8 @@ class FakeContext:
         self.tokens, self.positions, self.sequences = np.zeros((3, n_ctx), np.int32)
         self.outputs = np.zeros(n_ctx, np.int8)
         self.samplers = FakeDeviceSamplers(n_samplers)
-        self.decodes: list[tuple[int, bool]] = []
-        """Tokens of each batch, and whether the interpreter's lock was held."""
+        self.decodes: list[int] = []
+        """Tokens of each batch."""
         self.rows_come_together = True
 
     # --- states --------------------------------------------------------------------------------------------
@@ -104,17 +104,17 @@ class FakeContext:
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         self.samplers.kinds[sequence] = kind
 
-    def decode(self, n_tokens: int, *, hold: bool = False) -> None:
+    def decode(self, n_tokens: int) -> None:
         for slot, position, token in zip(
             self.sequences, self.positions, self.tokens[:n_tokens], strict=False
         ):
             held = self.held.get(int(slot), ())
             assert len(held) == position, "a gap"
             self.held[int(slot)] = (*held, int(token))
-        self.decodes.append((n_tokens, hold))
+        self.decodes.append(n_tokens)
 
     def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> FakeRows:
-        n, _ = self.decodes[-1]
+        n = self.decodes[-1]
         assert list(indices) == np.flatnonzero(self.outputs[:n]).tolist(), "llama.cpp's order is another"
         assert list(sequences) == self.sequences[list(indices)].tolist()
         kinds = [self.samplers.kinds[slot] for slot in sequences] if self.samplers.active else []

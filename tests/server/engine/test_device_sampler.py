@@ -307,7 +307,9 @@ def test_unusable_logits_are_noticed(spoilt: float) -> None:
     def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
         rows.fill(kinds, range(len(kinds)), None)
         rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
-        rows._figures.rows = np.pad(figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan)
+        rows._outputs["probs"] = np.pad(
+            figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan
+        )
 
     fill([DeviceSampler.BEST] * 3, figures)
     assert rows.all_best() is None
@@ -458,7 +460,7 @@ def test_the_best_of_many(n: int, k: int) -> None:
 
 def test_the_warm_up_keeps_samplers_that_are_right(model: Model) -> None:
     context = make(model, DeviceSampler.BEST)
-    warm_up(context, [1, N_SEQ], 32, choose=False)
+    warm_up(context, [1, N_SEQ], 32)
     assert context.samplers.active
     assert time_prompt(context, 32) > 0
     context.close()
@@ -469,7 +471,7 @@ def test_the_warm_up_gives_up_samplers_that_are_wrong(model: Model, caplog: pyte
     narrow.__dict__.update(model.__dict__, n_real=3)
     context = make(narrow, DeviceSampler.BEST)
     context.samplers.n_real = model.n_real
-    warm_up(context, [1, N_SEQ], 32, choose=False)
+    warm_up(context, [1, N_SEQ], 32)
     assert "not the best ones" in caplog.text
     assert not context.samplers.active
     assert decode(context).logits(0).shape == (model.n_vocab,)

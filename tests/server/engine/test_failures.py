@@ -141,15 +141,3 @@ async def test_drafts(
         counts = engine.stats().drafts["dflash" if speculation == "draft" else speculation]
     assert counts.failed > 0
     assert counts.accepted > 0, "those that did not fail"
-
-
-@pytest.mark.slow
-async def test_texts_that_are_read_while_the_device_computes(
-    nano_f32: Path, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
-        engine._parts.device_runs_alone = True
-        drafter = engine._speculator._watched[0].drafter
-        monkeypatch.setattr(drafter, "look", sometimes(drafter.look, random.Random(1)))
-        await check(engine, prompts, alone)
-        assert engine.stats().drafts["ngram"].failed > 0

@@ -158,7 +158,7 @@ def test_text_survives_tokenization(vocab: Vocab, text: str) -> None:
 def test_control_tokens_are_found_only_when_asked_for(vocab: Vocab) -> None:
     text = "<|im_end|>"
     (token,) = vocab.tokenize(text, special=True)
-    assert vocab.is_eog(token)
+    assert token in vocab.eog_ids
     assert vocab.token_bytes(token) == b""
     plain = vocab.tokenize(text, special=False)
     assert token not in plain

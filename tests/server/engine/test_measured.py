@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.measured import KEPT, Measured, MeasuredFile
+from server.engine.measured import Measured, MeasuredFile
 from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.times import StepTimes
 from server.engine.warmup import time_prompt
@@ -66,20 +65,19 @@ def test_another_setting_is_measured_anew(
     assert measurings[0] == "prompt"
 
 
-@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"KEY": {"samples_on_device": 7}}'])
+@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"prompt_seconds": 7}'])
 def test_a_damaged_file_costs_what_it_would_have_saved(
     nano_q4_k_m: Path, measurings: list[str], tmp_path: Path, damage: str
 ) -> None:
     with running(nano_q4_k_m, speculation="ngram"):
         pass
-    path = tmp_path / "measured.json"
-    (key,) = json.loads(path.read_text())
-    path.write_text(damage.replace("KEY", key))
+    (path,) = (tmp_path / "measured").iterdir()
+    path.write_text(damage)
     measurings.clear()
     with running(nano_q4_k_m, speculation="ngram"):
         pass
     assert measurings == ["prompt", "steps"]
-    assert list(json.loads(path.read_text())) == [key]
+    assert path.read_text() != damage
 
 
 def test_a_folder_that_can_not_be_written_costs_nothing(
@@ -92,15 +90,13 @@ def test_a_folder_that_can_not_be_written_costs_nothing(
     assert measurings
 
 
-def test_the_latest_starts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_kind_of_start_has_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
-    files = [MeasuredFile({"number": number}) for number in range(KEPT + 2)]
-    measured = Measured(samples_on_device=True, prompt_seconds=0.5, step_times=StepTimes().dump())
-    for file in files:
-        file.write(measured)
-    assert [file.read() for file in files[:2]] == [None, None]
-    assert all(file.read() == measured for file in files[2:])
-    assert [path.name for path in tmp_path.iterdir()] == ["measured.json"]
+    one, other = (MeasuredFile({"number": number}) for number in range(2))
+    measured = Measured(prompt_seconds=0.5, step_times=StepTimes().dump())
+    one.write(measured)
+    assert (one.read(), other.read()) == (measured, None)
+    assert list((tmp_path / "measured").iterdir()) == [one.path]
 
 
 @given(

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from server.engine import InvalidPrompt
 from server.engine.llama import Model
-from server.engine.tokenizer_cache import TokenizerCache
 from server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab, _stands_alone
 
 ODD = [
@@ -110,21 +109,20 @@ def test_what_may_be_cut_at(others: list[bytes], alone: bool) -> None:
     assert not _stands_alone(TURN_START, others)
 
 
-def test_the_least_recently_used_is_forgotten_first() -> None:
-    memory = TokenizerCache(limit=10)
-    for text in ("aaaa", "bbbb", "aaaa", "cccc"):
-        if memory.get(text) is None:
-            memory.put(text, list(map(ord, text)))
-    assert (len(memory), memory.tokens) == (2, 8)
-    assert memory.get("aaaa") == list(map(ord, "aaaa"))
-    assert memory.get("bbbb") is None
+def test_the_least_recently_used_is_forgotten_first(model: Model) -> None:
+    texts = [words(seed, LONG) for seed in range(3)]
+    longest = max(len(model.tokenize(text.encode(), special=True)) for text in texts)
+    vocab = Vocab(model, 2 * longest)
+    for index in (0, 1, 0, 2):
+        vocab.tokenize(texts[index], special=True)
+    assert {*vocab._cache} == {texts[0], texts[2]}
 
 
-def test_more_than_the_limit_is_not_kept() -> None:
-    memory = TokenizerCache(limit=3)
-    memory.put("abcd", list(map(ord, "abcd")))
-    assert memory.get("abcd") is None
-    assert (len(memory), memory.tokens) == (0, 0)
+def test_more_than_the_limit_is_not_kept(model: Model) -> None:
+    vocab = Vocab(model, 3)
+    for _ in range(2):
+        assert vocab.tokenize(words(1, LONG), special=True)
+    assert not vocab._cache
 
 
 NEAR = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from server.engine.prefix_cache.cache import CROWD
 from server.engine.prefix_cache.ghost import BLOCK
 from server.engine.sequence import CacheMiss, Sequence
-from tests.server.engine.prefix_cache.world import World
+from tests.server.engine.prefix_cache.world import World, nodes_of
 
 COMMON = list(range(1000, 1100))
 A = [*COMMON, *range(2000, 2050)]
@@ -473,7 +473,7 @@ def test_every_request_computes_on_from_what_it_really_holds(
     assert all(i in cancelled or one.generated == mix[i].answer for i, one in started.items())
     assert world.cells.used == world.cells.idle <= max_cells
     kept = world.cache.stats()
-    nodes = [*world.cache._tree.nodes()]
+    nodes = nodes_of(world.cache._tree)
     assert kept.resident == sum(node.holder is not None for node in nodes)
     assert kept.host_checkpoints == sum(node.saved is not None for node in nodes)
     assert all(node._needed or len(node.children) > 1 for node in nodes), "something was left behind"

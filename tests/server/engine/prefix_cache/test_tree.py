@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.prefix_cache import Node, Tree
+from tests.server.engine.prefix_cache.world import nodes_of
 
 Prefix = tuple[int, ...]
 
@@ -52,11 +53,11 @@ def test_what_nobody_needs_goes_and_edges_grow_together() -> None:
     a.marks = b.marks = 1
     a.marks = 0
     tree.prune(a)
-    assert [*tree.nodes()] == [b]
+    assert nodes_of(tree) == [b]
     assert prefix(b) == (1, 2, 4, 5)
     b.marks = 0
     tree.prune(b)
-    assert [*tree.nodes()] == []
+    assert nodes_of(tree) == []
 
 
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
@@ -76,8 +77,8 @@ def test_the_tree_holds_what_is_needed_and_where_paths_part(operations: list[tup
             node = wanted.pop(path)
             node.marks = 0
             tree.prune(node)
-        nodes = {prefix(node): node for node in tree.nodes()}
-        assert len(nodes) == sum(1 for _ in tree.nodes())
+        nodes = {prefix(node): node for node in nodes_of(tree)}
+        assert len(nodes) == sum(1 for _ in nodes_of(tree))
         assert all(nodes[path] is node for path, node in wanted.items())
         assert all(len(path) == node.depth for path, node in nodes.items())
         for path, node in nodes.items():
@@ -101,7 +102,7 @@ def test_a_node_that_went_with_another_may_be_pruned_again() -> None:
     child = tree.insert(tokens(1, 2, 3))
     tree.prune(child)
     tree.prune(parent)
-    assert [*tree.nodes()] == []
+    assert nodes_of(tree) == []
     assert [*tree.root.children] == []
 
 
@@ -111,10 +112,10 @@ def test_what_was_salted_is_apart_and_goes_without_a_trace() -> None:
     ours, theirs = (tree.insert(text, tree.root_of(salt)) for salt in ("ours", "theirs"))
     assert len({plain, ours, theirs}) == 3
     assert [tree.salt_of(node) for node in (plain, ours, theirs)] == ["", "ours", "theirs"]
-    assert {*tree.nodes()} == {plain, ours, theirs}
+    assert {*nodes_of(tree)} == {plain, ours, theirs}
     for node in (ours, theirs):
         tree.prune(node)
-    assert {*tree.nodes()} == {plain}
+    assert {*nodes_of(tree)} == {plain}
     assert not tree._salted
     assert not tree._salts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from server.engine.prefix_cache import PrefixCache
+from server.engine.prefix_cache import Node, PrefixCache, Tree
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from server.engine.batch import Batch
+
+
+def nodes_of(tree: Tree) -> list[Node]:
+    """All of them but the roots, parents first."""
+    found = [node for root in (tree.root, *tree._salted.values()) for node in root.children.values()]
+    for node in found:
+        found += node.children.values()
+    return found
+
 
 ANSWER = 7
 """The first token that the pretend model answers; the others count on."""

@@ -188,9 +188,6 @@ class Head:
     def cost(self, n: int, depth: int) -> float:
         return depth * self.seconds
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        pass
-
     def measure(self) -> None:
         pass
 

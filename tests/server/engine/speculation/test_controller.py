@@ -224,7 +224,7 @@ def test_no_hidden_rows_are_kept_for_a_head_that_rests_for_long() -> None:
     assert sum(kept) < 0.25 * len(kept)
     first = drafted.index(True)
     assert all(kept[first - LISTEN + 1 : first + 1]), "it has read some text when it is tried again"
-    assert sum(a != b for a, b in pairwise(kept)) < 12, "each change builds a graph"
+    assert sum(a != b for a, b in pairwise(kept)) <= 12, "each change builds a graph"
     world.head.right = 1.0
     world.gain(4000)
     assert world.gain(100) > 3
@@ -397,14 +397,11 @@ def test_a_text_that_no_kind_may_draft_from_is_not_even_looked_at() -> None:
     repeating(world, 0.0)
     world.gain(30)
     world.ngram.propose = Mock(wraps=world.ngram.propose)  # type: ignore[method-assign]
-    world.ngram.look = Mock(wraps=world.ngram.look)  # type: ignore[method-assign]
     for kind in world.ngram.kinds:
         while not world.controller._trial(kind, 1).rest.left(world.controller.now):
             world.controller.add(kind, 1, 1, 1.0)
-    batch = world.propose()
-    world.speculator.meanwhile(batch)
+    world.propose()
     assert not world.ngram.propose.called
-    assert not world.ngram.look.called
 
 
 @pytest.mark.parametrize("right", [0.6, 0.3, 0.0])
@@ -544,19 +541,15 @@ def test_a_trial_goes_on_as_long_as_nothing_was_wrong() -> None:
     assert controller.choose([option], step) is None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "steps", "last"), [(1.05, PATIENCE[0][0], 184), (1.6, 6, 1272), (3.0, 4, REST_LAST)]
-)
-def test_what_loses_by_its_results_rests_sooner_and_longer_the_more_it_loses(
-    seconds: float, steps: int, last: int
-) -> None:
+@pytest.mark.parametrize(("seconds", "last"), [(1.05, 184), (3.0, REST_LAST)])
+def test_what_loses_by_its_results_rests_longer_the_more_it_loses(seconds: float, last: int) -> None:
     times = card_times()
     controller, head = Controller(times), stand_in()
     plain = times.of(1, 1)
     controller.add("sure", 1, 0, 1.0)  # the first, which does not count
     rests = []
     for _ in range(6):
-        for _ in range(steps):
+        for _ in range(PATIENCE):
             assert controller.rest_left(head, 1) == 0
             controller.add("sure", 1, 1, seconds * plain)
         rests.append(controller.rest_left(head, 1))

@@ -113,19 +113,6 @@ def test_longer_matches_are_judged_apart() -> None:
     assert set(kinds) - {""} == set(drafter.kinds)
 
 
-def test_what_was_read_meanwhile_is_known_when_asked() -> None:
-    drafter, asked = NgramDrafter(255, 16), NgramDrafter(255, 16)
-    one = sequence([4, 5, 6, 7, 8, 4, 5, 6])
-    for token in (7, 8, 9, 4, 5, 6):
-        drafter.look([one])
-        one.tokens.append(token)
-        if token == 8:
-            propose(asked, one, 3)
-    drafter.look([one])
-    for each in (drafter, asked):
-        assert propose(each, one, 3).tokens == [7, 8, 9]
-
-
 def test_requests_see_nothing_of_each_other() -> None:
     drafter = NgramDrafter(255, 16)
     first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([9, 2, 3, 4])

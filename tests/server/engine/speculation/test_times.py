@@ -33,7 +33,7 @@ def test_measured_points_come_back_and_lines_join_them(times: StepTimes) -> None
 
 def test_a_lucky_measurement_is_evened_out(times: StepTimes) -> None:
     times.add(1, 32, card(1))
-    assert card(4) < times.of(1, 32) < card(16)
+    assert times.of(1, 32) == pytest.approx(card(16)), "no less than fewer rows"
     assert of(times, 1, 4, 64) == pytest.approx([card(1), card(4), card(64)])
     assert (np.diff(of(times, *range(1, 300))) >= 0).all()
 

@@ -3,7 +3,7 @@
 It recognises a pre-tokenizer by a hash over the ids of one text, so only published vocabularies pass. Here
 that one look-up answers qwen35; everything else is llama.cpp's code as it is.
 
-    python -m bench.models.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [TARGET]
+    python -m tests.reference.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [TARGET]
 
 TARGET is the checkpoint that a drafter drafts for.
 """

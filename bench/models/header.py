@@ -1,0 +1,71 @@
+"""A model without its weights: the sizes and types of its tensors by recipe, and a GGUF that is all header.
+
+For what depends on nothing else: predictions, memory plans. Such a file is sparse: as long as the whole one,
+and a few megabytes on disk.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from bench.errors import BenchError
+from bench.models.vocab import make_vocab
+from bench.models.weights import SHARED
+from convert.config import ModelConfig
+from convert.errors import ConvertError
+from convert.gguf_file import ALIGNMENT
+from convert.gguf_header import TensorInfo
+from convert.llama import quantized_types
+from convert.metadata import add_hyperparameters, add_tokenizer
+from convert.recipes import Recipe
+from convert.tensors import FloatType, TensorPlan, expected_tensors
+
+
+def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[TensorInfo]:
+    """The tensors of the whole model, MTP block included, matrices as `outtype`."""
+    made = []
+    for _, name, rule in expected_tensors(config, "", range(config.n_layers), has_mtp=True):
+        if not name.endswith(SHARED):
+            shape = rule.target_shape(config)
+            kind = "F32" if len(shape) == 1 or rule.keep_f32 else outtype
+            made.append(TensorInfo(name, shape[::-1], GGMLQuantizationType[kind]))
+    return made
+
+
+def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
+    """The same as the recipe has them, by llama.cpp's own choice. Raises BenchError."""
+    whole = float_tensors(config)
+    if recipe.layers or recipe.keep_vocab:
+        raise BenchError("a recipe that prunes: the tensors that are left are not known without the model")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "header.gguf"
+        write_header(path, config, whole)
+        try:
+            types = quantized_types(path, file_type=recipe.file_type, overrides=recipe.overrides)
+        except ConvertError as error:
+            raise BenchError(str(error)) from error
+    return [TensorInfo(tensor.name, tensor.shape, types[tensor.name]) for tensor in whole]
+
+
+def write_header(path: Path, config: ModelConfig, tensors: Sequence[TensorInfo]) -> None:
+    """A GGUF with these tensors, their data left out, and a made-up vocabulary of the model's size."""
+    writer = gguf.GGUFWriter(path=None, arch=config.arch)
+    writer.add_type(gguf.GGUFType.MODEL)
+    blocks = TensorPlan((), n_blocks=config.n_layers + 1, n_mtp_layers=1, skipped_vision=0)
+    add_hyperparameters(writer, config, blocks, tuple(range(config.n_layers)), "F16")
+    add_tokenizer(writer, make_vocab(config.vocab_size, np.random.default_rng(0)).vocab)
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape[::-1], np.dtype(np.float16), tensor.n_bytes, raw_dtype=tensor.type
+        )
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    sizes = [path.stat().st_size, *(tensor.n_bytes for tensor in tensors)]
+    os.truncate(path, sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))

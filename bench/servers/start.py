@@ -1,0 +1,142 @@
+"""``qwen-bench start``: from a server's command to its first 200, and what ours does in that time."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from bench.analysis.statistics import DEFAULT_ROUNDS, compare_subjects, percentiles
+from bench.arguments import Natural, Positive, StoreOptions
+from bench.errors import BenchError
+from bench.report.views import show
+from bench.servers.launch import ServerProcess
+from bench.servers.programs import Peer, Setup, parse_peer, process_of
+from bench.store import Results
+from bench.terminal import Bar, Cell, Table
+
+VERB, METRIC, READY, REST = "start", "start_time", "ready", "outside the engine"
+POLL_SECONDS = 0.02
+STAGES = re.compile(r" start: (.* s)$", re.MULTILINE)
+"""The line of our server's log that says what a start was spent on: "start: plan 0.01 s, weights 0.31 s"."""
+STAGE = re.compile(r"([a-z ]+?) ([\d.]+) s")
+
+
+async def start(
+    *,
+    gguf: Path,
+    peer: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    binaries: Path | None = None,
+    rounds: Positive = DEFAULT_ROUNDS,
+    slots: Positive = 8,
+    context: Positive = 32_768,
+    threads: Natural = 0,
+    python: str = sys.executable,
+    start_timeout: float = 300.0,
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    """How long servers take from their command to their first 200, in turns, and ours by stage.
+
+    Each is started once before, untimed: the file is in the page cache then, and ours has measured the card
+    and remembers. Stages are those of our server's log; the rest is the interpreter, its imports, HTTP.
+
+    Parameters
+    ----------
+    gguf
+        The model.
+    peer
+        [NAME=]WHAT [FLAGS] as of qwen-bench peers, once for each (else our server, our server measuring every
+        time, and llama-server:tuned where --binaries says where it is).
+    binaries
+        Folder of llama-server.
+    rounds
+        Timed starts of each.
+    slots
+        Requests that each runs at once.
+    context
+        Tokens of context of each, all slots together.
+    threads
+        CPU threads (0: its own choice).
+    python
+        Runs the servers written in Python.
+    start_timeout
+        Seconds until a server must answer.
+    """
+    found = [parse_peer(text) for text in peer] or usual_peers(binaries)
+    if running := [one.name for one in found if one.url is not None]:
+        raise BenchError(f"--peer {running[0]}: runs already; want programs that can be started")
+    if binaries is None and any(one.program == "llama-server" for one in found):
+        raise BenchError("--peer llama-server: want --binaries, its folder (qwen-bench build llama-server)")
+    if not gguf.is_file():
+        raise BenchError(f"--gguf {gguf}: not a file")
+    settings = {"gguf": gguf.name, "gguf_bytes": gguf.stat().st_size, "rounds": rounds}
+    settings |= {"slots": slots, "context": context, "threads": threads}
+    with store.begin(VERB, settings) as run, TemporaryDirectory() as cache:
+        setup = Setup(
+            gguf, slots, context, threads, binaries or Path(), python, run.folder / "logs", start_timeout
+        )
+        with Bar("starts", total=(rounds + 1) * len(found), unit="starts") as bar:
+            for number in range(rounds + 1):
+                first = number % len(found)
+                for one in (*found[first:], *found[:first]):
+                    process = process_of(one, setup)
+                    process.environment["QWEN_SERVE_CACHE"] = cache
+                    times = await started(process)
+                    bar.advance(note=one.name)
+                    if number == 0:
+                        run.describe(one.name, program=one.program, command=process.command)
+                        continue
+                    for stage, seconds in times.items():
+                        run.add(one.name, VERB, stage, number, {METRIC: seconds})
+        show(run)
+    return 0
+
+
+def usual_peers(binaries: Path | None) -> list[Peer]:
+    """Our server as it is and without what it remembers; llama-server, where it is."""
+    ours = [Peer("qwen-serve", "server"), Peer("qwen-serve, measuring", "server", ("--no-remember",))]
+    return (
+        ours if binaries is None else [*ours, replace(parse_peer("llama-server:tuned"), name="llama-server")]
+    )
+
+
+async def started(process: ServerProcess) -> dict[str, float]:
+    """Seconds of one start, by stage where the log tells them. Raises BenchError when it does not come up."""
+    process.poll = POLL_SECONDS
+    async with process:
+        ready = process.start_seconds
+    log = process.log.read_text(encoding="utf-8", errors="replace") if process.log is not None else ""
+    return {READY: ready, **stages(log, ready)}
+
+
+def stages(log: str, ready: float) -> dict[str, float]:
+    """What the log of our server says of its start, and what is left of `ready` seconds; empty for others."""
+    line = STAGES.search(log)
+    if line is None:
+        return {}
+    told = {name.strip(): float(seconds) for name, seconds in STAGE.findall(line[1])}
+    return {REST: max(0.0, ready - sum(told.values())), **told}
+
+
+def start_tables(results: Results) -> Sequence[Table]:
+    """A line a server: the medians of the whole start and of its stages, and times as good as the first."""
+    frame = results.frame
+    known = set(frame["subject"])
+    subjects = [name for one in results.manifests.values() for name in one.subjects if name in known]
+    spreads = percentiles(frame, METRIC, "subject", "cell")
+    lines: list[dict[str, Cell]] = []
+    for subject in subjects:
+        whole = spreads[subject, READY]
+        ratio = compare_subjects(frame[frame["cell"] == READY], subject, subjects[0], METRIC)
+        line: dict[str, Cell] = {"server": subject, "ready s": f"{whole.p50:.2f}"}
+        line["p10 to p90"] = f"{whole.p10:.2f} to {whole.p90:.2f}"
+        line[f"times as good as {subjects[0]}"] = ratio.verdict if ratio is not None else None
+        for name in dict.fromkeys(frame["cell"]):
+            if name != READY and (subject, name) in spreads:
+                line[name] = f"{spreads[subject, name].p50:.2f}"
+        lines.append(line)
+    return [Table.of(lines, title="From the command to the first 200, seconds; stages by the log")]

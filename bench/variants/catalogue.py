@@ -1,0 +1,162 @@
+"""``qwen-bench variants``: what comes with the package, as a table and as docs/variants.md.
+
+Predictions are computed from the variants' files; scores of gates are those that were recorded with the very
+weights and settings that a file says today. What was not measured is not there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+from cyclopts import Parameter
+
+from bench.analysis.cards import CARDS, Card, Reached
+from bench.analysis.geometry import UBATCH, Geometry
+from bench.analysis.roofline import CASES, KV_BYTES, card_named, predict
+from bench.arguments import parsed_by
+from bench.errors import BenchError
+from bench.gates.score import GateScore, gate_scores
+from bench.load.protocol import CATEGORIES
+from bench.models.header import float_tensors, quantized_tensors
+from bench.models.shapes import SHAPES
+from bench.report.publish import with_headline
+from bench.store import COLUMNS, Manifest, Results, load, write_atomically
+from bench.terminal import Cell, Table
+from bench.variants.plan import recipe_of
+from bench.variants.variant import read_variant
+from convert.gguf_header import TensorInfo
+from convert.tensors import FLOAT_TYPES
+from server.variant import VARIANTS, Variant, known_variants
+
+RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"
+SHAPE = "4b"
+ELSEWHERE = {"threads", "threads_batch"}
+"""Settings of the machine that a sweep ran on, which no score depends on."""
+TITLE = "Qwen3.5-4B by variant: predicted on {card}, gates recorded on nano"
+PREDICTED = (
+    "Predicted: milliseconds of a request of the official categories (64, 2,048 and 8,192 tokens in; 128, "
+    "256 and 256 out), alone, its prompt read whole and nothing drafted, by `qwen-bench roofline`: the sizes "
+    "of the tensors and the datasheet's rates. No engine reaches them, and none of them was measured."
+)
+GATES = (
+    "Gates: share of nano's held-out items answered rightly, with the very weights and settings; -: not "
+    "measured. Nano is tiny, and suffers more from few bits than a large model."
+)
+NO_GATES = "Gates: none was recorded with these weights and settings."
+
+
+def variants(
+    *,
+    card: Annotated[Card, parsed_by(card_named)] = CARDS["A10G"],
+    recorded: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
+    page: Path | None = None,
+) -> int:
+    """The variants that come with the package: weights, predicted latency, recorded gates.
+
+    Parameters
+    ----------
+    card
+        Predict for one of A10G, L4, H100, H200.
+    recorded
+        Where gates were recorded: stores, or folders that a report published (else those of docs/results).
+    page
+        Write the table and the variants' files into this page, between its marks.
+    """
+    shipped = [read_variant(name) for name in known_variants()]
+    table = catalogue(shipped, card, [read_recorded(path) for path in recorded or published()])
+    table.print()
+    if page is not None:
+        write_atomically(page, with_headline(page, "\n".join([table.markdown(), *map(section, shipped)])))
+    return 0
+
+
+def catalogue(shipped: Sequence[Variant], card: Card, results: Sequence[Results]) -> Table:
+    """A line a variant, from the least predicted latency to the most."""
+    gates = {variant.name: recorded_gates(variant, results) for variant in shipped}
+    names = list(dict.fromkeys(gate.gate for scores in gates.values() for gate in scores))
+    lines: list[tuple[float, dict[str, Cell]]] = []
+    for variant in shipped:
+        geometry = Geometry(tensors_of(variant), kv_bytes=kv_bytes(variant))
+        times = predicted(geometry, card)
+        scores = {gate.gate: gate for gate in gates[variant.name]}
+        line: dict[str, Cell] = {"variant": variant.name, "weights": variant.level}
+        line |= {"GB": geometry.n_bytes / 1e9, **{f"{name}, predicted ms": ms for name, ms in times.items()}}
+        line |= {f"{name} %": _score(scores[name]) if name in scores else None for name in names}
+        lines.append((sum(times.values()), line))
+    lines.sort(key=lambda one: one[0])
+    notes = (PREDICTED, GATES if names else NO_GATES)
+    return Table.of([line for _, line in lines], title=TITLE.format(card=card.name), notes=notes)
+
+
+def tensors_of(variant: Variant) -> list[TensorInfo]:
+    """The 4B's tensors under the variant's weights. Raises BenchError for a recipe that prunes."""
+    config = SHAPES[SHAPE]
+    recipe = recipe_of(variant)
+    if recipe is not None:
+        return quantized_tensors(config, recipe)
+    (outtype,) = [kind for kind in FLOAT_TYPES if kind == variant.level]
+    return float_tensors(config, outtype)
+
+
+def predicted(geometry: Geometry, card: Card) -> dict[str, float]:
+    """Milliseconds of a request by category: its prompt read, nothing drafted."""
+    found = predict(card, Reached(), geometry, None, UBATCH)
+    return {name: found[name, CASES[0]]["estimate ms"] for name in CATEGORIES}
+
+
+def kv_bytes(variant: Variant) -> float:
+    """Of an element of the KV cache; keys and values have as many."""
+    kinds = [str(variant.settings.get(f"cache_type_{one}", "f16")) for one in "kv"]
+    if unknown := [kind for kind in kinds if kind not in KV_BYTES]:
+        raise BenchError(
+            f"{variant.name}: a KV cache of {unknown[0]} is not priced; {', '.join(KV_BYTES)} are"
+        )
+    return sum(KV_BYTES[kind] for kind in kinds) / 2
+
+
+def _score(gate: GateScore) -> str:
+    items = "" if gate.items == gate.items_in_all else f" of {gate.items}"
+    return f"{100 * gate.score:.1f}{items}{f', {gate.verdict}' if gate.verdict else ''}"
+
+
+def section(variant: Variant) -> str:
+    """A variant's file, which says why each value stands."""
+    text = (VARIANTS / f"{variant.name}.toml").read_text(encoding="utf-8")
+    return f"## {variant.name}\n\n```toml\n{text.strip()}\n```\n"
+
+
+def published() -> list[Path]:
+    """The folders of docs/results."""
+    return sorted(path.parent for path in RECORDED.glob("*/summary.csv"))
+
+
+def read_recorded(path: Path) -> Results:
+    """A store, or what `report --publish` kept of one. Raises BenchError."""
+    if not (path / "summary.csv").is_file():
+        return load([path])
+    summary = pd.read_csv(path / "summary.csv").rename(columns={"p50": "value"}).assign(round=1)
+    manifests = [Manifest.model_validate(run) for run in json.loads((path / "runs.json").read_bytes())]
+    return Results(summary[list(COLUMNS)], {manifest.run: manifest for manifest in manifests})
+
+
+def recorded_gates(variant: Variant, results: Sequence[Results]) -> list[GateScore]:
+    """The newest scores of the variant on nano, all gates of one run; none where it was not measured as it
+    is today."""
+    found: dict[str, list[GateScore]] = {}
+    for one in results:
+        for run, manifest in one.manifests.items():
+            for name, about in manifest.subjects.items():
+                if Path(str(manifest.settings.get("source"))).name == "nano" and _is(variant, about):
+                    found[run] = gate_scores(one.of(run=run, subject=name)) or found.get(run, [])
+    newest = max((run for run, scores in found.items() if scores), default=None)
+    return [] if newest is None else found[newest]
+
+
+def _is(variant: Variant, about: Mapping[str, object]) -> bool:
+    """Whether a sweep's subject has the variant's weights and settings."""
+    settings = about.get("settings")
+    if about.get("quant") != variant.quant or variant.quant is None or not isinstance(settings, dict):
+        return False
+    return {name: value for name, value in settings.items() if name not in ELSEWHERE} == variant.settings

@@ -1,0 +1,65 @@
+"""`small` fits a card of 4 GB: the server's own memory plan for the shapes of Qwen3.5-4B, without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.models.header import quantized_tensors, write_header
+from bench.models.synthetic import SHAPES, model_config
+from convert.recipes import load_recipe
+from server.engine import DoesNotFit, EngineSettings, memory
+from server.engine.gguf import read_header
+from server.engine.llama import Device
+from server.engine.loading import decide
+from server.engine.memory import MemoryPlan, plan_memory
+from server.settings import load_variant
+
+MIB, GIB = 1024**2, 1024**3
+FREE = 3700 * MIB
+"""Of 4 GiB, without what a driver and a desktop take."""
+
+
+@pytest.fixture(scope="module")
+def four_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The header of the 4B with `small`'s weights."""
+    path = tmp_path_factory.mktemp("header") / "4b.gguf"
+    config = model_config(SHAPES["4b"])
+    level = load_variant("small").level
+    write_header(path, config, quantized_tensors(config, load_recipe(level)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 4 GB beside the host. Compute buffers are those of llama.cpp's graphs on the CPU."""
+    places = [
+        Device("CUDA0", "a card of 4 GB", is_gpu=True, free=FREE, total=4 * GIB),
+        Device("CPU", "a processor", is_gpu=False, free=16 * GIB, total=16 * GIB),
+    ]
+    rehearse = memory._rehearse
+
+    def on_the_card(settings: EngineSettings, *rest: Any) -> dict[str, int]:
+        return {"CUDA0": sum(rehearse(settings.replace(n_gpu_layers=0), *rest).values())}
+
+    monkeypatch.setattr(memory, "devices", lambda: places)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    monkeypatch.setattr(memory, "_rehearse", on_the_card)
+
+
+def planned(path: Path, **settings: Any) -> MemoryPlan:
+    return plan_memory(decide(EngineSettings(model=path, **settings)), read_header(path))
+
+
+def test_small_fits_a_card_of_4_gb(four_b: Path) -> None:
+    plan = planned(four_b, **load_variant("small").settings)
+    assert plan.fits
+    assert plan.usages[0].total < FREE
+    assert plan.settings.ctx_size >= 4096, "room for a conversation"
+
+
+def test_other_settings_do_not(four_b: Path) -> None:
+    with pytest.raises(DoesNotFit):
+        planned(four_b, speculation="both")
