@@ -74,24 +74,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 0.25)))
 
-    @property
-    def attention_factor_ratio(self) -> float:
-        """YaRN's factor on cos and sin over the one that llama.cpp infers, 0.1 ln(factor) + 1; else 1.
-
-        As transformers' `_compute_yarn_parameters` has it: what is said, else from mscale and mscale_all_dim.
-        """
-        rope = self.rope
-        if rope["rope_type"] != "yarn":
-            return 1.0
-
-        def mscale(scale: float) -> float:
-            return 0.1 * scale * log(rope["factor"]) + 1.0
-
-        said = rope.get("attention_factor")
-        if said is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-            said = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-        return 1.0 if said is None else float(said / mscale(1.0))
-
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a parsed `config.json`, with `text_config` inside (the official layout) or flat.
@@ -240,6 +222,23 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         )
     check_rope(rope)
     return rope
+
+
+def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
+    """YaRN's factor on cos and sin over the one that llama.cpp infers, 0.1 ln(factor) + 1; else 1.
+
+    As transformers' `_compute_yarn_parameters` has it: what is said, else from mscale and mscale_all_dim.
+    """
+    if rope["rope_type"] != "yarn":
+        return 1.0
+
+    def mscale(scale: float) -> float:
+        return 0.1 * scale * log(rope["factor"]) + 1.0
+
+    said = rope.get("attention_factor")
+    if said is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        said = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return 1.0 if said is None else float(said / mscale(1.0))
 
 
 def _special_token_ids(config: Mapping[str, Any]) -> dict[str, int]:

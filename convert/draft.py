@@ -2,7 +2,9 @@
 
 A drafter is a few Qwen3-style layers that read what some of the target's layers made of the text: `fc` fuses
 those into one row a token. Vocabulary and, where it has none of its own, embedding and head are the target's.
-Names and keys are those of llama.cpp (src/models/dflash.cpp; conversion/qwen.py, DFlashModel).
+A head of its own may have rows for some of the tokens only: `d2t` says for which.
+Names and keys are those of llama.cpp (src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel
+for `d2t`). Two layouts are read: the authors' (z-lab) and that of vLLM's speculators library.
 """
 
 from __future__ import annotations
@@ -11,27 +13,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import numpy as np
 
 from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
 from convert.config import rope_parameters
 from convert.errors import CheckpointError, ConvertError
 from convert.gguf_file import write_file
-from convert.metadata import FILE_TYPES, add_attention, add_general, add_tokenizer
-from convert.safetensors import NUMPY_TYPES
+from convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
+from convert.safetensors import TABLE_TYPES
 from convert.stages import file_digest, fingerprint
-from convert.tensors import PlannedTensor, TensorPlan
+from convert.tensors import PlannedTensor, TensorPlan, check_weight_type
 from convert.vocab import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    import numpy.typing as npt
+
     from convert.safetensors import StoredTensor
     from convert.source import Source
     from convert.tensors import FloatType, Shape
 
 ARCH = "dflash"
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 DEFAULT_BLOCK = 16
 OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
 """Parts of names that only DFlash2 and DSpark have."""
@@ -48,6 +53,8 @@ class DraftConfig:
     n_kv_heads: int
     head_dim: int
     vocab_size: int
+    draft_vocab_size: int
+    """Tokens that it drafts: rows of its head. Fewer than `vocab_size` where it has a `d2t`."""
     max_positions: int
     rms_norm_eps: float
     rope: Mapping[str, Any]
@@ -72,6 +79,7 @@ class DraftConfig:
                 raise CheckpointError(f"config.json: {name} must be a positive integer, got {given!r}")
             return given
 
+        config = _unwrapped(config)
         own = config.get("dflash_config") or {}
         n_layers = whole("num_hidden_layers", config.get("num_hidden_layers"))
         heads = whole("num_attention_heads", config.get("num_attention_heads"))
@@ -94,6 +102,10 @@ class DraftConfig:
         if len(windowed) != n_layers:
             raise CheckpointError(f"config.json: layer_types must name num_hidden_layers ({n_layers}) layers")
         has_window = bool((config.get("use_sliding_window") or own.get("use_swa")) and window)
+        vocab = whole("vocab_size", config.get("vocab_size"))
+        drafted = whole("draft_vocab_size", config.get("draft_vocab_size") or vocab)
+        if drafted > vocab:
+            raise CheckpointError(f"config.json: draft_vocab_size ({drafted}) is above vocab_size ({vocab})")
         eps = config.get("rms_norm_eps")
         if not isinstance(eps, float):
             raise CheckpointError(f"config.json: rms_norm_eps must be a number, got {eps!r}")
@@ -105,7 +117,8 @@ class DraftConfig:
             n_heads=heads,
             n_kv_heads=whole("num_key_value_heads", config.get("num_key_value_heads")),
             head_dim=whole("head_dim", config.get("head_dim") or hidden // heads),
-            vocab_size=whole("vocab_size", config.get("vocab_size")),
+            vocab_size=vocab,
+            draft_vocab_size=drafted,
             max_positions=whole("max_position_embeddings", config.get("max_position_embeddings")),
             rms_norm_eps=eps,
             rope=rope_parameters(config),
@@ -116,6 +129,61 @@ class DraftConfig:
             windowed_layers=windowed if has_window else (),
             causal=None if causal is None else bool(causal),
         )
+
+
+def _unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a drafter from the speculators library as the authors' own would say it.
+
+    There the layers' shapes are in `transformer_layer_config`, and `aux_hidden_state_layer_ids` counts the
+    target's hidden states, of which the first is the embedding: one more than the layers that they are from.
+    Sliding layers are causal unless `sliding_window_non_causal` (speculators/models/dflash).
+
+    Raises: CheckpointError: a kind of drafter that computes otherwise, or layers of which some are causal.
+    """
+    if (inner := config.get("transformer_layer_config")) is None:
+        return config
+    for key, only in (("speculators_model_type", "dflash"), ("projector_type", "dflash")):
+        if (value := config.get(key, only)) != only:
+            raise CheckpointError(f"config.json: {key} is {value!r}; this converter knows {only!r}")
+    if config.get("sample_from_anchor"):
+        raise CheckpointError("config.json: sample_from_anchor is true; this converter knows false")
+    states = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(states, list) or not all(isinstance(i, int) and i >= 1 for i in states):
+        raise CheckpointError(
+            "config.json: aux_hidden_state_layer_ids must be a list of hidden states, from 1 on; "
+            f"got {states!r}"
+        )
+    own: dict[str, Any] = {
+        "mask_token_id": config.get("mask_token_id"),
+        "target_layer_ids": [state - 1 for state in states],
+    }
+    sliding = {kind == "sliding_attention" for kind in inner.get("layer_types") or ()}
+    if True in sliding and not config.get("sliding_window_non_causal", False):
+        if False in sliding:
+            raise CheckpointError(
+                "config.json: layer_types has sliding and full attention, and sliding_window_non_causal is "
+                "false: llama.cpp computes all layers causally, or none"
+            )
+        own["causal"] = True
+    return {**config, **inner, "dflash_config": own}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Integers as a tensor to read from (`convert.safetensors.TensorSource`)."""
+
+    name: str
+    path: Path
+    values: npt.NDArray[np.int64]
+    dtype = "I64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Elements `start` to `start + count`."""
+        return self.values[start : start + count]
 
 
 @dataclass(frozen=True)
@@ -167,6 +235,8 @@ class DraftCheckpoint:
         """
         expected = dict(expected_tensors(self.config))
         given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
+        offsets = given.pop("d2t", None)
+        given.pop("t2d", None)  # which of the target's tokens these are, which d2t says as well
         if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
             raise CheckpointError(
                 f"{self.folder}: tensor {other[0]}: a DFlash2 or DSpark drafter; this converter knows DFlash"
@@ -181,16 +251,42 @@ class DraftCheckpoint:
                     f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, "
                     f"config.json implies {list(shape)}"
                 )
-            if tensor.dtype not in NUMPY_TYPES:
-                raise CheckpointError(
-                    f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; "
-                    f"known are {', '.join(NUMPY_TYPES)}"
-                )
+            check_weight_type(tensor)
             kind: FloatType = "F32" if len(shape) == 1 else outtype
             planned.append(PlannedTensor(target, tensor, shape, kind, None, None))
-        if missing := sorted(set(expected) - set(given) - set(LENT)):
+        lent = set(LENT)
+        if offsets is not None or self.config.draft_vocab_size < self.config.vocab_size:
+            lent.remove("lm_head.weight")
+            if offsets is None:
+                raise CheckpointError(
+                    f"{self.folder}: draft_vocab_size is {self.config.draft_vocab_size}, vocab_size "
+                    f"{self.config.vocab_size}, and there is no tensor d2t from one to the other"
+                )
+            ids = self._target_ids(offsets)
+            planned.append(PlannedTensor("d2t", ids, ids.shape, "I64", None, None))
+        if missing := sorted(set(expected) - set(given) - lent):
             raise CheckpointError(f"{self.folder}: tensor {missing[0]} is missing")
         return TensorPlan(tuple(planned), self.config.n_layers, 0, 0)
+
+    def _target_ids(self, offsets: StoredTensor) -> Table:
+        """The target's token of each row of the head. What is stored is how much larger its id is.
+
+        Raises: CheckpointError: not one for each row, or no tokens of the target, or one twice.
+        """
+        where, size = f"{offsets.path}: tensor {offsets.name}", self.config.draft_vocab_size
+        if offsets.dtype not in TABLE_TYPES or offsets.shape != (size,):
+            raise CheckpointError(
+                f"{where} is {offsets.dtype} of shape {list(offsets.shape)}; want {' or '.join(TABLE_TYPES)} "
+                f"of shape {[size]}, by draft_vocab_size"
+            )
+        ids = offsets.read().astype(np.int64) + np.arange(size)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise CheckpointError(
+                f"{where} leads to tokens {ids.min()} to {ids.max()}, of {self.config.vocab_size}"
+            )
+        if len(np.unique(ids)) != size:
+            raise CheckpointError(f"{where} leads to the same token twice")
+        return Table("d2t", offsets.path, ids)
 
 
 LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
@@ -200,8 +296,8 @@ LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.we
 def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
     """Checkpoint name, then GGUF name and shape."""
     wide, query, key = c.hidden_size, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    for source, target in LENT.items():
-        yield source, (target, (c.vocab_size, wide))
+    for (source, target), rows in zip(LENT.items(), (c.vocab_size, c.draft_vocab_size), strict=True):
+        yield source, (target, (rows, wide))
     yield "fc.weight", ("fc.weight", (wide, len(c.target_layers) * wide))
     yield "hidden_norm.weight", ("enc.output_norm.weight", (wide,))
     yield "norm.weight", ("output_norm.weight", (wide,))
@@ -232,9 +328,9 @@ def is_draft(folder: Path) -> bool:
     for other in ("DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
         if other in named:
             raise ConvertError(
-                f"{folder}: architectures is {other}; of the drafters this is for {ARCHITECTURE}"
+                f"{folder}: architectures is {other}; of the drafters this is for {ARCHITECTURES[0]}"
             )
-    return ARCHITECTURE in named
+    return any(name in named for name in ARCHITECTURES)
 
 
 def write_draft(path: Path, draft: DraftCheckpoint, source: Source, outtype: FloatType) -> None:
@@ -263,12 +359,7 @@ def add_draft_hyperparameters(
     writer.add_feed_forward_length(config.intermediate_size)
     add_attention(writer, config)
     writer.add_file_type(FILE_TYPES[outtype])
-    writer.add_rope_freq_base(float(config.rope["rope_theta"]))
-    if (kind := config.rope["rope_type"]) != "default":
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(config.rope["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
+    add_rope(writer, config.rope)
     if "partial_rotary_factor" in config.rope:
         writer.add_rope_dimension_count(int(config.head_dim * float(config.rope["partial_rotary_factor"])))
     if mrope:

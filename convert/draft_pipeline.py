@@ -3,29 +3,27 @@
     checkpoint + target -> <name>-F16.gguf
     F16                 -> <name>-<QUANT>.gguf, <name>-<QUANT>.json
 
-Quantized without an importance matrix: what a drafter reads comes from its target while that runs.
+Quantized without an importance matrix, which gained nothing at four bits (docs/speculation.md).
 """
 
 from __future__ import annotations
 
 import shlex
-import shutil
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from convert.draft import DraftCheckpoint, write_draft
 from convert.errors import ConvertError
 from convert.llama import LLAMA_VERSION
 from convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
-from convert.progress import size
 from convert.quantize import quantize
 from convert.report import print_report, write_report
-from convert.stages import StageRecord, fingerprint, locked, replacing
-from convert.tensors import FLOAT_TYPES, plan_tensors
+from convert.stages import Output, StageRecord, fingerprint
+from convert.tensors import plan_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
 
     from convert.pipeline import Options
@@ -79,14 +77,14 @@ class DraftPipeline:
             )
 
     def run(self) -> None:
-        """Make everything that is asked for and not there yet."""
+        """Make everything that is asked for and not there yet.
+
+        Raises:
+            ConvertError: too little disk, or a stage that failed.
+        """
         options = self._options
-        options.out.mkdir(parents=True, exist_ok=True)
-        with locked(options.out / ".convert.lock"):
-            self._record = StageRecord(self._path(f"{options.name}.stages.json"))
-            if options.force:
-                self._record.forget()
-            self._check_room()
+        with StageRecord.locked(options.out, options.name, force=options.force) as self._record:
+            self._record.check_room(self._estimates())
             models = [self._make_float(kind) for kind in options.float_types]
             models += [self._make_quant(name, recipe) for name, recipe in options.recipes.items()]
         print(self._parameters)
@@ -94,75 +92,70 @@ class DraftPipeline:
             print("to draft with it:")
             print(f"  python -m server --model TARGET.gguf --draft-model {shlex.quote(str(path))}")
 
-    def _path(self, name: str) -> Path:
-        return self._options.out / name
+    def _output(self, quant: str, **made_from: Any) -> Output:
+        parts = {
+            "converter": CONVERTER_VERSION,
+            "checkpoint": self._checkpoint_fingerprint,
+            "source": [self._source.name, self._source.repo_id, self._source.revision],
+            **made_from,
+        }
+        return Output(self._options.out / f"{self._options.name}-{quant}.gguf", fingerprint(parts))
 
-    def _made_from(self, **more: Any) -> str:
-        source = self._source
-        return fingerprint(
-            {
-                "converter": CONVERTER_VERSION,
-                "checkpoint": self._draft.fingerprint(),
-                "source": [source.name, source.repo_id, source.revision],
-                **more,
-            }
-        )
+    def _float(self, kind: FloatType) -> Output:
+        return self._output(kind, type=kind)
+
+    def _quant(self, name: str, recipe: Recipe) -> Output:
+        return self._output(name, type=self._options.outtype, recipe=recipe.fingerprint, llama=LLAMA_VERSION)
+
+    @cached_property
+    def _checkpoint_fingerprint(self) -> str:
+        return self._draft.fingerprint()
 
     def _make_float(self, kind: FloatType, *, report: bool = True) -> Path:
-        path, made_from = self._path(f"{self._options.name}-{kind}.gguf"), self._made_from(type=kind)
-        self._make(path, made_from, lambda part: write_draft(part, self._draft, self._source, kind))
+        output = self._record.make(
+            self._float(kind), lambda part: write_draft(part, self._draft, self._source, kind)
+        )
         if report:
-            self._report(path, made_from, None)
-        return path
+            self._report(output, None)
+        return output.path
 
     def _make_quant(self, name: str, recipe: Recipe) -> Path:
         base = self._make_float(self._options.outtype, report=False)
-        path = self._path(f"{self._options.name}-{name}.gguf")
-        made_from = self._made_from(
-            type=self._options.outtype, recipe=recipe.fingerprint, llama=LLAMA_VERSION
+        output = self._record.make(
+            self._quant(name, recipe),
+            lambda part: quantize(base, part, recipe=recipe, imatrix=None, runtime=self._options.runtime),
         )
-        run = partial(quantize, base, recipe=recipe, imatrix=None, runtime=self._options.runtime)
-        self._make(path, made_from, lambda part: run(part))
-        self._report(path, made_from, recipe)
-        return path
+        self._report(output, recipe)
+        return output.path
 
-    def _report(self, model: Path, made_from: str, recipe: Recipe | None) -> None:
+    def _report(self, model: Output, recipe: Recipe | None) -> None:
         provenance = {
             "source": self._source.repo_id or self._source.name,
             "revision": self._source.revision,
             "target": self._draft.target.folder.name,
-            "fingerprint": made_from,
+            "fingerprint": model.fingerprint,
             "parameters": vars(self._parameters),
         }
-        write = partial(
-            write_report,
-            model,
-            reference=None,
-            recipe=recipe,
-            imatrix=None,
-            text=None,
-            runtime=self._options.runtime,
-            provenance=provenance,
+        report = Output(model.path.with_suffix(".json"), fingerprint(provenance))
+        self._record.make(
+            report,
+            lambda part: write_report(
+                model.path,
+                part,
+                reference=None,
+                recipe=recipe,
+                imatrix=None,
+                text=None,
+                runtime=self._options.runtime,
+                provenance=provenance,
+            ),
         )
-        path = model.with_suffix(".json")
-        self._make(path, fingerprint(provenance), lambda part: write(part))
-        print_report(path)
+        print_report(report.path)
 
-    def _make(self, path: Path, made_from: str, write: Callable[[Path], None]) -> None:
-        if self._record.is_finished(path, made_from):
-            print(f"{path}: already there")
-            return
-        with replacing(path) as part:
-            write(part)
-        self._record.finish(path, made_from)
-
-    def _check_room(self) -> None:
+    def _estimates(self) -> Iterator[tuple[Output, int]]:
         options = self._options
-        kinds = {*options.float_types, *([options.outtype] if options.recipes else [])}
-        needed = sum(self._draft.plan(kind).nbytes + HEADER_ROOM for kind in FLOAT_TYPES if kind in kinds)
-        for recipe in options.recipes.values():
-            needed += int(self._parameters.drafter * recipe.bits_per_weight / 8) + HEADER_ROOM
-        if needed > (free := shutil.disk_usage(options.out).free):
-            raise ConvertError(
-                f"--out {options.out}: about {size(needed)} may be written, {size(free)} are free"
-            )
+        for kind in {*options.float_types, *([options.outtype] if options.recipes else [])}:
+            yield self._float(kind), self._draft.plan(kind).nbytes + HEADER_ROOM
+        for name, recipe in options.recipes.items():
+            n_bytes = int(self._parameters.drafter * recipe.bits_per_weight / 8) + HEADER_ROOM
+            yield self._quant(name, recipe), n_bytes

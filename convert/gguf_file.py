@@ -96,9 +96,9 @@ def _write_head(writer: gguf.GGUFWriter, path: Path, plan: TensorPlan) -> int:
         writer.add_tensor_info(
             tensor.name,
             tensor.shape,
-            NUMPY_TYPES[tensor.float_type],
+            NUMPY_TYPES[tensor.type],
             tensor.nbytes,
-            raw_dtype=gguf.GGMLQuantizationType[tensor.float_type],
+            raw_dtype=gguf.GGMLQuantizationType[tensor.type],
         )
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
@@ -146,7 +146,7 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
         n = tensor.n_elements
         # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, do neither
         step = n if tensor.reorder or tensor.compute else CHUNK_ELEMENTS
-        itemsize = NUMPY_TYPES[tensor.float_type].itemsize
+        itemsize = NUMPY_TYPES[tensor.type].itemsize
         for start in range(0, n, step):
             yield _Job(tensor, start, min(step, n - start), position + start * itemsize)
         position += _padded(tensor.nbytes)
@@ -162,7 +162,7 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
     written = 0
     for start in range(0, job.count, CHUNK_ELEMENTS):
         try:
-            piece = convert(values[start : start + CHUNK_ELEMENTS], dtype, tensor.float_type)
+            piece = convert(values[start : start + CHUNK_ELEMENTS], dtype, tensor.type)
         except RangeError as error:
             raise CheckpointError(
                 f"{stored.path}: tensor {stored.name}: {error}; convert with --outtype BF16 or F32"

@@ -6,15 +6,16 @@ qwen35moe.cpp); names, licence and model-card fields follow gguf's own heuristic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 from gguf.utility import size_label
 
 from convert.checkpoint import read_json
-from convert.config import LINEAR
+from convert.config import LINEAR, attention_factor_ratio
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from convert.config import ModelConfig
@@ -67,6 +68,28 @@ def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) ->
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
+def add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
+    """Frequencies and their scaling, likewise; `rope` as `rope_parameters` gives it."""
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if (kind := rope["rope_type"]) != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        # what llama.cpp's converter writes, though llama.cpp reads none of them for these architectures
+        for key, add in (
+            ("extrapolation_factor", writer.add_rope_scaling_yarn_ext_factor),
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if rope.get(key) is not None:
+                add(rope[key])
+        if abs((ratio := attention_factor_ratio(rope)) - 1) > RATIO_OF_ONE:
+            # what it does read, and multiplies with the factor that it infers (llama-context.cpp)
+            writer.add_rope_scaling_attn_factors(ratio)
+
+
 def add_hyperparameters(
     writer: gguf.GGUFWriter,
     config: ModelConfig,
@@ -89,26 +112,9 @@ def add_hyperparameters(
     add_attention(writer, config)
     writer.add_file_type(FILE_TYPES[outtype])
 
-    writer.add_rope_freq_base(config.rope["rope_theta"])
+    add_rope(writer, config.rope)
     writer.add_rope_dimension_count(config.rotary_dim)
     writer.add_rope_dimension_sections(list(config.mrope_sections))
-    if (kind := config.rope["rope_type"]) != "default":
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(config.rope["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope["original_max_position_embeddings"])
-        # what llama.cpp's converter writes, though llama.cpp reads none of them for this architecture
-        for key, add in (
-            ("extrapolation_factor", writer.add_rope_scaling_yarn_ext_factor),
-            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
-            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-        ):
-            if config.rope.get(key) is not None:
-                add(config.rope[key])
-        if abs(config.attention_factor_ratio - 1) > RATIO_OF_ONE:
-            # what it does read, and multiplies with the factor that it infers (llama-context.cpp)
-            writer.add_rope_scaling_attn_factors(config.attention_factor_ratio)
 
     writer.add_ssm_conv_kernel(config.conv_kernel)
     writer.add_ssm_state_size(config.linear_key_dim)

@@ -18,10 +18,7 @@ model all the same, which writes the texts too.
 
 from __future__ import annotations
 
-import glob
 import shlex
-import shutil
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +29,6 @@ from convert.errors import ConvertError
 from convert.gguf_file import write_gguf
 from convert.imatrix import collect_imatrix
 from convert.llama import LLAMA_VERSION, Runtime
-from convert.progress import size
 from convert.prune import kept_layers, label
 from convert.prune_vocab import kept_tokens
 from convert.prune_vocab import label as vocab_label
@@ -50,12 +46,12 @@ from convert.search import (
     search,
     write_recipe,
 )
-from convert.stages import PART, StageRecord, file_digest, fingerprint, locked, replacing
+from convert.stages import Output, StageRecord, file_digest, fingerprint, replacing
 from convert.tensors import FloatType, TensorPlan, plan_tensors
 from convert.vocab import Vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     import numpy as np
@@ -106,14 +102,6 @@ class _Cut:
 WHOLE = _Cut()
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A file to be, and the fingerprint of all that it is made from."""
-
-    path: Path
-    fingerprint: str
-
-
 class Pipeline:
     """Plans everything up front, so that what cannot work fails before anything is written, then runs."""
 
@@ -123,7 +111,6 @@ class Pipeline:
             ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used.
         """
         self._source, self._checkpoint, self._options = source, checkpoint, options
-        self._settled: set[Path] = set()  # outputs made, or found finished, in this run
         self._models: list[Path] = []  # those asked for, as far as they are there
         if options.calibration is not None and not options.calibration.is_file():
             raise ConvertError(f"--calibration {options.calibration}: no such file")
@@ -142,10 +129,8 @@ class Pipeline:
             ConvertError: too little disk, or a stage that failed.
         """
         options = self._options
-        with locked(options.out / ".convert.lock"):
-            for stale in options.out.glob(f"{glob.escape(options.name)}[-.]*{PART}"):
-                stale.unlink()  # left behind by a run that was killed
-            self._check_room()
+        with StageRecord.locked(options.out, options.name, force=options.force) as self._record:
+            self._record.check_room(self._estimates())
             for float_type in options.float_types:
                 base = self._make_base(float_type, self._cut(None))
                 self._make_report(base, float_type, None)
@@ -164,7 +149,7 @@ class Pipeline:
             return _Cut(tokens=self._options.keep_vocab)
         return _Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
 
-    def _base(self, float_type: FloatType, cut: _Cut) -> _Output:
+    def _base(self, float_type: FloatType, cut: _Cut) -> Output:
         parts: dict[str, Any] = {
             "converter": CONVERTER_VERSION,
             "checkpoint": self._checkpoint_fingerprint,
@@ -174,11 +159,11 @@ class Pipeline:
         }
         if cut.tokens is not None:
             parts["kept_regular_tokens"] = cut.tokens
-        return _Output(self._path(f"{self._stem(cut)}-{float_type}.gguf"), fingerprint(parts))
+        return Output(self._path(f"{self._stem(cut)}-{float_type}.gguf"), fingerprint(parts))
 
-    def _text(self, purpose: Purpose) -> _Output:
+    def _text(self, purpose: Purpose) -> Output:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
-        return _Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
+        return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
     def _measured_from(self, cut: _Cut) -> str:
         """What the readings of a search depend on; not the target."""
@@ -191,14 +176,14 @@ class Pipeline:
         }
         return fingerprint(parts)
 
-    def _imatrix(self, cut: _Cut) -> _Output:
+    def _imatrix(self, cut: _Cut) -> Output:
         base = self._base(self._options.outtype, cut)
         calibration = self._options.calibration
         text = file_digest(calibration) if calibration else self._text("calibration").fingerprint
         parts = {"base": base.fingerprint, "text": text, "llama": LLAMA_VERSION}
-        return _Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
+        return Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
 
-    def _quant(self, name: str, recipe: Recipe) -> _Output:
+    def _quant(self, name: str, recipe: Recipe) -> Output:
         cut = self._cut(recipe)
         parts = {
             "base": self._base(self._options.outtype, cut).fingerprint,
@@ -206,21 +191,14 @@ class Pipeline:
             "recipe": recipe.fingerprint,
             "llama": LLAMA_VERSION,
         }
-        return _Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
-
-    @cached_property
-    def _record(self) -> StageRecord:
-        record = StageRecord(self._path(f"{self._options.name}.stages.json"))
-        if self._options.force:
-            record.forget()
-        return record
+        return Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
 
     @cached_property
     def _checkpoint_fingerprint(self) -> str:
         return self._checkpoint.fingerprint()
 
     @cached_property
-    def _reference(self) -> _Output:
+    def _reference(self) -> Output:
         """The whole model in the base type: it writes the texts, and quantized files are measured against
         it."""
         return self._base(self._options.outtype, WHOLE)
@@ -244,25 +222,25 @@ class Pipeline:
 
     # stages
 
-    def _make_base(self, float_type: FloatType, cut: _Cut) -> _Output:
+    def _make_base(self, float_type: FloatType, cut: _Cut) -> Output:
         plan = self._plan(float_type, cut)
 
         def write(part: Path) -> None:
             write_gguf(part, self._checkpoint, self._source, plan, self._kept[cut.layers], float_type)
 
-        return self._make(self._base(float_type, cut), write)
+        return self._record.make(self._base(float_type, cut), write)
 
-    def _make_text(self, purpose: Purpose) -> _Output:
+    def _make_text(self, purpose: Purpose) -> Output:
         writer = self._make_base(self._options.outtype, WHOLE)
-        return self._make(
+        return self._record.make(
             self._text(purpose),
             lambda part: write_text(writer.path, part, purpose=purpose, runtime=self._options.runtime),
         )
 
-    def _make_imatrix(self, cut: _Cut) -> _Output:
+    def _make_imatrix(self, cut: _Cut) -> Output:
         base = self._make_base(self._options.outtype, cut)
         text = self._options.calibration or self._make_text("calibration").path
-        return self._make(
+        return self._record.make(
             self._imatrix(cut),
             lambda part: collect_imatrix(base.path, part, text=text, runtime=self._options.runtime),
         )
@@ -271,7 +249,7 @@ class Pipeline:
         cut = self._cut(recipe)
         base = self._make_base(self._options.outtype, cut)
         imatrix = self._make_imatrix(cut).path if self._uses_imatrix(recipe) else None
-        output = self._make(
+        output = self._record.make(
             self._quant(name, recipe),
             lambda part: quantize(
                 base.path, part, recipe=recipe, imatrix=imatrix, runtime=self._options.runtime
@@ -339,7 +317,7 @@ class Pipeline:
         )
 
     def _make_report(
-        self, quantized: _Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
+        self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
         """Size, types, sha256; for all but the whole model its KL divergence from that, in the base type."""
         cut = self._cut(recipe)
@@ -347,8 +325,8 @@ class Pipeline:
         text = self._make_text("evaluation") if measured else None
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "text": text.fingerprint if text else None, "llama": LLAMA_VERSION}
-        output = _Output(self._path(f"{self._name(name, recipe)}.json"), fingerprint(parts))
-        self._make(
+        output = Output(self._path(f"{self._name(name, recipe)}.json"), fingerprint(parts))
+        self._record.make(
             output,
             lambda part: write_report(
                 quantized.path,
@@ -364,7 +342,7 @@ class Pipeline:
         print_report(output.path)
         self._models.append(quantized.path)
 
-    def _provenance(self, quantized: _Output, recipe: Recipe | None) -> dict[str, Any]:
+    def _provenance(self, quantized: Output, recipe: Recipe | None) -> dict[str, Any]:
         uses_imatrix = recipe is not None and self._uses_imatrix(recipe)
         calibration = self._options.calibration
         cut = self._cut(recipe)
@@ -384,35 +362,10 @@ class Pipeline:
             provenance["vocabulary"] = {"regular": cut.tokens, **counts}
         return provenance
 
-    def _make(self, output: _Output, write: Callable[[Path], None]) -> _Output:
-        if output.path in self._settled:
-            return output
-        if self._is_finished(output):
-            print(f"{output.path}: already there", file=sys.stderr)
-        else:
-            with replacing(output.path) as part:
-                write(part)
-            self._record.finish(output.path, output.fingerprint)
-        self._settled.add(output.path)
-        return output
-
     # room on the disk
 
-    def _check_room(self) -> None:
-        """Adds up what is still to be written, from tensor sizes and the recipes' bits per weight.
-
-        Raises:
-            ConvertError: the file system of `out` has less.
-        """
-        needed = sum(n_bytes for output, n_bytes in self._estimates() if not self._is_finished(output))
-        free = shutil.disk_usage(self._options.out).free
-        if needed > free:
-            raise ConvertError(
-                f"--out {self._options.out}: about {size(needed)} will be written, {size(free)} are free; "
-                "make room, choose another --out, or fewer quants at a time"
-            )
-
-    def _estimates(self) -> Iterator[tuple[_Output, int]]:
+    def _estimates(self) -> Iterator[tuple[Output, int]]:
+        """Bytes of what may be written, from tensor sizes and the recipes' bits per weight."""
         options, recipes = self._options, self._options.recipes.values()
         bases: set[tuple[FloatType, _Cut]] = {(t, self._cut(None)) for t in options.float_types}
         bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}
@@ -430,10 +383,7 @@ class Pipeline:
         if options.search is not None:
             elements = self._plan(options.outtype, self._cut(None)).n_elements
             path = self._path(f"{self._name(options.search.label, None)}.gguf")
-            yield _Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
-
-    def _is_finished(self, output: _Output) -> bool:
-        return self._record.is_finished(output.path, output.fingerprint)
+            yield Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
 
     def _plan(self, float_type: FloatType, cut: _Cut) -> TensorPlan:
         layers, tokens = self._kept[cut.layers], self._kept_tokens[cut.tokens]

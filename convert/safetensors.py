@@ -32,7 +32,11 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
+WEIGHT_TYPES = ("BF16", "F16", "F32")
+TABLE_TYPES = ("I32", "I64")
 
 
 class TensorSource(Protocol):

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
+import shutil
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from convert.errors import ConvertError
+from convert.progress import size
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
 PART = ".part"
@@ -70,11 +76,20 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@dataclass(frozen=True)
+class Output:
+    """A file to be, and the fingerprint of all that it is made from."""
+
+    path: Path
+    fingerprint: str
+
+
 class StageRecord:
     """Which outputs in a folder are finished, and what from: `<folder>/<name>.stages.json`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._settled: set[Path] = set()  # outputs made, or found finished, in this run
         self._entries: dict[str, dict[str, Any]] = {}
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -83,26 +98,62 @@ class StageRecord:
         if isinstance(loaded, dict):
             self._entries = {k: v for k, v in loaded.items() if isinstance(v, dict)}
 
-    def forget(self) -> None:
-        """Counts nothing as finished any more."""
-        self._entries.clear()
+    @classmethod
+    @contextmanager
+    def locked(cls, folder: Path, name: str, *, force: bool) -> Iterator[StageRecord]:
+        """That of `name` in `folder`, whose lock is held; with `force` nothing counts as finished."""
+        with locked(folder / ".convert.lock"):
+            for stale in folder.glob(f"{glob.escape(name)}[-.]*{PART}"):
+                stale.unlink()  # left behind by a run that was killed
+            record = cls(folder / f"{name}.stages.json")
+            if force:
+                record._entries.clear()
+            yield record
 
-    def is_finished(self, output: Path, fingerprint: str) -> bool:
-        """Whether `output` stands as it was made, from what `fingerprint` stands for."""
-        entry = self._entries.get(output.name)
-        if entry is None or entry.get("fingerprint") != fingerprint or not output.is_file():
+    def is_finished(self, output: Output) -> bool:
+        """Whether a file stands as it was made, from what its fingerprint stands for."""
+        entry = self._entries.get(output.path.name)
+        if entry is None or entry.get("fingerprint") != output.fingerprint or not output.path.is_file():
             return False
-        stat = output.stat()
+        stat = output.path.stat()
         return bool(entry.get("bytes") == stat.st_size and entry.get("mtime_ns") == stat.st_mtime_ns)
 
-    def finish(self, output: Path, fingerprint: str) -> None:
-        """Puts the complete `output` on record."""
-        stat = output.stat()
-        self._entries[output.name] = {
-            "fingerprint": fingerprint,
+    def make(self, output: Output, write: Callable[[Path], object]) -> Output:
+        """Has a file written, under a temporary name, unless it is there."""
+        if output.path in self._settled:
+            return output
+        if self.is_finished(output):
+            print(f"{output.path}: already there", file=sys.stderr)
+        else:
+            with replacing(output.path) as part:
+                write(part)
+            self.finish(output)
+        self._settled.add(output.path)
+        return output
+
+    def finish(self, output: Output) -> None:
+        """Puts a complete file on record."""
+        stat = output.path.stat()
+        self._entries[output.path.name] = {
+            "fingerprint": output.fingerprint,
             "bytes": stat.st_size,
             "mtime_ns": stat.st_mtime_ns,
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         with replacing(self._path) as part:
             part.write_text(json.dumps(self._entries, indent=2) + "\n", encoding="utf-8")
+
+    def check_room(self, estimates: Iterable[tuple[Output, int]]) -> None:
+        """Adds up the bytes of the outputs that are still to be written.
+
+        Raises:
+            ConvertError: the file system of the folder has fewer.
+        """
+        folder = self._path.parent
+        needed = sum(n_bytes for output, n_bytes in estimates if not self.is_finished(output))
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise ConvertError(
+                f"--out {folder}: about {size(needed)} will be written, {size(free)} are free; "
+                "make room, choose another --out, or fewer quants at a time"
+            )

@@ -15,7 +15,7 @@ from convert.config import FULL, Experts, ModelConfig
 from convert.errors import CheckpointError
 from convert.experts import find_experts
 from convert.prune_vocab import kept_rows
-from convert.safetensors import NUMPY_TYPES, StoredTensor, TensorSource
+from convert.safetensors import NUMPY_TYPES, WEIGHT_TYPES, StoredTensor, TensorSource
 from convert.transforms import (
     Transform,
     add_one,
@@ -231,7 +231,8 @@ class PlannedTensor:
     name: str
     stored: TensorSource
     shape: Shape
-    float_type: FloatType
+    type: FloatType | Literal["I64"]
+    """I64 where the source is in it, too: a table."""
     reorder: Transform | None
     compute: Transform | None
 
@@ -241,7 +242,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.n_elements * NUMPY_TYPES[self.float_type].itemsize
+        return self.n_elements * NUMPY_TYPES[self.type].itemsize
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,14 @@ def expected_tensors(
             yield f"{MTP_PREFIX}layers.0.{rule.source}", f"blk.{block}.{rule.target}", rule
 
 
+def check_weight_type(stored: TensorSource) -> None:
+    """Raises: CheckpointError: a tensor of a type that no weight is converted from."""
+    if stored.dtype not in WEIGHT_TYPES:
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name} is {stored.dtype}; known are {', '.join(WEIGHT_TYPES)}"
+        )
+
+
 def _plan_one(
     stored: TensorSource, target: str, rule: Rule, config: ModelConfig, outtype: FloatType
 ) -> PlannedTensor:
@@ -378,17 +387,14 @@ def _plan_one(
             f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}, "
             f"config.json implies {list(shape)}"
         )
-    if stored.dtype not in NUMPY_TYPES:
-        raise CheckpointError(
-            f"{stored.path}: tensor {stored.name} is {stored.dtype}; known are {', '.join(NUMPY_TYPES)}"
-        )
+    check_weight_type(stored)
     # llama.cpp's kernels take vectors and the convolution in F32 only
     in_f32 = len(shape) == 1 or rule.keep_f32
     return PlannedTensor(
         name=target,
         stored=stored,
         shape=rule.target_shape(config),
-        float_type="F32" if in_f32 else outtype,
+        type="F32" if in_f32 else outtype,
         reorder=rule.reorder,
         compute=rule.compute,
     )

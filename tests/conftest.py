@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests import upcycling
+from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.upcycling import upcycle
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +109,13 @@ def nano_f32() -> Path:
 def nano_draft_f32() -> Path:
     """models/nano-dflash as an F32 GGUF."""
     return nano_draft_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def nano_draft_own_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a reduced vocabulary: two of three of nano's tokens."""
+    folder = tmp_path_factory.mktemp("own-vocabulary") / "nano-own"
+    return converted(with_own_vocabulary(folder, some_tokens(2 / 3)))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from bench.analysis.block_drafter import BlockDrafter
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from convert.cards import BANDWIDTH
 
+SNAPSHOTS = 2  # tokens of the longest draft that our server, by default, takes back without copying a state
+
 
 @dataclass(frozen=True)
 class Card:
@@ -84,6 +86,17 @@ class Drafts:
         """Expected tokens a verification, the one after the accepted drafts included."""
         return sum(self.acceptance**i for i in range(self.count + 1))
 
+    @property
+    def rejected(self) -> float:
+        """The chance that a draft is not right to its end and the recurrent state has to go back."""
+        return 1 - self.acceptance**self.count if self.count > SNAPSHOTS else 0.0
+
+    @property
+    def recomputed(self) -> float:
+        """Expected tokens of a verification that were right and are computed again with the next."""
+        right = self.tokens - 1 - self.count * self.acceptance**self.count
+        return right if self.count > SNAPSHOTS else 0.0
+
 
 def prefill_passes(
     geometry: Geometry, tokens: int, *, cached: bool, ubatch: int = UBATCH
@@ -101,10 +114,21 @@ def decode_passes(
     while left > 1e-9:
         context, gained = prompt + done, drafts.tokens if drafts is not None else 1.0
         share = min(1.0, left / gained)  # the last step may be needed in part only
-        yield geometry.verify(drafts.count + 1 if drafts is not None else 1, context), share
-        if drafts is not None and drafts.mtp:
-            yield geometry.draft_step(context), share * drafts.count
-        if drafts is not None and drafts.block is not None:
-            yield drafts.block.inject(gained), share
-            yield drafts.block.guess(drafts.count + 1, context), share
+        if drafts is None:
+            yield geometry.decode(context), share
+        else:
+            yield geometry.verify(drafts.count + 1 + drafts.recomputed, context), share
+            if drafts.rejected:
+                yield _way_back(geometry, drafts), share
+            if drafts.mtp:
+                yield geometry.draft_step(context), share * drafts.count
+            if drafts.block is not None:
+                yield drafts.block.inject(gained), share
+                yield drafts.block.guess(drafts.count + 1, context), share
         done, left = done + gained * share, left - gained * share
+
+
+def _way_back(geometry: Geometry, drafts: Drafts) -> Work:
+    """A sequence's recurrent state copied on the card before a verification, and back after a rejection."""
+    copies = 1 + drafts.rejected
+    return Work(2 * copies * geometry.state_bytes, kernels=copies)

@@ -110,6 +110,11 @@ class Geometry:
         """The output head, which is the embedding where the two are tied."""
         return self._head
 
+    @property
+    def state_bytes(self) -> float:
+        """Recurrent state of one sequence, all layers."""
+        return F32_BYTES * sum(block.state + block.conv for block in self.trunk)
+
     def decode(self, context: float, *, sequences: int = 1) -> Work:
         """One token for each of `sequences`, which have `context` tokens behind them."""
         return self.verify(1, context, sequences=sequences)

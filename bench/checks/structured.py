@@ -63,6 +63,39 @@ async def others(target: Target) -> None:
         equal(answer["choices"][0]["finish_reason"], "stop", "finish_reason")
 
 
+TAG = {
+    "type": "tag",
+    "begin": "<trip>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</trip>",
+}
+ONCE = {
+    "type": "triggered_tags",
+    "triggers": ["<trip>"],
+    "tags": [TAG],
+    "at_least_one": True,
+    "stop_after_first": True,
+}
+OLD = {"structures": [{"begin": "<trip>", "schema": SCHEMA, "end": "</trip>"}], "triggers": ["<trip>"]}
+
+
+@check("structural tags: a tag follows its schema, free text has no unfinished one")
+async def structural_tags(target: Target) -> None:
+    wanted = {"type": "structural_tag", "format": ONCE}
+    for fields in (
+        {"response_format": wanted},
+        {"structured_outputs": {"structural_tag": json.dumps(wanted)}},
+        {"structural_tag": {"type": "structural_tag", "format": TAG}},
+    ):
+        answer = await target.chat(max_tokens=200, temperature=1.0, **fields)
+        text = answer["choices"][0]["message"]["content"]
+        expect(text.startswith("<trip>") and text.endswith("</trip>"), f"{fields}: {text!r}")
+        _trip(text.removeprefix("<trip>").removesuffix("</trip>"))
+    free = {"type": "structural_tag", **OLD}
+    answer = await target.chat(max_tokens=40, temperature=1.0, response_format=free)
+    expect(isinstance(answer["choices"][0]["message"]["content"], str), "no text")
+
+
 @check("tool_choice forces a call: required, any, and by name; its arguments follow the schema")
 async def forced(target: Target) -> None:
     named = {"type": "function", "function": {"name": "travel"}}

@@ -331,6 +331,7 @@ def draft_config(target: ModelConfig) -> DraftConfig:
         n_kv_heads=8 if large else 4,
         head_dim=128 if large else 32,
         vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
         max_positions=target.max_positions,
         rms_norm_eps=target.rms_norm_eps,
         rope={"rope_type": "default", "rope_theta": target.rope["rope_theta"]},

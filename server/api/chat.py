@@ -10,7 +10,7 @@ from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from server.api.sse import ending, event, merge
-from server.api.structured import compiled
+from server.api.structured import WantedGrammar, wanted_grammar
 from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from server.api.protocol import ChatRequest
     from server.api.service import Service
     from server.chat import Part, ReplyOptions, StopStrings
-    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt
 
 KIND = "chat.completion"
@@ -30,7 +29,7 @@ CHUNK = "chat.completion.chunk"
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    inline = service.settings.inline_reasoning
+    inline = request.inlines_reasoning(service.settings.inline_reasoning)
     served, replies = await begin(http, service, request, size, "chatcmpl-", inline_reasoning=inline)
     return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
 
@@ -53,19 +52,19 @@ async def begin(
 
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[Prompt, bool, StopStrings | None, AnswerFormat | ToolFormat | None]:
-        wanted = request.wanted_format()
+    ) -> tuple[Prompt, bool, StopStrings | None, WantedGrammar | None]:
+        format_ = request.wanted_format(engine.vocab.added_tokens)
         budget = prompt_budget(request, engine.context_size, interrupt)
         ids, thinking = prompt_of(service, request, budget)
         prompt = engine.prompt(truncated(ids, request, engine.context_size))
-        return prompt, thinking, stop_strings(request), wanted
+        return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
     limits = None
     if thinking:
         limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
-    grammar = None if wanted is None else await compiled(service, wanted, thinking=thinking)
+    constrain = None if wanted is None else await wanted.compiled(service)
     parsers = [
         ReplyParser(
             thinking=thinking,
@@ -74,10 +73,10 @@ async def begin(
         )
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, prefix, grammar, limits)
+    served = ServedRequest(service, request, [prompt], stops, prefix, constrain, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
-        Reply(generation, parser, one_call=one_call)
+        Reply(generation, parser, one_call=one_call, reasoning=request.include_reasoning is not False)
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
     return served, replies
@@ -104,17 +103,21 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
     messages = await asyncio.gather(*map(message_of, replies))
-    choices = [
-        {
-            "index": index,
-            "message": message,
-            "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
-            "finish_reason": served.check(reply.finish_reason),
-        }
-        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
-    ]
-    scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+
+    def written() -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": message,
+                "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
+                "finish_reason": served.check(reply.finish_reason),
+            }
+            for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+        ]
+        scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
+        return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+
+    return await served.written(written)
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:

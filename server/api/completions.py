@@ -12,7 +12,7 @@ from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprob
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from server.api.sse import ending, event, merge
-from server.api.structured import compiled
+from server.api.structured import WantedGrammar, wanted_grammar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from server.api.protocol import CompletionRequest
     from server.api.service import Service
     from server.chat import StopStrings, TextGeneration
-    from server.chat.constraints import AnswerFormat, ToolFormat
     from server.engine import Prompt, Vocab
 
 KIND = "text_completion"
@@ -35,7 +34,7 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[list[Prompt], list[str], StopStrings | None, AnswerFormat | ToolFormat | None]:
+    ) -> tuple[list[Prompt], list[str], StopStrings | None, WantedGrammar | None]:
         def ids_of(given: str | list[int]) -> list[int]:
             budget = prompt_budget(request, backend.engine.context_size, interrupt)
             return backend.prompter.raw(given, budget) if isinstance(given, str) else given
@@ -53,12 +52,13 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
-        return prompts, echoes, stop_strings(request), request.wanted_format()
+        wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
+        return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
     request.prompt = []  # they would stay for as long as the answer takes
-    grammar = None if wanted is None else await compiled(service, wanted, thinking=False)
-    served = ServedRequest(service, request, prompts, stops, "cmpl-", grammar)
+    constrain = None if wanted is None else await wanted.compiled(service)
+    served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(
@@ -88,19 +88,23 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
-    choices = [
-        {
-            **choice(
-                index,
-                answer.echo + text,
-                served.check(answer.generation.finish_reason),
-                answer.logprobs.all(),
-            ),
-            **prompt_logprobs(served.request, served.vocab, answer.generation),
-        }
-        for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
-    ]
-    return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+
+    def written() -> dict[str, Any]:
+        choices = [
+            {
+                **choice(
+                    index,
+                    answer.echo + text,
+                    served.check(answer.generation.finish_reason),
+                    answer.logprobs.all(),
+                ),
+                **prompt_logprobs(served.request, served.vocab, answer.generation),
+            }
+            for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
+        ]
+        return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+
+    return await served.written(written)
 
 
 async def text_of(generation: TextGeneration) -> str:
@@ -118,6 +122,9 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
             **served.usage_of_chunk(),
         }
 
+    def echo_of(index: int, answer: Answer) -> bytes:
+        return event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
+
     scored = answers[0].logprobs.asked
     for index, answer in enumerate(answers):
         if answer.echo and not scored:
@@ -128,7 +135,7 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
         answer = answers[index]
         if scored and answer.echo and index not in echoed:  # not before the prompt has been read
             echoed.add(index)
-            yield event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
+            yield await served.written(partial(echo_of, index, answer))
         if text is not None:
             yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
             continue

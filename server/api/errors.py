@@ -17,9 +17,9 @@ from server.engine import (
     EngineDead,
     GenerationError,
     InvalidPrompt,
-    NoTokenLeft,
     PromptTooLong,
     QueueFull,
+    RequestFault,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 RETRY_AFTER_S = 1
+
+MOST_SAID = 2000
+"""Characters of a message, which may quote what the client sent, of any length."""
 
 
 class ApiError(Exception):
@@ -45,8 +48,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _cut(message)
+        self.param = None if param is None else _cut(param)
         self.code = code
         self.headers = headers
 
@@ -81,6 +84,10 @@ class ApiError(Exception):
     def body_for(self, path: str) -> dict[str, Any]:
         """The error object that clients of an endpoint know."""
         return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SAID else text[:MOST_SAID] + "..."
 
 
 class ClientLeft(Exception):
@@ -129,8 +136,8 @@ def from_exception(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
         case EngineDead():
             return ApiError(503, "the engine has stopped", code="engine_dead")
-        case NoTokenLeft():
-            return bad_request(str(error), "allowed_token_ids", "invalid_value")
+        case RequestFault():
+            return bad_request(str(error), error.param, "invalid_value")
         case GenerationError():
             return ApiError(500, f"generation failed: {error}", code="generation_failed")
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import Refusing
-from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import Sharing, blocks_in, object_in, refused, text_in, to_chat
 from server.chat import plain_text
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class OutputConfig(BaseModel):
         }
 
 
-class CountTokensRequest(Refusing):
+class CountTokensRequest(Sharing):
     """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `service_tier`,
@@ -98,10 +97,10 @@ class CountTokensRequest(Refusing):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 
     model: str | None = None
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(fail_fast=True)
     system: Any = None
     """A string or text blocks."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -128,6 +127,7 @@ class CountTokensRequest(Refusing):
         thinking = self.thinking.chat() if self.thinking else None
         single = choice is not None and choice.disable_parallel_tool_use
         return {
+            **self._shared,
             "model": self.model,
             "messages": reminded([*self._system(), *self._messages()]),
             "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
@@ -164,7 +164,7 @@ class MessagesRequest(CountTokensRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -175,7 +175,7 @@ class MessagesRequest(CountTokensRequest):
         return {
             **super()._fields(),
             **{name: getattr(self, name) for name in own},
-            "stop": self.stop_sequences,
+            **({} if self.stop_sequences is None else {"stop": self.stop_sequences}),
         }
 
 
@@ -198,16 +198,20 @@ def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     the prompt from its first token on; as a turn of its own it would pass for a new question.
     """
     made: list[dict[str, Any]] = []
+    reminders: dict[int, list[str]] = {}
+    """The texts of turns that have some."""
+    begun = False
     for message in messages:
-        if message["role"] != "system" or all(before["role"] == "system" for before in made):
+        begun = begun or message["role"] != "system"
+        if not begun or message["role"] != "system":
             made.append(message)
             continue
-        text = f"<system-reminder>\n{plain_text(message['content'])}\n</system-reminder>"
         if made[-1]["role"] == "assistant":
-            made.append({"role": "user", "content": text})
-        else:
-            before = plain_text(made[-1]["content"])
-            made[-1] = {**made[-1], "content": f"{before}\n\n{text}" if before else text}
+            made.append({"role": "user", "content": ""})
+        texts = reminders.setdefault(len(made) - 1, [plain_text(made[-1]["content"])])
+        texts.append(f"<system-reminder>\n{plain_text(message['content'])}\n</system-reminder>")
+    for turn, texts in reminders.items():
+        made[turn] = {**made[turn], "content": "\n\n".join(filter(None, texts))}
     return made
 
 

@@ -13,6 +13,8 @@ from server.api.thinking import ThinkingFields
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from server.api.sampling import Mode
     from server.chat.constraints import AnswerFormat, ToolFormat
 
@@ -25,6 +27,14 @@ MOST_STOP_CHARACTERS = 4096
 
 MOST_PROMPTS = 2048
 MOST_MESSAGES = 16_384
+MOST_TOOLS = 1024
+
+MOST_TOKEN_RULES = 16_384
+"""Tokens that a field names. Every answer goes through them as it begins, in some milliseconds."""
+
+MOST_WORDS = 1024
+MOST_WORD_CHARACTERS = 16_384
+"""Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
 
 LONGEST_NAME = 256
 """Of a model, which every event of a stream repeats."""
@@ -53,13 +63,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1),
     "adaptive_target": (-1,),
     "t_max_predict_ms": (0, -1),
-    "cache_prompt": (True,),
     "return_tokens": (False,),
     "return_progress": (False,),
     "timings_per_token": (False,),
     "response_fields": ([],),
     "lora": ([],),
-    "reasoning_format": ("auto", "deepseek"),
     "parse_tool_calls": (True,),
     # vLLM
     "prompt_embeds": (),
@@ -69,7 +77,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "documents": ([],),
-    "include_reasoning": (True,),
     "truncation_side": ("left",),
     "logprob_token_ids": (),
     "return_token_ids": (False,),
@@ -84,12 +91,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "repetition_detection": (),
     "stream_interval": (1,),
-    "structural_tag": (),
+    "routed_experts_prompt_start": (0,),
     # SGLang
     "stop_regex": ([], ""),
     "no_stop_trim": (False,),
     "min_new_tokens": (0,),
-    "separate_reasoning": (True,),
     "stream_reasoning": (True,),
     "custom_logit_processor": (),
     "custom_params": (),
@@ -150,6 +156,8 @@ StopInput = (
 def _logit_bias(value: Any) -> dict[int, float]:
     """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
     pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    if isinstance(pairs, list) and len(pairs) > MOST_TOKEN_RULES:
+        raise ValueError(f"must be at most {MOST_TOKEN_RULES:,} tokens")
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) for pair in pairs):
         raise ValueError("must be an object of token ids and numbers")
     found: dict[int, float] = {}
@@ -171,7 +179,14 @@ def _words(value: Any) -> list[str]:
     words = [] if value is None else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise ValueError("must be a list of strings, none of them empty")
+    if len(words) > MOST_WORDS or sum(map(len, words)) > MOST_WORD_CHARACTERS:
+        raise ValueError(
+            f"must be at most {MOST_WORDS:,} strings of {MOST_WORD_CHARACTERS:,} characters together"
+        )
     return words
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MOST_TOKEN_RULES)]
 
 
 class StreamOptions(BaseModel):
@@ -188,6 +203,7 @@ class GenerationRequest(StructuredFields, Refusing):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = Field(None, max_length=LONGEST_NAME)
+    request_id: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
@@ -198,7 +214,7 @@ class GenerationRequest(StructuredFields, Refusing):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
-    seed: int | None = Field(None, ge=-1, le=INT64_MAX)
+    seed: int | None = Field(None, ge=-INT64_MAX - 1, le=INT64_MAX)
     stop: Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=StopInput | None)] = Field(
         []
     )
@@ -210,9 +226,9 @@ class GenerationRequest(StructuredFields, Refusing):
     n_predict: int | None = Field(None, ge=-1)
     # single tokens
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
-    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], BeforeValidator(_words)] = Field([])
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     min_tokens: int | None = Field(None, ge=0)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -223,6 +239,7 @@ class GenerationRequest(StructuredFields, Refusing):
     n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_prompt: bool | None = None
     cache_report: bool | None = None
 
     @model_validator(mode="after")
@@ -290,9 +307,10 @@ class GenerationRequest(StructuredFields, Refusing):
         """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
         return not self.stream and not self.stop
 
-    def wanted_format(self) -> AnswerFormat | ToolFormat | None:
-        """What the answer must look like. Raises PromptError and ApiError 400."""
-        return self._with_an_end(self.answer_format())
+    def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
+        """What the answer must look like; `special` are the vocabulary's added tokens, by their texts. Raises
+        PromptError and ApiError 400."""
+        return self._with_an_end(self.answer_format(special))
 
     def _with_an_end(self, wanted: AnswerFormat | ToolFormat | None) -> AnswerFormat | ToolFormat | None:
         if wanted is not None and self.ignore_eos:
@@ -436,8 +454,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
-    ] = Field(max_length=MOST_MESSAGES)
-    tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = None
+    ] = Field(fail_fast=True, max_length=MOST_MESSAGES)
+    tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = Field(
+        None, fail_fast=True, max_length=MOST_TOOLS
+    )
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         BeforeValidator(check_tool_choice, json_schema_input_type=str | dict[str, Any] | None),
@@ -447,6 +467,16 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+
+    def inlines_reasoning(self, default: bool) -> bool:
+        """Whether the think block stays in the content; `default` is what the server does."""
+        if self.include_reasoning is False:
+            return False
+        asked = self.reasoning_format == "none" or self.separate_reasoning is False
+        return asked or (default and self.reasoning_format != "deepseek" and not self.separate_reasoning)
 
     @model_validator(mode="after")
     def _one_way_to_go_on(self) -> Self:
@@ -486,9 +516,9 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         """As everywhere, but a single tool call ends an answer that may have only one."""
         return super().whole and self.parallel_tool_calls is not False
 
-    def wanted_format(self) -> AnswerFormat | ToolFormat | None:
+    def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
         """What the answer, or its calls, must look like. Raises PromptError and ApiError 400."""
-        answer = self.answer_format()
+        answer = self.answer_format(special)
         parallel = self.parallel_tool_calls is not False
         tools = self.offered_tools
         calls = calls_format(self.tool_choice, tools, parallel=parallel, beside=answer)
@@ -522,4 +552,4 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 from email.message import Message
 from functools import partial
@@ -75,7 +76,24 @@ def decode(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
+    for field, value in decoded.items():
+        if not all_finite(value):
+            raise bad_request(f"{field}: a number is too large, as 1e400 would be", field, "invalid_value")
     return decoded
+
+
+def all_finite(value: Any) -> bool:
+    """Whether no number in a JSON value was too large for a float: infinity could not be written back."""
+    unread = [value]
+    while unread:
+        part = unread.pop()
+        if isinstance(part, dict):
+            unread += part.values()
+        elif isinstance(part, list):
+            unread += part
+        elif isinstance(part, float) and math.isinf(part):
+            return False
+    return True
 
 
 def without_collection(work: Callable[[Argument], Result], argument: Argument) -> Result:
@@ -98,10 +116,14 @@ def without_collection(work: Callable[[Argument], Result], argument: Argument) -
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
     """`body` as `schema`. Raises ApiError 400."""
-    try:
-        return await on_thread(lambda: without_collection(schema.model_validate, body), size, LARGE_JSON)
-    except ValidationError as error:
-        raise from_validation(error) from error
+
+    def work() -> Schema:
+        try:
+            return without_collection(schema.model_validate, body)
+        except ValidationError as error:
+            raise from_validation(error) from error
+
+    return await on_thread(work, size, LARGE_JSON)
 
 
 async def on_thread(work: Callable[[], Result], size: int, limit: int) -> Result:

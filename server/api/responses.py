@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
+from server.api.request import LARGE_JSON, on_thread
 from server.api.sse import Dialect, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -31,7 +32,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
     """Answers with a response; `size` is the body's, in bytes."""
-    served, [reply] = await begin(http, service, request.chat(), size, "resp_")
+    asked = await on_thread(request.chat, size, LARGE_JSON)
+    served, [reply] = await begin(http, service, asked, size, "resp_")
     answer = Answer(request, served, reply, service.backend.engine.vocab)
     return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
 
@@ -116,7 +118,7 @@ class Answer:
             "tools": asked.tools or [],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": self._usage() if ended else None,
             "user": asked.user,
             "metadata": asked.metadata or {},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.protocol import Refusing
-from server.api.translation import blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import Sharing, blocks_in, object_in, refused, text_in, to_chat
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -52,8 +51,9 @@ class TextConfig(BaseModel):
         return {"type": "json_schema", "json_schema": inner}
 
 
-class ResponsesRequest(Refusing):
-    """A conversation to answer. Nothing is kept: each request brings all that was said.
+class ResponsesRequest(Sharing):
+    """A conversation to answer. Nothing is kept, also where `store` asks for it, as in vLLM: each request
+    brings all that was said.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
     `prompt_cache_key`, `service_tier`.
@@ -63,7 +63,6 @@ class ResponsesRequest(Refusing):
         "conversation": (),
         "prompt": (),
         "background": (False,),
-        "truncation": ("disabled",),
         "context_management": ([],),
     }
 
@@ -74,13 +73,14 @@ class ResponsesRequest(Refusing):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: list[str] | None = Field(None, fail_fast=True)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     stream: bool | None = None
@@ -88,8 +88,6 @@ class ResponsesRequest(Refusing):
     @model_validator(mode="before")
     @classmethod
     def _refuse_memory(cls, body: Any) -> Any:
-        if isinstance(body, dict) and body.get("store"):
-            raise refused("store", "this server keeps no responses; leave it out, or false")
         if isinstance(body, dict) and body.get("previous_response_id") is not None:
             where = "previous_response_id"
             raise refused(where, "this server keeps no responses; send the conversation so far as input")
@@ -106,6 +104,7 @@ class ResponsesRequest(Refusing):
         text = self.text or TextConfig()
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         fields = {
+            **self._shared,
             **{name: getattr(self, name) for name in same},
             "messages": list(self._messages()),
             "max_tokens": self.max_output_tokens,
@@ -117,6 +116,8 @@ class ResponsesRequest(Refusing):
             "verbosity": text.verbosity,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
         return to_chat(fields, NAMES)
 
     def _tool_choice(self) -> Any:
@@ -152,8 +153,9 @@ class ResponsesRequest(Refusing):
                     reply = {}
                 yield part
             elif reply and not reply.keys() & excluding:
-                calls = [*reply.get("tool_calls", []), *part.get("tool_calls", [])]
-                reply = {**reply, **part, **({"tool_calls": calls} if calls else {})}
+                calls = reply.get("tool_calls", [])
+                calls += part.pop("tool_calls", [])
+                reply |= {**part, **({"tool_calls": calls} if calls else {})}
             else:
                 if reply:
                     yield reply

@@ -88,6 +88,7 @@ async def completions(http: Request) -> Response:
     return await complete(http, service, request, size)
 
 
+@plain.post("/chat/completions", include_in_schema=False)
 @plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
@@ -96,6 +97,7 @@ async def chat_completions(http: Request) -> Response:
     return await chat(http, service, request, size)
 
 
+@plain.post("/responses", include_in_schema=False)
 @plain.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
 async def responses(http: Request) -> Response:
     """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
@@ -244,6 +246,7 @@ async def props(http: Request) -> dict[str, Any]:
     }
 
 
+@others.get("/models", include_in_schema=False)
 @others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
     """A list of one: the one model there is."""

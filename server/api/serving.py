@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 
 from server.api.errors import bad_request
-from server.api.intake import stopped
+from server.api.intake import in_thread, stopped
 from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import of_choice, sampling_params
@@ -22,18 +24,22 @@ from server.engine import TokenBudget
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-    from fastapi import Request, Response
+    from fastapi import Request
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
-    from server.engine import Grammar, Prompt, ThinkingLimits
+    from server.engine import Constraint, Prompt, ThinkingLimits
+
+
+Written = TypeVar("Written")
 
 
 class ServedRequest:
     """One request's answers in the making: `n` for each prompt, prompt by prompt.
 
     Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it; all of them share `stops`, follow the `grammar` and think within the limits of `thinking`.
+    share it; all of them share `stops`, follow a constraint that `constrain` gives them and think within the
+    limits of `thinking`.
     """
 
     def __init__(
@@ -43,22 +49,25 @@ class ServedRequest:
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
         prefix: str,
-        grammar: Grammar | None = None,
+        constrain: Callable[[], Constraint] | None = None,
         thinking: ThinkingLimits | None = None,
     ) -> None:
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.request = request
         self.vocab = backend.engine.vocab
-        self.id = f"{prefix}{uuid.uuid4().hex}"
+        self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = request.model or service.settings.model_id
         self.include_usage, self.continuous_usage = request.include_usage, request.continuous_usage
         self._stream = bool(request.stream)
+        self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
         self._metrics = service.metrics
         self._service = service
         self._per_prompt = request.choices
         self._cache_report = bool(request.cache_report)
-        salt = salt_of(request.cache_salt, by_key=service.settings.prefix_by_key)
+        # what nobody shares is not found, nor is what is kept of this request
+        own = uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt
+        salt = salt_of(own, by_key=service.settings.prefix_by_key)
         self.generations: list[TextGeneration] = []
         mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
         params = sampling_params(request, backend.defaults, self.vocab, mode=mode)
@@ -75,7 +84,7 @@ class ServedRequest:
                             stops=stops,
                             stream=not request.whole,
                             salt=salt,
-                            constraint=grammar.begin() if grammar else None,
+                            constraint=constrain() if constrain else None,
                             thinking=thinking,
                             spell_control=request.skip_special_tokens is False,
                         )
@@ -99,10 +108,22 @@ class ServedRequest:
             record.served = self
         if self._stream:
             return EventStream(stream(), self.close, dialect)
+
+        async def whole() -> Response:
+            content = await collect()
+            if self._scored:  # megabytes, perhaps: in a fraction of the time that `json` holds everybody up
+                return Response(to_json(content), media_type="application/json")
+            return JSONResponse(content)
+
         try:
-            return JSONResponse(await until_gone(http, collect()))
+            return await until_gone(http, whole())
         finally:
             self.close()
+
+    async def written(self, work: Callable[[], Written]) -> Written:
+        """`work()`, which writes all of an answer; on a thread where it has log-probabilities, some dozens of
+        objects for each token."""
+        return await in_thread(work, 0) if self._scored else work()
 
     def cancel(self) -> None:
         """Ends the generations; whoever reads them is told that they are not complete."""

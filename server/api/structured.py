@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from server.api.errors import bad_request
 from server.chat.constraints import (
@@ -16,26 +18,30 @@ from server.chat.constraints import (
     compose,
     grammar_format,
     json_format,
+    json_value,
     regex_format,
     tool_format,
 )
+from server.chat.schemas import closed
+from server.chat.structural_tags import structural_tag_format
 from server.engine import InvalidGrammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from server.api.service import Service
-    from server.engine import Grammar
+    from server.engine import Constraint
 
-VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def _response_format(value: Any) -> Any:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise ValueError('must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", ...}')
+    if kind not in ("text", "json_object", "json_schema", "structural_tag"):
+        types = '{"type": "json_object"}, {"type": "json_schema", ...}, {"type": "structural_tag", ...}'
+        raise ValueError(f'must be {{"type": "text"}} or one of {types}')
     if kind == "json_schema":
         inner = value.get("json_schema")
         if not isinstance(inner, dict) or not isinstance(
@@ -51,13 +57,22 @@ def _structured_outputs(value: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     given = {key: one for key, one in value.items() if one is not None and one is not False}
-    known = {*VLLM_KINDS, "disable_any_whitespace", "whitespace_pattern", "backend", "_backend"}
+    how = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+    known = {*VLLM_KINDS, *how, "backend", "_backend"}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{unknown[0]} is not supported; one of {', '.join(VLLM_KINDS)} is")
     kinds = [key for key in VLLM_KINDS if key in given]
     if len(kinds) != 1:
         raise ValueError(f"needs one of {', '.join(VLLM_KINDS)}, and has {', '.join(kinds) or 'none'}")
+    if not isinstance(given.get("whitespace_pattern", ""), str):
+        raise ValueError("whitespace_pattern must be a string")
     return given
+
+
+def _structural_tag(value: Any) -> Any:
+    if not isinstance(value, dict | str | None):
+        raise ValueError('must be {"type": "structural_tag", "format": {...}}')
+    return value
 
 
 class StructuredFields(BaseModel):
@@ -70,17 +85,21 @@ class StructuredFields(BaseModel):
     grammar: str | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_structured_outputs)] = None
+    structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_structural_tag)] = None
 
-    def answer_format(self) -> AnswerFormat | None:
-        """What the answer must look like; None where nobody says. Raises PromptError and ApiError 400."""
+    def answer_format(self, special: Sequence[str]) -> AnswerFormat | None:
+        """What the answer must look like; None where nobody says. `special` are the vocabulary's added
+        tokens, by their texts. Raises PromptError and ApiError 400."""
         space = self.guided_whitespace_pattern or WHITE_SPACE
         wanted: list[tuple[str, Callable[[str], AnswerFormat]]] = []
         if self.response_format is not None and self.response_format["type"] != "text":
-            wanted.append(("response_format", lambda _: _of_response_format(self.response_format or {})))
+            wanted.append(
+                ("response_format", lambda _: _of_response_format(self.response_format or {}, special))
+            )
         if self.json_schema not in (None, {}):
             wanted.append(("json_schema", lambda param: json_format(self.json_schema, param)))
         if self.grammar:
@@ -96,7 +115,11 @@ class StructuredFields(BaseModel):
         if self.guided_grammar is not None:
             wanted.append(("guided_grammar", lambda param: grammar_format(self.guided_grammar or "", param)))
         if self.structured_outputs is not None:
-            wanted.append(("structured_outputs", lambda _: _of_vllm(self.structured_outputs or {})))
+            wanted.append(("structured_outputs", lambda _: _of_vllm(self.structured_outputs or {}, special)))
+        if self.structural_tag is not None:
+            wanted.append(
+                ("structural_tag", lambda param: structural_tag_format(self.structural_tag, param, special))
+            )
         if len(wanted) > 1:
             fields = " and ".join(param for param, _ in wanted)
             raise bad_request(
@@ -108,7 +131,9 @@ class StructuredFields(BaseModel):
         return wanted[0][1](wanted[0][0]) if wanted else None
 
 
-def _of_response_format(value: dict[str, Any]) -> AnswerFormat:
+def _of_response_format(value: dict[str, Any], special: Sequence[str]) -> AnswerFormat:
+    if value["type"] == "structural_tag":
+        return structural_tag_format(value, "response_format", special)
     if value["type"] == "json_schema":
         inner = value["json_schema"]
         if "schema" in inner:
@@ -117,7 +142,7 @@ def _of_response_format(value: dict[str, Any]) -> AnswerFormat:
     return json_format(value.get("schema") or {"type": "object"}, "response_format.schema")
 
 
-def _of_vllm(value: dict[str, Any]) -> AnswerFormat:
+def _of_vllm(value: dict[str, Any], special: Sequence[str]) -> AnswerFormat:
     space = value.get("whitespace_pattern", WHITE_SPACE)
     flexible = not value.get("disable_any_whitespace")
     for kind in VLLM_KINDS:
@@ -126,7 +151,11 @@ def _of_vllm(value: dict[str, Any]) -> AnswerFormat:
         param, one = f"structured_outputs.{kind}", value[kind]
         if kind in ("json", "json_object"):
             schema = {"type": "object"} if kind == "json_object" else one
-            return json_format(schema, param, white_space=str(space), flexible=flexible)
+            if value.get("disable_additional_properties"):
+                schema = closed(json_value(schema, param) if isinstance(schema, str) else schema)
+            return json_format(schema, param, white_space=space, flexible=flexible)
+        if kind == "structural_tag":
+            return structural_tag_format(one, param, special)
         if kind == "choice":
             if not isinstance(one, list):
                 raise bad_request(f"{param} must be a list of texts", param, "invalid_value")
@@ -153,7 +182,8 @@ def check_tool_choice(value: Any) -> Any:
             return {"type": "function", "function": {"name": named["name"]}}
     if kind == "allowed_tools":
         inner = value.get("allowed_tools", value)
-        names = [_name_of(tool) for tool in inner.get("tools") or []] if isinstance(inner, dict) else []
+        tools = inner.get("tools") if isinstance(inner, dict) else None
+        names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
         if names and all(names) and inner.get("mode") in ("auto", "required"):
             return {"type": "allowed_tools", "mode": inner["mode"], "names": names}
     raise ValueError(
@@ -180,11 +210,12 @@ def calls_format(
     if isinstance(choice, dict):
         forced = choice["type"] == "function" or choice["mode"] == "required"
         names = [choice["function"]["name"]] if choice["type"] == "function" else choice["names"]
-        there = [_name_of(tool) for tool in offered]
+        there = {_name_of(tool) for tool in offered}
         if unknown := [name for name in names if name not in there]:
             message = f"tool_choice names {unknown[0]!r}, which tools does not have"
             raise bad_request(message, "tool_choice", "invalid_value")
-        offered = [tool for tool in offered if _name_of(tool) in names]
+        chosen = set(names)
+        offered = [tool for tool in offered if _name_of(tool) in chosen]
     if forced and not offered:
         raise bad_request(
             "tool_choice asks for a call, but there are no tools", "tool_choice", "invalid_value"
@@ -192,7 +223,7 @@ def calls_format(
     if not offered:
         return None
     strict = any(isinstance(t.get("function"), dict) and t["function"].get("strict") is True for t in offered)
-    if not (forced or strict or names is not None or beside is not None):
+    if not (forced or strict or names is not None or (beside is not None and not beside.calls)):
         return None
     if beside is not None and not forced and not beside.is_json:
         message = f"{beside.param} and tools that the model may call contradict each other"
@@ -204,11 +235,23 @@ def calls_format(
 # --- from fields to grammars -------------------------------------------------------------------------------
 
 
-async def compiled(service: Service, format_: AnswerFormat | ToolFormat, *, thinking: bool) -> Grammar:
-    """The grammar of a whole answer. Raises ApiError 400 naming the field, and what about it is wrong."""
-    grammars = service.backend.engine.grammars
-    try:
-        return await asyncio.wrap_future(grammars.compile(compose(format_, thinking=thinking)))
-    except InvalidGrammar as error:
-        message = f"{format_.param} cannot be enforced: {error}"
-        raise bad_request(message, format_.param, "invalid_value") from error
+@dataclass(frozen=True)
+class WantedGrammar:
+    """What a whole answer must look like, in llguidance's words, and the field that says so."""
+
+    text: str
+    param: str
+
+    async def compiled(self, service: Service) -> Callable[[], Constraint]:
+        """What gives each answer a constraint of its own. Raises ApiError 400 that names the field."""
+        try:
+            grammar = await asyncio.wrap_future(service.backend.engine.grammars.compile(self.text))
+        except InvalidGrammar as error:
+            message = f"{self.param} cannot be enforced: {error}"
+            raise bad_request(message, self.param, "invalid_value") from error
+        return partial(grammar.begin, self.param)
+
+
+def wanted_grammar(format_: AnswerFormat | ToolFormat | None, *, thinking: bool) -> WantedGrammar | None:
+    """The grammar of a whole answer. Raises PromptError where it is too long."""
+    return None if format_ is None else WantedGrammar(compose(format_, thinking=thinking), format_.param)

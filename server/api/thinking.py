@@ -114,7 +114,7 @@ class ThinkingFields(BaseModel):
     thinking_budget: int | None = Field(None, ge=-1)
     thinking_token_budget: int | None = Field(None, ge=-1)
     reasoning_budget: int | None = Field(None, ge=-1)
-    thinking_repetition_penalty: float | None = Field(None, gt=0, le=100)
+    thinking_repetition_penalty: float | None = Field(None, ge=0.01, le=100)
 
     def thinks(self, default: bool) -> bool:
         """Whether thinking is asked for; where the spellings disagree, the most specific one decides.

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import ValidationError
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
 from server.api.errors import ApiError, bad_request, from_validation
-from server.api.protocol import ChatRequest
+from server.api.protocol import UNSUPPORTED, ChatRequest, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+SHARED = (
+    *("request_id", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "repeat_last_n"),
+    *("cache_salt", "cache_prompt", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "guided_whitespace_pattern", "json_schema", "grammar", "structural_tag"),
+    *("chat_template_kwargs", "enable_thinking", "thinking_budget", "thinking_token_budget"),
+    *("reasoning_budget", "thinking_repetition_penalty", "include_reasoning", "truncate_prompt_tokens"),
+    *UNSUPPORTED,
+)
+"""Fields of a chat request that other formats' clients send as well, most of them vLLM's."""
+
+
+class Sharing(Refusing):
+    """A body in another format. What it has of a chat request's fields beside its own means what it means
+    there."""
+
+    _shared: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_shared(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(body)
+        own = cls.model_fields.keys() | cls.unsupported.keys()
+        made._shared = {name: body[name] for name in SHARED if name in body and name not in own}
+        return made
 
 
 def to_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from pydantic_core import from_json
+
+from server.engine import LONGEST_GRAMMAR
 
 from .errors import PromptError
-from .schemas import ANNOTATIONS, TEXTS, understood
+from .schemas import ANNOTATIONS, TEXTS, understood, written_length
 from .tool_calls import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 WHITE_SPACE = r"( |\n[ ]{0,64}|\n\t{0,16})"
 """Between the tokens of JSON: enough for every usual style, too little for a small model to get lost in."""
@@ -35,9 +38,12 @@ NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
 LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 """What tells Lark from GBNF."""
 
-MOST_GBNF = 64 * 1024
+MOST_REGEX = MOST_GBNF = 64 * 1024
 MOST_RULES = 1_000
 """The converter from GBNF takes time in the square of both: 0.2 s for these rules, 3 s for 4,000."""
+
+MOST_ALTERNATIVES = 1_000
+"""Of the values that a tool's parameters may have. References that share their targets multiply."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class AnswerFormat:
     """The field of the request that wants it."""
     is_json: bool = False
     """It may stand beside tool calls."""
+    calls: bool = False
+    """It may hold tool calls, and says itself what they look like."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """Grammars of their own that the rules name (`@name`), by name."""
 
 
 # --- the whole answer --------------------------------------------------------------------------------------
@@ -58,30 +68,41 @@ def json_format(
     schema: object, param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
 ) -> AnswerFormat:
     """JSON of a schema, which may be the JSON text of one. Raises PromptError."""
+    lark = json_expression(schema, param, white_space=white_space, flexible=flexible)
+    return AnswerFormat(f"start: {lark}", param, is_json=True)
+
+
+def json_expression(
+    schema: object, param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
+) -> str:
+    """The same as a Lark expression."""
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise PromptError(f"{param} is not valid JSON: {error}", param) from None
+        schema = json_value(schema, param)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise PromptError(f"{param} must be a JSON schema, an object", param)
-    return AnswerFormat(
-        f"start: {_json(schema, white_space=white_space, flexible=flexible)}", param, is_json=True
-    )
+    return _json(understood(schema), param, white_space=white_space, flexible=flexible)
+
+
+def json_value(text: str, param: str) -> Any:
+    """What a text in JSON says, within the bounds that bodies have. Raises PromptError."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise PromptError(f"{param} is not valid JSON: {error}", param) from None
 
 
 def regex_format(pattern: str, param: str) -> AnswerFormat:
     """A text that the whole of `pattern` (Rust's syntax, no look-around) matches."""
-    return AnswerFormat(f"start: TEXT\nTEXT: {_regex(pattern)}", param)
+    return AnswerFormat(f"start: TEXT\nTEXT: {lark_regex(pattern, param)}", param)
 
 
 def choice_format(choices: Sequence[str], param: str) -> AnswerFormat:
     """One of the texts. Raises PromptError."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise PromptError(f"{param} must be a list of texts, none of them empty", param)
-    return AnswerFormat("start: " + " | ".join(map(_literal, choices)), param)
+    return AnswerFormat("start: " + " | ".join(map(lark_literal, choices)), param)
 
 
 def grammar_format(text: str, param: str) -> AnswerFormat:
@@ -98,12 +119,19 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
 
 
 def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
-    """The grammar of all that is generated; with `thinking`, the answer begins after `</think>`."""
-    named = [{"name": "answer", "lark_grammar": answer.lark}]
-    if isinstance(answer, ToolFormat) and answer.beside is not None:
-        named.append({"name": "beside", "lark_grammar": answer.beside.lark})
+    """The grammar of all that is generated; with `thinking`, the answer begins after `</think>`.
+
+    Raises PromptError for one that is too long.
+    """
+    grammars = [("answer", answer.lark)]
+    if isinstance(answer, AnswerFormat):
+        grammars += answer.parts
+    elif answer.beside is not None:
+        grammars.append(("beside", answer.beside.lark))
+    check_length(sum(len(lark) for _, lark in grammars), answer.param)
     start = f'start: THINK </think> "\\n\\n" @answer\nTHINK: {NO_END}' if thinking else "start: @answer"
-    return json.dumps({"grammars": [{"name": "all", "lark_grammar": start}, *named]}, ensure_ascii=False)
+    named = [{"name": name, "lark_grammar": lark} for name, lark in (("all", start), *grammars)]
+    return json.dumps({"grammars": named}, ensure_ascii=False)
 
 
 # --- tool calls --------------------------------------------------------------------------------------------
@@ -133,6 +161,7 @@ def tool_format(
     """
     rules: list[str] = []
     names: list[str] = []
+    length = 0
     for index, tool in enumerate(tools):
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -140,7 +169,10 @@ def tool_format(
         names.append(f"tool{index}")
         strict = function.get("strict") is True
         where = f"tools[{index}].function.parameters"
-        rules += _Parameters(f"tool{index}", function, where, strict=strict, forced=forced).rules()
+        for rule in _Parameters(f"tool{index}", function, where, strict=strict, forced=forced).rules():
+            rules.append(rule)
+            length += len(rule)
+            check_length(length, param)
     call = '<tool_call> "\\n<function=" call "</function>\\n" </tool_call>'
     if forced:
         start = f'start: one ("\\n" one)*\none: {call}' if parallel else f"start: {call}"
@@ -169,41 +201,46 @@ class _Parameters:
         if schema is not None and not isinstance(schema, Mapping):
             raise PromptError(f"{where} must be a JSON schema, an object", where)
         self._root: Mapping[str, Any] = understood(schema or {})
+        self._alternatives = 0
+        """Of the parameter that is looked at."""
 
-    def rules(self) -> list[str]:
-        """Lark."""
-        head = _literal(f"{self._name}>\n")
+    def rules(self) -> Iterator[str]:
+        """Lark, as much of it at a time as one parameter takes."""
+        head = lark_literal(f"{self._name}>\n")
         if not self._checked:
             name, value = "/[^<>\\n]+/", f"{NO_CLOSE} /\\n<\\/parameter>/"
             parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
-            return [
-                f"{self._rule}: {head} ({parameter})*",
-                f"{self._rule}_name: {name}",
-                f"{self._rule.upper()}_V: {value}",
-            ]
+            yield f"{self._rule}: {head} ({parameter})*"
+            yield f"{self._rule}_name: {name}"
+            yield f"{self._rule.upper()}_V: {value}"
+            return
         schema = self._resolve(self._root, self._where)
         self._refuse_others(schema, {"type", "properties", "required", "additionalProperties"}, self._where)
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
             raise PromptError(f"{self._where}.type must be object", f"{self._where}.type")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise PromptError(f"{self._where}.required must be a list of names", f"{self._where}.required")
+        required = dict.fromkeys(required)
         if unknown := [name for name in required if name not in properties]:
             raise PromptError(
                 f"{self._where}.required names {unknown[0]!r}, which properties does not have",
                 f"{self._where}.required",
             )
-        parts, rules = [], []
+        parts = []
         for index, (name, value) in enumerate(properties.items()):
             if not name or set(name) & set("<>\n"):
                 raise PromptError(f"{self._where}.properties: {name!r} is no name", self._where)
             where = f"{self._where}.properties.{name}"
             rule = f"{self._rule}_p{index}"
             parts.append(rule if name in required else f"{rule}?")
-            rules.append(f"{rule}: {_literal(f'<parameter={name}>' + chr(10))} {rule}_v")
-            rules += self._value(f"{rule}_v", value, where)
-        return [f"{self._rule}: {head} {' '.join(parts)}", *rules]
+            yield f"{rule}: {lark_literal(f'<parameter={name}>' + chr(10))} {rule}_v"
+            yield "\n".join(self._value(f"{rule}_v", value, where))
+        yield f"{self._rule}: {head} {' '.join(parts)}"
 
     def _value(self, rule: str, schema: object, where: str) -> list[str]:
+        self._alternatives = 0
         try:
             texts, others = self._split(schema, where)
         except PromptError:
@@ -214,7 +251,7 @@ class _Parameters:
         if others:
             defs = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
             whole = others[0] if len(others) == 1 else {"anyOf": others}
-            alternatives.append(f'{_json({**whole, **defs})} "\\n</parameter>\\n"')
+            alternatives.append(f'{_json({**whole, **defs}, where)} "\\n</parameter>\\n"')
         for index, text in enumerate(texts):
             name = f"{rule.upper()}_T{index}"
             plain = f"({text}) & {NOT_JSON}" if others and _mixes(others) else f"({text})"
@@ -224,6 +261,9 @@ class _Parameters:
 
     def _split(self, schema: object, where: str, depth: int = 0) -> tuple[list[str], list[dict[str, Any]]]:
         """Regular expressions (Lark) for the strings that a schema allows, and schemas of the rest."""
+        self._alternatives += 1
+        if self._alternatives > MOST_ALTERNATIVES:
+            raise PromptError(f"{where} has more than {MOST_ALTERNATIVES:,} alternatives", where)
         if schema is True or schema == {}:
             return [ANY], []
         if not isinstance(schema, Mapping) or depth > 16:
@@ -243,7 +283,7 @@ class _Parameters:
                 self._refuse_others(schema, {key}, where)
                 texts: list[str] = []
                 others: list[dict[str, Any]] = []
-                for index, option in enumerate(schema[key]):
+                for index, option in enumerate(_list(schema[key], f"{where}.{key}")):
                     more_texts, more = self._split(option, f"{where}.{key}[{index}]", depth + 1)
                     texts, others = texts + more_texts, others + more
                 if key == "oneOf" and (len(texts) > 1 or (texts and others) or len(others) > 1):
@@ -255,11 +295,11 @@ class _Parameters:
                         )
                 return texts, others
         if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
+            values = [schema["const"]] if "const" in schema else _list(schema["enum"], f"{where}.enum")
             self._refuse_others(schema, {"const", "enum", "type"}, where)
             words = [value for value in values if isinstance(value, str)]
             rest = [value for value in values if not isinstance(value, str)]
-            return ["|".join(map(_literal, words))] if words else [], [{"enum": rest}] if rest else []
+            return ["|".join(map(lark_literal, words))] if words else [], [{"enum": rest}] if rest else []
         kind = schema.get("type")
         names = [kind] if isinstance(kind, str) else kind
         if not isinstance(names, list):
@@ -275,16 +315,19 @@ class _Parameters:
     def _text(self, schema: Mapping[str, Any], where: str) -> str:
         parts = []
         if (format_ := schema.get("format")) is not None:
-            if format_ not in TEXTS:
+            if not isinstance(format_, str) or format_ not in TEXTS:
                 place = f"{where}.format"
                 message = f"{place}: {format_!r} cannot be enforced in a tool's parameter; use pattern"
                 raise PromptError(message, place)
             parts.append(f"/{TEXTS[format_]}/")
         if (pattern := schema.get("pattern")) is not None:
             parts.append(_search(str(pattern)))
-        least, most = schema.get("minLength"), schema.get("maxLength")
+        least, most = (schema.get(key) for key in ("minLength", "maxLength"))
+        for key, length in (("minLength", least), ("maxLength", most)):
+            if not (length is None or (type(length) is int and length >= 0)):
+                raise PromptError(f"{where}.{key} must be a number of characters", f"{where}.{key}")
         if least is not None or most is not None:
-            parts.append(f"/(.|\\n){{{int(least or 0)},{'' if most is None else int(most)}}}/")
+            parts.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
         return " & ".join(f"({part})" for part in parts) or ANY
 
     def _resolve(self, schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -306,19 +349,31 @@ class _Parameters:
             )
 
 
-def _may_be_text(schema: object, root: Mapping[str, Any], depth: int = 0) -> bool:
-    if not isinstance(schema, Mapping) or depth > 16:
-        return True
-    if "$ref" in schema:
-        return _may_be_text(resolve(schema["$ref"], root), root, depth + 1)
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return any(_may_be_text(option, root, depth + 1) for option in schema[key])
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        return any(isinstance(value, str) for value in values)
-    types = schema.get("type")
-    return types is None or types == "string" or (isinstance(types, list) and "string" in types)
+def _may_be_text(schema: object, root: Mapping[str, Any]) -> bool:
+    """Whether a schema allows a string. Every part of it is read once: references may share their targets."""
+    unread, seen = [schema], set()
+    while unread:
+        part = unread.pop()
+        if not isinstance(part, Mapping):
+            return True
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if "$ref" in part:
+            unread.append(resolve(part["$ref"], root))
+            continue
+        options = next((part[key] for key in ("anyOf", "oneOf") if key in part), None)
+        if isinstance(options, list):
+            unread += options
+        elif "const" in part or "enum" in part:
+            values = [part["const"]] if "const" in part else part["enum"]
+            if not isinstance(values, list) or any(isinstance(value, str) for value in values):
+                return True
+        else:
+            types = part.get("type")
+            if types is None or types == "string" or (isinstance(types, list) and "string" in types):
+                return True
+    return False
 
 
 def _type_of(schema: Mapping[str, Any]) -> str | None:
@@ -334,20 +389,39 @@ def _mixes(others: Sequence[Mapping[str, Any]]) -> bool:
 # --- Lark --------------------------------------------------------------------------------------------------
 
 
-def _json(schema: Mapping[str, Any], *, white_space: str = WHITE_SPACE, flexible: bool = True) -> str:
-    """A schema as a Lark expression. The options come last: a request's own are not heard."""
+def _json(
+    schema: Mapping[str, Any], param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
+) -> str:
+    """An `understood` schema as a Lark expression. The options come last: a request's own are not heard."""
+    check_length(written_length(schema), param)
     options = {"lenient": False, "whitespace_flexible": flexible}
     if flexible:
         options["whitespace_pattern"] = white_space  # type: ignore[assignment]
-    return "%json " + json.dumps({**understood(schema), "x-guidance": options}, ensure_ascii=False)
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
-def _literal(text: str) -> str:
+def check_length(length: int, param: str) -> None:
+    """Raises PromptError, before too long a grammar is put together and taken apart again."""
+    if length > LONGEST_GRAMMAR:
+        message = f"{param} has more than {LONGEST_GRAMMAR:,} characters as a grammar"
+        raise PromptError(message, param)
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise PromptError(f"{where} must be a list", where)
+    return value
+
+
+def lark_literal(text: str) -> str:
+    """A text as a Lark expression, plain characters throughout."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(pattern: str) -> str:
-    """A regular expression as a Lark terminal."""
+def lark_regex(pattern: str, param: str) -> str:
+    """A regular expression as a Lark terminal. Raises PromptError."""
+    if len(pattern) > MOST_REGEX:
+        raise PromptError(f"{param} has more than {MOST_REGEX:,} characters", param)
     return f"/{regex_to_lark(pattern, use_ascii='')}/"
 
 

@@ -60,23 +60,34 @@ Part = Reasoning | Content | ToolCall | Arguments
 class Reply:
     """A generation in parts: `async for part in reply`, once. Raises what the generation raises.
 
-    With `one_call` it ends behind its first tool call.
+    With `one_call` it ends behind its first tool call; without `reasoning` that is left out.
     """
 
-    def __init__(self, generation: TextGeneration, parser: ReplyParser, *, one_call: bool = False) -> None:
+    def __init__(
+        self,
+        generation: TextGeneration,
+        parser: ReplyParser,
+        *,
+        one_call: bool = False,
+        reasoning: bool = True,
+    ) -> None:
         self.generation = generation
         self._parser = parser
         self._one_call = one_call
+        self._reasoning = reasoning
 
     async def __aiter__(self) -> AsyncIterator[Part]:
         async for text in self.generation:
-            for part in self._parser.feed(text):
+            for part in self._told(self._parser.feed(text)):
                 yield part
                 if self._one_call and isinstance(part, Arguments) and part.last:
                     self.generation.cancel()
                     return
-        for part in self._parser.flush():
+        for part in self._told(self._parser.flush()):
             yield part
+
+    def _told(self, parts: list[Part]) -> list[Part]:
+        return parts if self._reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     @property
     def finish_reason(self) -> FinishReason | Literal["tool_calls"] | None:

@@ -35,7 +35,7 @@ TEXTS["date-time"] = f"{TEXTS['date']}T{TEXTS['time']}"
 _ONE = {"additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames"}
 _ONE |= {"unevaluatedProperties", "unevaluatedItems", "items"}
 _MANY = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -55,7 +55,10 @@ _OWNERS = {"minContains": ("contains",), "maxContains": ("contains",), "then": (
 
 
 def understood(schema: Any) -> Any:
-    """A schema that the same values fit. What is no schema comes back as it is."""
+    """A schema that the same values fit. What is no schema stays as it is, for llguidance to complain of.
+
+    Parts of it may be the same object: written out it may be longer than it was (`written_length`).
+    """
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
@@ -77,7 +80,7 @@ def understood(schema: Any) -> Any:
 
 def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if key == "format":
-        return value in FREE_FORMATS
+        return isinstance(value, str) and value in FREE_FORMATS
     if key == "if":
         return "then" not in schema and "else" not in schema
     if not all(owner in schema for owner in _OWNERS.get(key, ())):
@@ -89,6 +92,8 @@ def _depending(schema: dict[str, Any]) -> dict[str, Any]:
     """What a property asks of the others where it is there: it is not, or they are so."""
     asked: list[Any] = []
     rest = dict(schema)
+    if not isinstance(rest.get("allOf", []), list):
+        return schema
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         dependents = rest.get(key)
         if isinstance(dependents, Mapping):
@@ -107,11 +112,52 @@ def _named(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     asked = {key for key in names if key not in ANNOTATIONS and (key, names[key]) != ("type", "string")}
     value = schema.get("additionalProperties", True)
-    if asked == {"enum"} and all(isinstance(name, str) for name in names["enum"]):
-        more: dict[str, Any] = {"properties": dict.fromkeys(names["enum"], value)}
-    elif asked == {"pattern"}:
+    listed = names.get("enum")
+    if asked == {"enum"} and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        more: dict[str, Any] = {"properties": dict.fromkeys(listed, value)}
+    elif asked == {"pattern"} and isinstance(names["pattern"], str):
         more = {"patternProperties": {names["pattern"]: value}}
     else:
         return schema
     rest = {key: one for key, one in schema.items() if key != "propertyNames"}
     return {**rest, **more, "additionalProperties": False}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names, where it does not say otherwise."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _closed_part(key, one) for key, one in schema.items()}
+    if isinstance(schema.get("properties"), Mapping):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _closed_part(key: str, value: Any) -> Any:
+    if key in _NAMED | {"dependentSchemas"} and isinstance(value, Mapping):
+        return {name: closed(one) for name, one in value.items()}
+    if key in _MANY and isinstance(value, list):
+        return [closed(one) for one in value]
+    return closed(value) if key in _ONE else value
+
+
+def written_length(value: Any) -> int:
+    """Characters that JSON is at least as long as. An object is looked at once, however often it is there."""
+    return _length(value, {})
+
+
+def _length(value: Any, known: dict[int, int]) -> int:
+    if isinstance(value, str):
+        return len(value) + 2
+    if isinstance(value, int):
+        return 1 + value.bit_length() // 4
+    if not isinstance(value, Mapping | list):
+        return 1
+    length = known.get(id(value))
+    if length is None:
+        if isinstance(value, Mapping):
+            length = sum(len(key) + 4 + _length(one, known) for key, one in value.items())
+        else:
+            length = sum(1 + _length(one, known) for one in value)
+        known[id(value)] = length = length + 2
+    return length

@@ -19,8 +19,9 @@ from .errors import (
     NoTokenLeft,
     PromptTooLong,
     QueueFull,
+    RequestFault,
 )
-from .grammar import Grammar
+from .grammar import LONGEST_GRAMMAR, Grammar
 from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
@@ -33,6 +34,7 @@ from .thinking import ThinkingLimits
 from .vocab import Vocab
 
 __all__ = [
+    "LONGEST_GRAMMAR",
     "MAX_LOGPROBS",
     "CacheMiss",
     "Constraint",
@@ -56,6 +58,7 @@ __all__ = [
     "Prompt",
     "PromptTooLong",
     "QueueFull",
+    "RequestFault",
     "SamplingParams",
     "ThinkingLimits",
     "Timings",

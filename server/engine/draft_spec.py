@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from .errors import ModelLoadError
-from .model_spec import kv_bytes
+from .gguf import Metadata
+from .model_spec import TOKENS, kv_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,56 +53,60 @@ class DraftSpec:
     @classmethod
     def from_header(cls, header: Header, target: ModelSpec) -> Self:
         """Raises ModelLoadError for another kind of file, or where it is another model's drafter."""
-        path, metadata = header.path, header.metadata
-        if (kind := metadata.get("general.architecture")) != ARCHITECTURE:
+        if (kind := header.metadata.get("general.architecture")) != ARCHITECTURE:
             raise ModelLoadError(
-                f"draft_model: {path} is of architecture {kind!r}; this server drafts with {ARCHITECTURE}"
+                f"{header.name} is of architecture {kind!r}; this server drafts with {ARCHITECTURE}"
             )
-        if other := [name for name in header.tensors if name.startswith(("selector_", "markov_", "d2t"))]:
+        if other := [name for name in header.tensors if name.startswith(("selector_", "markov_"))]:
             raise ModelLoadError(
-                f"draft_model: {path} has a tensor {other[0]}: a DFlash2 or DSpark drafter, or one with a "
-                "vocabulary of its own; this server drafts with DFlash"
+                f"{header.name} has a tensor {other[0]}: a DFlash2 or DSpark drafter; "
+                "this server drafts with DFlash"
             )
-
-        def integer(key: str, default: int | None = None) -> int:
-            value = metadata.get(key, default)
-            if not isinstance(value, int) or value < 0:
-                raise ModelLoadError(
-                    f"draft_model: {path}: its metadata has no usable {key} (it is {value!r})"
-                )
-            return value
-
-        layers = metadata.get(f"{ARCHITECTURE}.target_layers")
-        if not isinstance(layers, tuple) or not layers or not all(isinstance(i, int) for i in layers):
+        metadata = Metadata(header, ARCHITECTURE)
+        layers = metadata.integers("target_layers")
+        n_embd, n_trunk = metadata.integer("embedding_length"), len(target.layer_weights)
+        if n_embd != target.n_embd or max(layers) >= n_trunk:
             raise ModelLoadError(
-                f"draft_model: {path}: its metadata has no usable {ARCHITECTURE}.target_layers"
-            )
-        n_embd, trunk = integer(f"{ARCHITECTURE}.embedding_length"), len(target.layer_weights)
-        if n_embd != target.n_embd or not all(0 <= int(layer) < trunk for layer in layers):
-            raise ModelLoadError(
-                f"draft_model: {path} drafts for another model: its hidden states have {n_embd} elements and "
+                f"{header.name} drafts for another model: its hidden states have {n_embd} elements and "
                 f"it reads layers {', '.join(map(str, layers))}; the model's have {target.n_embd}, and it "
-                f"has {trunk} layers"
+                f"has {n_trunk} layers"
             )
-        block = integer(f"{ARCHITECTURE}.block_size", 16)
-        if block < 2:
+        if (n_vocab := header.lengths.get(TOKENS, 0)) != target.n_vocab:
             raise ModelLoadError(
-                f"draft_model: {path}: {ARCHITECTURE}.block_size is {block}; want at least 2"
+                f"{header.name} drafts for another model: its vocabulary has {n_vocab:,} tokens, the model's "
+                f"{target.n_vocab:,}"
             )
-        n_layers, heads = (
-            integer(f"{ARCHITECTURE}.block_count"),
-            integer(f"{ARCHITECTURE}.attention.head_count_kv"),
-        )
-        size = n_embd // max(1, integer(f"{ARCHITECTURE}.attention.head_count"))
-        keys = integer(f"{ARCHITECTURE}.attention.key_length", size)
-        values = integer(f"{ARCHITECTURE}.attention.value_length", size)
+        _check_own_vocabulary(header, n_vocab)
+        n_layers, heads = metadata.integer("block_count"), metadata.integer("attention.head_count_kv")
+        size = n_embd // max(1, metadata.integer("attention.head_count"))
+        keys = metadata.integer("attention.key_length", size)
+        values = metadata.integer("attention.value_length", size)
         return cls(
-            path=path,
+            path=header.path,
             weights=sum(header.tensors.values()),
-            block=block,
-            mask=integer("tokenizer.ggml.mask_token_id"),
-            layers=tuple(int(layer) for layer in layers),
+            block=metadata.integer("block_size", 16, least=2),
+            mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id"),
+            layers=layers,
             n_embd=n_embd,
             kv_elements=(n_layers * heads * keys, n_layers * heads * values),
-            causal=metadata.get(f"{ARCHITECTURE}.attention.causal") is True,
+            causal=metadata.get("attention.causal") is True,
         )
+
+
+def _check_own_vocabulary(header: Header, n_vocab: int) -> None:
+    """Of a drafter whose head has rows for some of the target's tokens, `d2t` says for which; llama.cpp puts
+    its logits there (src/models/dflash.cpp). Raises ModelLoadError where it could not."""
+    if "d2t" not in header.tensors:
+        return
+    ids = header.tables.get("d2t", np.empty(0, np.int64))
+    if "output.weight" not in header.tensors:
+        wrong = "there is no output.weight for it"
+    elif not ids.size:
+        wrong = "it must be a table of 64-bit integers"
+    elif ids.min() < 0 or ids.max() >= n_vocab:
+        wrong = f"its tokens must be 0 to {n_vocab - 1}, and are {ids.min()} to {ids.max()}"
+    elif len(np.unique(ids)) != len(ids):
+        wrong = "it has a token twice"
+    else:
+        return
+    raise ModelLoadError(f"{header.name}: tensor d2t, of a drafter with a reduced vocabulary: {wrong}")

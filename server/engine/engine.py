@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -18,9 +19,9 @@ from .errors import (
     GenerationError,
     InvalidPrompt,
     NoMemorySlot,
-    NoTokenLeft,
     PromptTooLong,
     QueueFull,
+    RequestFault,
 )
 from .gguf import read_header
 from .loading import Parts, decide
@@ -231,6 +232,8 @@ class Engine:
         def act() -> None:
             try:
                 action()
+            except RequestFault as error:
+                self._end(generation, error)
             except Exception as error:
                 log.exception("a request failed")
                 self._end(generation, GenerationError(f"the request failed: {error}"))
@@ -290,7 +293,8 @@ class Engine:
         lap("reserve")
         for chunk in batch.chunks:
             if chunk.samples:
-                chunk.sequence.sampler.prepare(chunk.draft)
+                with suppress(Exception):  # whatever keeps it from it, `sample` meets it again
+                    chunk.sequence.sampler.prepare(chunk.draft)
         if asynchronous:  # last: the event loop wakes up, and can run while this thread waits
             self._flush()
             lap("flush")
@@ -311,7 +315,7 @@ class Engine:
             self._generated_tokens += len(output.tokens)
             if output.done is None:
                 self._news.append(output)
-            elif isinstance(output.done, NoTokenLeft):
+            elif isinstance(output.done, RequestFault):
                 self._finish(output.sequence, output.done, [])
             elif isinstance(output.done, Exception):
                 log.error("a sequence failed in its sampler", exc_info=output.done)

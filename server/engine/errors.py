@@ -46,11 +46,30 @@ class EngineDead(EngineError):
 
 
 class GenerationError(EngineError):
-    """This generation ended before it was complete, through no doing of its caller."""
+    """This generation ended before it was complete; if it is no RequestFault, not by its caller's doing."""
 
 
-class NoTokenLeft(GenerationError):
+class RequestFault(GenerationError):
+    """It could not be completed because of what its request asked for in its field `param`."""
+
+    param = ""
+
+
+class NoTokenLeft(RequestFault):
     """What its request says about tokens leaves none that could come next."""
+
+    param = "allowed_token_ids"
+
+
+class FormatTooComplex(RequestFault):
+    """What its request says about the format cannot be followed to the end within the limits there are."""
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(param, why)
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
 
 
 class LlamaError(EngineError):

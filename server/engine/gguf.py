@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .errors import ModelLoadError
 from .llama import row_bytes
@@ -18,6 +20,8 @@ from .llama import row_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import numpy.typing as npt
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...] | None
@@ -32,6 +36,9 @@ _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
 MOST_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
 
+I64 = 27
+"""`GGML_TYPE_I64`: of tensors that are tables of ids."""
+
 _KEY = 8 + 1 + 4 + 1
 """Least bytes of a key and its value: a name's length, a name, a type, a value."""
 _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
@@ -45,21 +52,72 @@ class Header:
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, int]
+    setting: str = "model"
+    """Which setting names the file, for messages."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Of the arrays in the metadata."""
+    tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """The I64 tensors, whole and flat."""
+
+    @property
+    def name(self) -> str:
+        """The file as messages name it."""
+        return f"{self.setting}: {self.path}"
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file. Raises ModelLoadError when it is missing, damaged or cut short."""
+class Metadata:
+    """The keys of a file under a prefix, checked; names as in gguf-py's constants.py."""
+
+    def __init__(self, header: Header, prefix: str) -> None:
+        self._header, self._prefix = header, prefix
+
+    def get(self, key: str) -> Value:
+        """What is there, unchecked."""
+        return self._header.metadata.get(f"{self._prefix}.{key}")
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """Raises ModelLoadError where it is missing without a default, or no integer of at least `least`."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or value < least:
+            raise self.unusable(key)
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """One or more of at least 0. Raises ModelLoadError."""
+        value = self.get(key)
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        found = tuple(int(v) for v in values if isinstance(v, int) and v >= 0)
+        if not found or len(found) != len(values):
+            raise self.unusable(key)
+        return found
+
+    def unusable(self, key: str) -> ModelLoadError:
+        """The error that says so."""
+        value = self.get(key)
+        given = "it is missing" if value is None else f"it is {value!r:.60}"
+        return ModelLoadError(
+            f"{self._header.name}: its metadata has no usable {self._prefix}.{key} ({given})"
+        )
+
+
+def read_header(path: Path, setting: str = "model") -> Header:
+    """Read the header of a GGUF file, which `setting` names.
+
+    Raises ModelLoadError when it is missing, damaged or cut short.
+    """
+    name = f"{setting}: {path}"
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, path).header()
+            return _Reader(data, name).header(path, setting)
     except FileNotFoundError:
-        raise ModelLoadError(f"model: {path} does not exist") from None
+        raise ModelLoadError(f"{name} does not exist") from None
     except IsADirectoryError:
-        raise ModelLoadError(f"model: {path} is a folder; give the .gguf file itself") from None
+        raise ModelLoadError(f"{name} is a folder; give the .gguf file itself") from None
     except OSError as error:
-        raise ModelLoadError(f"model: {path} cannot be read: {error.strerror or error}") from error
+        raise ModelLoadError(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ModelLoadError(f"model: {path} is not a whole GGUF file ({error})") from error
+        raise ModelLoadError(f"{name} is not a whole GGUF file ({error})") from error
 
 
 class _Reader:
@@ -68,43 +126,48 @@ class _Reader:
     ValueError tells what is wrong, and where.
     """
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data, self._path, self._at = data, path, 0
+    def __init__(self, data: mmap.mmap, file: str) -> None:
+        """`file` is its name in messages."""
+        self._data, self._file, self._at = data, file, 0
 
-    def header(self) -> Header:
+    def header(self, path: Path, setting: str) -> Header:
         if self._data[:4] != b"GGUF":
-            raise ModelLoadError(
-                f"model: {self._path} is not a GGUF file (it starts with {self._data[:4]!r})"
-            )
+            raise ModelLoadError(f"{self._file} is not a GGUF file (it starts with {self._data[:4]!r})")
         self._at = 4
         version = self._integer(_U32)
         if version not in (2, 3):
-            raise ModelLoadError(
-                f"model: {self._path} has GGUF version {version}; versions 2 and 3 can be read"
-            )
+            raise ModelLoadError(f"{self._file} has GGUF version {version}; versions 2 and 3 can be read")
         n_tensors, n_keys = self._count(_TENSOR, "tensors"), self._count(_KEY, "metadata keys")
         metadata: dict[str, Value] = {}
+        lengths: dict[str, int] = {}
         for _ in range(n_keys):
             key = self._name(metadata, "key")
-            metadata[key] = self._value()
+            metadata[key], length = self._value()
+            if length is not None:
+                lengths[key] = length
         tensors: dict[str, int] = {}
+        tables: dict[str, int] = {}
         end = 0
         for _ in range(n_tensors):
             name = self._name(tensors, "tensor")
-            tensors[name], offset = self._tensor(name)
+            tensors[name], offset, kind = self._tensor(name)
+            if kind == I64:
+                tables[name] = offset
             end = max(end, offset + tensors[name])
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment!r}; it must be a power of two")
-        missing = -(-self._at // alignment) * alignment + end - len(self._data)
-        if missing > 0:
-            raise ModelLoadError(
-                f"model: {self._path} is cut short: {missing:,} bytes of weights are missing"
-            )
-        return Header(self._path, metadata, tensors)
+        begin = -(-self._at // alignment) * alignment
+        if (missing := begin + end - len(self._data)) > 0:
+            raise ModelLoadError(f"{self._file} is cut short: {missing:,} bytes of weights are missing")
+        read = {
+            name: np.frombuffer(self._data, "<i8", tensors[name] // 8, begin + offset).copy()
+            for name, offset in tables.items()
+        }
+        return Header(path, metadata, tensors, setting, lengths, read)
 
-    def _tensor(self, name: str) -> tuple[int, int]:
-        """Its size in bytes, and where it begins."""
+    def _tensor(self, name: str) -> tuple[int, int, int]:
+        """Its size in bytes, where it begins, and its type."""
         at, n_dims = self._at, self._integer(_U32)
         if not 1 <= n_dims <= MOST_DIMENSIONS:
             raise ValueError(f"at byte {at:,}: tensor {name} has {n_dims:,} dimensions; 1 to 4 are possible")
@@ -113,35 +176,35 @@ class _Reader:
         size = row_bytes(ggml_type, shape[0])
         if not size:
             raise ModelLoadError(
-                f"model: {self._path}: tensor {name} has type {ggml_type}, unknown to this llama.cpp"
+                f"{self._file}: tensor {name} has type {ggml_type}, unknown to this llama.cpp"
                 if shape[0]
-                else f"model: {self._path}: tensor {name} has rows of no values (at byte {at:,})"
+                else f"{self._file}: tensor {name} has rows of no values (at byte {at:,})"
             )
-        return size * prod(shape[1:]), offset
+        return size * prod(shape[1:]), offset, ggml_type
 
-    def _value(self) -> Value:
+    def _value(self) -> tuple[Value, int | None]:
+        """A value, and of an array its length."""
         at, kind = self._at, self._integer(_U32)
         if kind == _STRING:
-            return self._string()
+            return self._string(), None
         if kind in _SCALARS:
-            return self._scalar(kind)
+            return self._scalar(kind), None
         if kind != _ARRAY:
             raise ValueError(f"at byte {at:,}: value type {kind:,} does not exist")
         item = self._integer(_U32)
         if item == _STRING:
-            for _ in range(self._count(8, "strings in an array")):
+            count = self._count(8, "strings in an array")
+            for _ in range(count):
                 self._skip(self._integer(_U64), "a string")
-            return None
+            return None, count
         if item not in _SCALARS:
             raise ValueError(f"at byte {at:,}: an array of type {item:,}, which does not exist")
         width = struct.calcsize(_SCALARS[item])
         count, start = self._count(width, "numbers in an array"), self._at
         self._skip(count * width, "an array")
-        return (
-            struct.unpack_from(f"<{count}{_SCALARS[item]}", self._data, start)
-            if count <= LONGEST_ARRAY
-            else None
-        )
+        if count > LONGEST_ARRAY:
+            return None, count
+        return struct.unpack_from(f"<{count}{_SCALARS[item]}", self._data, start), count
 
     def _name(self, known: Mapping[str, object], what: str) -> str:
         """One that is not empty nor known: bytes that are no header hardly pass for names."""

@@ -7,15 +7,18 @@ derivatives of regular expressions, which finds the tokens that may come next in
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from .errors import InvalidGrammar
+from .errors import FormatTooComplex, InvalidGrammar
+from .grammar_trial import STACK, GrammarTrial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONGEST = 512 * 1024
+LONGEST_GRAMMAR = 512 * 1024
 """Characters of a grammar."""
+
+SLOWEST_MASK = 0.25
+"""Seconds of a core for the first mask of a grammar: all answers wait for each other's."""
+
+MOST_SAID = 600
+"""Characters of a complaint: llguidance's go on with the grammar."""
 
 CACHED = 64
 """Compiled grammars that are kept for when they come again."""
@@ -43,16 +52,16 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, end: int) -> None:
         self._matcher, self._end = matcher, end
 
-    def begin(self) -> GrammarConstraint:
-        """The constraint of one answer."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._end)
+    def begin(self, param: str = "the format") -> GrammarConstraint:
+        """The constraint of one answer; `param` is the field that it is to be complained about as."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._end, param)
 
 
 class GrammarConstraint:
     """Keeps an answer to a grammar; where nothing can follow any more, it forces `end`."""
 
-    def __init__(self, matcher: LLMatcher, end: int) -> None:
-        self._matcher, self._end = matcher, end
+    def __init__(self, matcher: LLMatcher, end: int, param: str) -> None:
+        self._matcher, self._end, self._param = matcher, end, param
         self._n = 0
         """Tokens accepted."""
         self._masks: dict[int, Mask] = {}
@@ -76,7 +85,7 @@ class GrammarConstraint:
         return forced
 
     def accept(self, token: int) -> bool:
-        """Raises RuntimeError where the grammar turns out to be more than the limits allow."""
+        """Raises FormatTooComplex where the grammar turns out to be more than the limits allow."""
         accepted = self._matcher.try_consume_tokens([token]) == 1
         if accepted:
             self._n += 1
@@ -115,7 +124,8 @@ class GrammarConstraint:
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _fail(self) -> None:
-        raise RuntimeError(f"the grammar can not be followed any further: {self._matcher.get_error()}")
+        why = self._matcher.get_error()[:MOST_SAID]
+        raise FormatTooComplex(self._param, f"it is too complex to be followed any further: {why}")
 
 
 class GrammarCompiler:
@@ -124,13 +134,16 @@ class GrammarCompiler:
     `make_tokenizer` is called there, once, before the first.
     """
 
-    def __init__(self, make_tokenizer: Callable[[], Any], end: int) -> None:
-        """Answers that are complete end with the token `end`."""
+    def __init__(self, make_tokenizer: Callable[[], Any], end: int, special: Sequence[str] = ()) -> None:
+        """Answers that are complete end with the token `end`; `special` tokens may be named in grammars."""
         self._end = end
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = Lock()
+        self._trial = GrammarTrial(special)
         self._thread = ThreadPoolExecutor(1, "grammar")
-        self._tokenizer: Future[LLTokenizer] = self._thread.submit(make_tokenizer)
+        usual = threading.stack_size(4 * STACK)
+        self._tokenizer: Future[LLTokenizer] = self._thread.submit(make_tokenizer)  # starts the thread
+        threading.stack_size(usual)
 
     def compile(self, text: str) -> Future[Grammar]:
         """A grammar in llguidance's Lark dialect, from the cache if it is there.
@@ -148,14 +161,22 @@ class GrammarCompiler:
             known = self._grammars.get(text)
         if known is not None:
             return known
-        if len(text) > LONGEST:
-            raise InvalidGrammar(f"it has {len(text)} characters as a grammar; {LONGEST} are allowed")
-        matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=LIMITS)
+        if len(text) > LONGEST_GRAMMAR:
+            raise InvalidGrammar(f"it has {len(text)} characters as a grammar; {LONGEST_GRAMMAR} are allowed")
+        tokenizer = self._tokenizer.result()
+        if not self._trial.survives(text):
+            raise InvalidGrammar("it is too complex: too many patterns, or references that lead on and on")
+        try:
+            matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+            began = thread_time()
+            mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+            took = thread_time() - began
+        except BaseException as error:  # a panic is no Exception
+            raise InvalidGrammar(f"llguidance failed: {error}"[:MOST_SAID]) from error
         if matcher.is_error():
-            raise InvalidGrammar(matcher.get_error())
-        mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidGrammar(matcher.get_error())
+            raise InvalidGrammar(matcher.get_error()[:MOST_SAID])
+        if took > SLOWEST_MASK:
+            raise InvalidGrammar("what may come first takes too long to tell")
         if not any(mask):
             raise InvalidGrammar("no text fits it")
         grammar = Grammar(matcher, self._end)
@@ -168,6 +189,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Nothing of the model is used afterwards. What waits is dropped. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
+        self._trial.close()
 
 
 def _done(grammar: Grammar) -> Future[Grammar]:

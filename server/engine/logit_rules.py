@@ -38,8 +38,15 @@ class LogitRules:
         if params.allowed_token_ids is not None:
             self._banned = np.ones(n_real, bool)
             self._banned[[token for token in params.allowed_token_ids if token < n_real]] = False
-        self._bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words if max(word) < n_real]
-        self._longest = max((len(start) for start, _ in self._bad_words), default=0)
+        words = [word for word in params.bad_words if max(word) < n_real]
+        self._never = np.array([word[0] for word in words if len(word) == 1], np.intp)
+        """Bad words of one token."""
+        self._after: dict[int, list[tuple[list[int], int]]] = {}
+        """By the token before their last: how the others begin, and that last one."""
+        for word in words:
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+        self._longest = max((len(word) - 1 for word in words), default=0)
         self._ends = np.array([token for token in ends if token < n_real], np.intp)
         self._until_end = params.min_tokens
         self._last: list[int] = []
@@ -57,8 +64,10 @@ class LogitRules:
             logits[self._biased] += self._bias
         if self._banned is not None:
             logits[self._banned] = -np.inf
-        for start, token in self._bad_words:
-            if not start or self._last[-len(start) :] == start:
+        if self._never.size:
+            logits[self._never] = -np.inf
+        for start, token in self._after.get(self._last[-1], ()) if self._last else ():
+            if self._last[-len(start) :] == start:
                 logits[token] = -np.inf
         if self._until_end > 0:
             logits[self._ends] = -np.inf

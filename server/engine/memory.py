@@ -206,7 +206,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     """
     spec = ModelSpec.from_header(header)
     if wanted.draft_model is not None:
-        spec = replace(spec, draft=DraftSpec.from_header(read_header(wanted.draft_model), spec))
+        draft = read_header(wanted.draft_model, "draft_model")
+        spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
     places = _places(wanted)
     on_gpu = places[0].is_gpu
     settings = _with_prefix_cache(_with_what_can_draft(_with_shares(wanted, places), spec), spec)

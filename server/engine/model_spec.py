@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from .errors import ModelLoadError
+from .gguf import Metadata
 from .llama import CACHE_TYPES, row_bytes
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
 """llama.cpp's names for Qwen3.5 (`general.architecture`), dense and with experts."""
+
+TOKENS = "tokenizer.ggml.tokens"
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
@@ -28,6 +31,8 @@ class ModelSpec:
     """Layers in the file, multi-token-prediction blocks included."""
     n_embd: int
     """Elements of a hidden state."""
+    n_vocab: int
+    """Tokens of the vocabulary; 0 where the file has none."""
     n_ctx_train: int
     """Tokens of the longest sequence that it was made for."""
     layer_weights: tuple[int, ...]
@@ -69,7 +74,12 @@ class ModelSpec:
 
         What the layers keep: llama.cpp's llama-hparams.cpp.
         """
-        metadata = _Metadata(header)
+        if (arch := header.metadata.get("general.architecture")) not in ARCHITECTURES:
+            raise ModelLoadError(
+                f"{header.name} is of architecture {arch!r}; this server runs Qwen3.5 "
+                f"({' or '.join(ARCHITECTURES)})"
+            )
+        metadata = Metadata(header, str(arch))
         n_ctx_train = metadata.integer("context_length", least=1)
         n_blocks = metadata.integer("block_count", least=1)
         n_mtp = metadata.integer("nextn_predict_layers", 0)
@@ -85,21 +95,21 @@ class ModelSpec:
                 output_weights += size
         if n_blocks != len(blocks) or n_blocks != max(blocks) + 1 or n_trunk < 1:
             raise ModelLoadError(
-                f"model: {header.path}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
+                f"{header.name}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
                 f"predict further tokens; there are tensors of {len(blocks):,}"
             )
         n_embd = metadata.integer("embedding_length", least=1)
-        heads = metadata.by_layer("attention.head_count", n_blocks, n_trunk)
-        heads_kv = metadata.by_layer("attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
+        heads = _by_layer(metadata, "attention.head_count", n_blocks, n_trunk)
+        heads_kv = _by_layer(metadata, "attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
         head_size = n_embd // max(heads[0], 1)
         key_length = metadata.integer("attention.key_length", head_size)
         value_length = metadata.integer("attention.value_length", head_size)
         kv_elements = [(n * key_length, n * value_length) for n in heads_kv]
         inner, state = metadata.integer("ssm.inner_size", 0), metadata.integer("ssm.state_size", 0)
         recurrent = [
-            bool(layer) for layer in metadata.by_layer("attention.recurrent_layers", n_blocks, n_trunk)
+            bool(layer) for layer in _by_layer(metadata, "attention.recurrent_layers", n_blocks, n_trunk)
         ]
-        if state and not metadata.has("attention.recurrent_layers"):
+        if state and metadata.get("attention.recurrent_layers") is None:
             interval = metadata.integer("full_attention_interval", 4, least=1)
             recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
         channels = inner + 2 * metadata.integer("ssm.group_count", 0) * state
@@ -108,6 +118,7 @@ class ModelSpec:
         return cls(
             n_blocks=n_blocks,
             n_embd=n_embd,
+            n_vocab=header.lengths.get(TOKENS, 0),
             n_ctx_train=n_ctx_train,
             layer_weights=tuple(blocks[layer] for layer in range(n_trunk)),
             input_weights=input_weights,
@@ -123,42 +134,14 @@ class ModelSpec:
         )
 
 
-class _Metadata:
-    """The keys of the architecture; names as in gguf-py's constants.py."""
-
-    def __init__(self, header: Header) -> None:
-        self._header, self._arch = header, header.metadata.get("general.architecture")
-        if self._arch not in ARCHITECTURES:
-            raise ModelLoadError(
-                f"model: {header.path} is of architecture {self._arch!r}; this server runs Qwen3.5 "
-                f"({' or '.join(ARCHITECTURES)})"
-            )
-
-    def has(self, key: str) -> bool:
-        return f"{self._arch}.{key}" in self._header.metadata
-
-    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
-        value = self._header.metadata.get(f"{self._arch}.{key}", default)
-        if not isinstance(value, int) or value < least:
-            raise self._unusable(key, value)
-        return value
-
-    def by_layer(self, key: str, n_blocks: int, n_trunk: int, *, default: int = 0) -> list[int]:
-        """One value for each block; blocks beyond the trunk may be left out."""
-        value = self._header.metadata.get(f"{self._arch}.{key}", default)
-        values = value if isinstance(value, tuple) else (value,) * n_blocks
-        if len(values) not in (n_blocks, n_trunk):
-            raise self._unusable(key, value)
-        found = [int(v) for v in values if isinstance(v, int) and v >= 0]
-        if len(found) != len(values):
-            raise self._unusable(key, value)
-        return found + [0] * (n_blocks - len(found))
-
-    def _unusable(self, key: str, value: object) -> ModelLoadError:
-        given = "it is missing" if value is None else f"it is {value!r:.60}"
-        return ModelLoadError(
-            f"model: {self._header.path}: its metadata has no usable {self._arch}.{key} ({given})"
-        )
+def _by_layer(metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, default: int = 0) -> list[int]:
+    """One value for each block; blocks beyond the trunk may be left out."""
+    values = (default,) if metadata.get(key) is None else metadata.integers(key)
+    if len(values) == 1:
+        values *= n_blocks
+    if len(values) not in (n_blocks, n_trunk):
+        raise metadata.unusable(key)
+    return [*values, *[0] * (n_blocks - len(values))]
 
 
 def kv_bytes(elements: tuple[int, int], settings: EngineSettings) -> int:

@@ -65,8 +65,9 @@ class Generation:
     async def __anext__(self) -> list[int]:
         while not self._arrived:
             if isinstance(self._done, Exception):
-                kind = type(self._done) if isinstance(self._done, GenerationError) else GenerationError
-                raise kind(str(self._done)) from self._done
+                if isinstance(self._done, GenerationError):
+                    raise type(self._done)(*self._done.args) from self._done
+                raise GenerationError(str(self._done)) from self._done
             if self._done is not None:
                 self.finish_reason = self._done
                 raise StopAsyncIteration

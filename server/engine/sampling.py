@@ -157,6 +157,8 @@ class Sampler:
             self._thoughts = Penalties(SamplingParams(repetition_penalty=penalty), vocab.n_real, [])
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
+        self._failed: Exception | None = None
+        """What kept `forced` from finding them."""
         self.need = self._least_sampler(params, len(vocab.eog_ids))
         """The least that the device has to tell about a row; more does as well."""
         if constraint is not None:
@@ -178,8 +180,10 @@ class Sampler:
         """The next token, from a row of what was decoded, whose device sampler must serve `need`.
 
         Raises FloatingPointError when the model computed no usable logits, RowNotKept when the whole row is
-        needed and gone; then `need` is ROW from now on.
+        needed and gone; then `need` is ROW from now on. And what the constraint raises.
         """
+        if self._failed is not None:
+            raise self._failed
         if self._forced:
             return self._forced.popleft()
         if self._constraint is not None:
@@ -211,9 +215,18 @@ class Sampler:
     def forced(self, new: Sequence[int]) -> list[int]:
         """The answer has gained `new` tokens: those that come next without a row, if there are any. The
         caller appends them. With log-probabilities there are none: the model is asked what it thinks of them.
+
+        Raises nothing, where all sequences would suffer: `sample` does, in its place.
         """
         if not self._forced and self._thinking is None:
             return []
+        try:
+            return self._find_forced(new)
+        except Exception as error:
+            self._failed = error
+            return []
+
+    def _find_forced(self, new: Sequence[int]) -> list[int]:
         asked = self._params.logprobs is not None
         forced = [] if asked else self._take_forced()
         watch, constraint = self._thinking, self._constraint

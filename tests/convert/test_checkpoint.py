@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from convert.checkpoint import INDEX, Checkpoint
-from convert.config import FULL, LINEAR, ModelConfig
+from convert.config import FULL, LINEAR, ModelConfig, attention_factor_ratio
 from convert.errors import CheckpointError
 from tests.checkpoints import edit_json, model_config, write_checkpoint
 
@@ -128,7 +128,7 @@ def test_what_changes_nothing_may_stand_there(changes: dict[str, Any]) -> None:
 )
 def test_yarns_attention_factor_over_what_llama_cpp_infers(extra: dict[str, float], expected: float) -> None:
     config = ModelConfig.from_json(model_config(rope_parameters=YARN | extra))
-    assert config.attention_factor_ratio == pytest.approx(expected, abs=1e-6)
+    assert attention_factor_ratio(config.rope) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", None])

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,7 @@ from convert.draft_pipeline import Parameters
 from convert.floats import to_f32
 from convert.safetensors import read_header, write_file
 from tests.checkpoints import edit_json
-
-MODELS = Path(__file__).parents[2] / "models"
-NANO, DRAFT = MODELS / "nano", MODELS / "nano-dflash"
+from tests.drafters import DRAFT, NANO, some_tokens, with_own_vocabulary
 
 
 def run(*arguments: str | Path) -> int:
@@ -135,3 +134,94 @@ def test_a_window_and_own_tables_are_kept(draft: Path, tmp_path: Path) -> None:
     assert reader.fields["dflash.attention.sliding_window"].contents() == 64
     assert reader.fields["dflash.attention.sliding_window_pattern"].contents() == [True, False, True]
     assert {"token_embd.weight", "output.weight"} <= {tensor.name for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize("speculators", [False, True])
+def test_a_reduced_vocabulary_arrives_from_both_layouts(speculators: bool, tmp_path: Path) -> None:
+    tokens = some_tokens(0.5)
+    folder = with_own_vocabulary(tmp_path / "draft", tokens, speculators=speculators)
+    out = tmp_path / "out"
+    assert run("--src", folder, "--target", NANO, "--quant", "F32,Q4_K_M", "--out", out) == 0
+    for quant in ("F32", "Q4_K_M"):
+        reader = GGUFReader(out / f"draft-{quant}.gguf")
+        made = {tensor.name: tensor for tensor in reader.tensors}
+        np.testing.assert_array_equal(made["d2t"].data, tokens)
+        assert made["d2t"].tensor_type.name == "I64"
+        assert made["output.weight"].shape.tolist() == [256, len(tokens)]
+        assert reader.fields["dflash.target_layers"].contents() == [2, 4, 7]
+        assert reader.fields["tokenizer.ggml.mask_token_id"].contents() == 3610
+        assert "dflash.attention.causal" not in reader.fields
+
+
+def test_sliding_layers_of_the_speculators_library_are_causal(tmp_path: Path) -> None:
+    sliding: dict[str, Any] = {
+        "layer_types": ["sliding_attention"] * 3,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+    }
+    folder = with_own_vocabulary(tmp_path / "draft", some_tokens(0.1), speculators=True, **sliding)
+    config = DraftCheckpoint.open(folder, Checkpoint.open(NANO)).config
+    assert (config.causal, config.sliding_window, config.windowed_layers) == (True, 64, (True,) * 3)
+    edit_json(folder / "config.json", sliding_window_non_causal=True)
+    assert DraftCheckpoint.open(folder, Checkpoint.open(NANO)).config.causal is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids must be a list"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids must be a list"),
+        ({"projector_type": "domino"}, "projector_type is 'domino'"),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark'"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is true"),
+        ({"mask_token_id": None}, "mask_token_id must be a token"),
+        ({"draft_vocab_size": 4000}, r"draft_vocab_size \(4000\) is above vocab_size \(3712\)"),
+        ({"draft_vocab_size": 5}, "has shape"),
+    ],
+)
+def test_what_the_speculators_library_says_is_heeded(
+    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_own_vocabulary(tmp_path / "draft", some_tokens(0.1), speculators=True)
+    edit_json(folder / "config.json", **change)
+    assert run("--src", folder, "--target", NANO, "--quant", "F16", "--out", tmp_path / "out") == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_some_layers_causal_and_others_not_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    folder = with_own_vocabulary(tmp_path / "draft", some_tokens(0.1), speculators=True, layer_types=kinds)
+    assert run("--src", folder, "--target", NANO, "--quant", "F16", "--out", tmp_path / "out") == 1
+    assert "causally, or none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (None, "there is no tensor d2t"),
+        (("I64", np.zeros(370, np.int64)), r"shape \[370\]; want .* of shape \[371\]"),
+        (("F32", np.zeros(371, np.float32)), "is F32"),
+        (("I64", np.full(371, 3700)), "leads to tokens 3700 to 4070, of 3712"),
+        (("I64", np.arange(371)[::-1] // 2), "the same token twice"),
+    ],
+)
+def test_a_table_that_leads_nowhere_is_refused(
+    table: tuple[str, np.ndarray] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_own_vocabulary(tmp_path / "draft", some_tokens(0.1))
+    shard = folder / "model.safetensors"
+    tensors = [(t.name, t.dtype, t.read().reshape(t.shape)) for t in read_header(shard) if t.name != "d2t"]
+    write_file(shard, tensors + ([("d2t", *table)] if table else []), {})
+    assert run("--src", folder, "--target", NANO, "--quant", "F16", "--out", tmp_path / "out") == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_reduced_vocabulary_needs_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = with_own_vocabulary(tmp_path / "draft", some_tokens(0.1))
+    shard = folder / "model.safetensors"
+    tensors = [(t.name, t.dtype, t.read().reshape(t.shape)) for t in read_header(shard)]
+    write_file(shard, [tensor for tensor in tensors if tensor[0] != "lm_head.weight"], {})
+    assert run("--src", folder, "--target", NANO, "--quant", "F16", "--out", tmp_path / "out") == 1
+    assert "tensor lm_head.weight is missing" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from convert.stages import StageRecord, fingerprint, locked, replacing
+from convert.stages import Output, StageRecord, fingerprint, locked, replacing
 
 
 def test_a_finished_output_replaces_the_old_one(tmp_path: Path) -> None:
@@ -37,12 +37,12 @@ def test_a_failure_leaves_the_old_one_and_no_remains(tmp_path: Path, error: type
 def output(tmp_path: Path) -> Path:
     path = tmp_path / "x.gguf"
     path.write_text("content")
-    StageRecord(tmp_path / "x.stages.json").finish(path, "fingerprint")
+    StageRecord(tmp_path / "x.stages.json").finish(Output(path, "fingerprint"))
     return path
 
 
 def is_finished(output: Path, fingerprint: str = "fingerprint") -> bool:
-    return StageRecord(output.with_name("x.stages.json")).is_finished(output, fingerprint)
+    return StageRecord(output.with_name("x.stages.json")).is_finished(Output(output, fingerprint))
 
 
 def test_what_was_finished_is_known_to_the_next_run(output: Path) -> None:

@@ -56,7 +56,7 @@ def test_every_name_is_one_that_gguf_knows(checkpoint: Path) -> None:
 def test_matrices_take_the_type_asked_for_and_the_rest_is_f32(checkpoint: Path, outtype: FloatType) -> None:
     for tensor in plan(checkpoint, outtype).tensors:
         is_matrix = len(tensor.shape) == 2 and "conv1d" not in tensor.name
-        assert tensor.float_type == (outtype if is_matrix else "F32"), tensor.name
+        assert tensor.type == (outtype if is_matrix else "F32"), tensor.name
 
 
 def test_tensors_come_in_the_order_they_lie_in(checkpoint: Path) -> None:
@@ -148,9 +148,9 @@ def test_a_fused_tensor_is_cut_between_gate_and_up(tmp_path: Path) -> None:
 def test_router_and_shared_gate_stay_f32(tmp_path: Path) -> None:
     for tensor in plan(write_checkpoint(tmp_path, experts="fused"), "BF16").tensors:
         if "ffn_gate_inp" in tensor.name:
-            assert tensor.float_type == "F32"
+            assert tensor.type == "F32"
         elif "_exps" in tensor.name or "_shexp" in tensor.name:
-            assert tensor.float_type == "BF16"
+            assert tensor.type == "BF16"
 
 
 def test_parameters_are_counted_as_gguf_counts_them(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ does. From BF16, which official checkpoints are in, and from F32 both are exact.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -26,12 +27,15 @@ from convert.draft import DraftCheckpoint, write_draft
 from convert.gguf_file import write_gguf
 from convert.source import resolve
 from convert.tensors import FloatType, plan_tensors
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import edit_json, write_checkpoint
+from tests.drafters import DRAFT, NANO, some_tokens, with_own_vocabulary
 
 pytestmark = pytest.mark.reference
 
 ROOT = Path(__file__).parents[2]
-NANO = ROOT / "models" / "nano"
+
+COUNTED = {"GGUF.kv_count"}
+"""In the header."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,41 @@ def test_every_key_is_the_same(pair: Pair) -> None:
 
 @pytest.mark.parametrize("outtype", ["F32", "F16", "BF16"])
 def test_a_block_drafter_is_the_same(outtype: FloatType, tmp_path: Path) -> None:
-    source = resolve(str(NANO.with_name("nano-dflash")))
-    draft = DraftCheckpoint.open(source.folder, Checkpoint.open(NANO))
-    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
-    write_draft(ours, draft, source, outtype)
-    command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
-    command += [str(source.folder), str(theirs), outtype, str(NANO)]
-    subprocess.run(command, check=True, cwd=ROOT)
+    ours, theirs = _both_ways(DRAFT, DRAFT, outtype, tmp_path)
     assert keys(ours) == keys(theirs)
+    _same_tensors(ours, theirs)
+
+
+@pytest.mark.parametrize("speculators", [False, True])
+def test_a_drafter_with_a_reduced_vocabulary_is_the_same(speculators: bool, tmp_path: Path) -> None:
+    """llama.cpp's converter knows `d2t`, and that layout, of DSpark drafters alone; its graph, of DFlash too.
+
+    So it is told that this is one, and says so in two keys.
+    """
+    tokens = some_tokens(0.3)
+    folder = with_own_vocabulary(tmp_path / "nano-dflash", tokens, speculators=speculators)
+    other = shutil.copytree(folder, tmp_path / "theirs" / "nano-dflash")
+    edit_json(other / "config.json", architectures=["DSparkDraftModel"])
+    ours, theirs = _both_ways(folder, other, "F16", tmp_path)
+    mine, other_keys = keys(ours), keys(theirs)
+    differing = {key for key in mine.keys() | other_keys.keys() if mine.get(key) != other_keys.get(key)}
+    assert differing - COUNTED == {"dflash.has_confidence_head", "dflash.sample_from_anchor"}
+    _same_tensors(ours, theirs)
+    assert tensors(ours)["d2t"].data.tolist() == tokens.tolist()
+
+
+def _both_ways(ours: Path, theirs: Path, outtype: FloatType, out: Path) -> tuple[Path, Path]:
+    """A drafter for nano, converted by us and by llama.cpp."""
+    source = resolve(str(ours))
+    mine, other = out / "ours.gguf", out / "theirs.gguf"
+    write_draft(mine, DraftCheckpoint.open(source.folder, Checkpoint.open(NANO)), source, outtype)
+    command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
+    command += [str(theirs), str(other), outtype, str(NANO)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    return mine, other
+
+
+def _same_tensors(ours: Path, theirs: Path) -> None:
     mine, other = tensors(ours), tensors(theirs)
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():

@@ -126,6 +126,66 @@ def test_other_formats(http: httpx.Client) -> None:
     assert only["message"]["content"] == "the only one"
 
 
+TAG = {
+    "type": "tag",
+    "begin": "<p>",
+    "content": {"type": "json_schema", "json_schema": PERSON},
+    "end": "</p>",
+}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<p>"], "tags": [TAG], "at_least_one": True}
+ONE_TAG = {"type": "structural_tag", "format": {**TRIGGERED, "stop_after_first": True}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": ONE_TAG},
+        {"structural_tag": ONE_TAG},
+        {"structured_outputs": {"structural_tag": json.dumps(ONE_TAG)}},
+        {"structured_outputs": {"structural_tag": {"format": TAG}}},
+    ],
+)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_structural_tags(http: httpx.Client, fields: dict[str, Any], thinking: bool) -> None:
+    budget = {"thinking_budget": 20} if thinking else {}
+    for temperature in (0, 1):
+        more = {"temperature": temperature, "seed": 3, "max_tokens": 500, "enable_thinking": thinking}
+        found = chat(http, **more, **budget, **fields)
+        assert found["finish_reason"] == "stop", found
+        text = found["message"]["content"]
+        assert text.startswith("<p>")
+        assert text.endswith("</p>")
+        check(PERSON, text[3:-4])
+
+
+def test_free_text_until_the_models_own_token_for_calls(http: httpx.Client) -> None:
+    """What it begins, it completes."""
+    begin, end = '<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>"
+    call = {"begin": begin, "content": TAG["content"], "end": end}
+    tags = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [call], "stop_after_first": True}
+    [token] = http.post("/tokenize", json={"content": "<tool_call>"}).json()["tokens"]
+    fields = {"temperature": 1, "max_tokens": 400, "enable_thinking": False}
+    for seed in range(4):
+        biased = {"structural_tag": {"format": tags}, "logit_bias": {str(token): 100}}
+        found = chat(http, seed=seed, **fields, **biased)
+        text = found["message"]["content"]
+        if found["finish_reason"] == "stop":
+            check(PERSON, text.removeprefix(begin).removesuffix(end))
+        assert text.startswith(begin)
+    old = {"structures": [{**call, "schema": PERSON}], "triggers": ["<tool_call>"]}
+    free = chat(http, **fields, response_format={"type": "structural_tag", **old})
+    assert "<tool_call>" not in free["message"]["content"]
+
+
+def test_objects_without_further_properties(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    fields = {"json": schema, "disable_additional_properties": True}
+    for seed in range(3):
+        found = chat(http, structured_outputs=fields, temperature=1, seed=seed, max_tokens=300)
+        if found["finish_reason"] == "stop":
+            assert list(json.loads(found["message"]["content"])) == ["a"]
+
+
 def test_a_stream_gives_the_same(http: httpx.Client) -> None:
     body = {"messages": ASK, "stream": True, "guided_json": PERSON, "seed": 4, "temperature": 1}
     text = ""
@@ -274,6 +334,17 @@ def test_a_schema_or_a_call(http: httpx.Client) -> None:
             check(PERSON, found["message"]["content"])
 
 
+CHAIN = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(5000)) + 'a5000: "x"'
+REFERENCES = {
+    "$ref": "#/$defs/a0",
+    "$defs": {
+        **{f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(5000)},
+        "a5000": {"type": "null"},
+    },
+}
+"""Either would end the process, for want of stack."""
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
@@ -294,7 +365,17 @@ def test_a_schema_or_a_call(http: httpx.Client) -> None:
         ({"grammar": 'root ::= "a"{²}'}, "grammar", "²"),
         ({"grammar": 'root ::= "a"\n' + 'r ::= "b"\n' * 1000}, "grammar", "1,000 rules"),
         ({"grammar": "\n" * 1_000_000}, "grammar", "65,536 characters"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "JSON"),
+        ({"structural_tag": {"format": {"type": "token"}}}, "structural_tag.format.type", "token"),
+        ({"grammar": CHAIN}, "grammar", "too complex"),
+        ({"guided_json": REFERENCES}, "guided_json", "too complex"),
+        ({"guided_regex": "((a{1000}){1000}){1000}", "temperature": 1}, "guided_regex", "too"),
+        ({"grammar": 'root ::= "a"{1000000000}', "temperature": 1}, "grammar", "too complex"),
+        (
+            {"tools": [STRICT], "structural_tag": {"format": {"type": "any_text"}}},
+            "structural_tag",
+            "contradict",
+        ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
@@ -319,6 +400,7 @@ def test_what_cannot_be_enforced_is_refused(
     error = answer.json()["error"]
     assert error["param"] == param
     assert word in error["message"]
+    assert chat(http, guided_choice=["yes"])["message"]["content"] == "yes"  # nobody else suffers
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Speculative decoding: drafts are verified many at a time, and the answers stay what they would have been.
 
-`Speculator` is what the engine uses. Drafters (`ngram.py`, `mtp.py`; the protocol is in `base.py`) guess;
-`Controller` decides from measured step times (`times.py`) and from what became of earlier drafts how many
-rows a verification has, and lets who does not pay rest.
+`Speculator` is what the engine uses. Drafters guess (`ngram.py`, `mtp.py`, `dflash.py`; their protocol is in
+`base.py`, what those share that read hidden rows in `hidden.py`). `Controller` decides from measured step
+times (`times.py`) and from what became of earlier drafts how many rows a verification has, and lets who does
+not pay rest.
 """
 
 from .base import (
@@ -11,7 +12,6 @@ from .base import (
     Drafter,
     DrafterStats,
     DraftRequest,
-    HiddenReader,
     StateFollower,
 )
 from .speculator import Speculator, build_speculator
@@ -22,7 +22,6 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "DrafterStats",
-    "HiddenReader",
     "Speculator",
     "StateFollower",
     "build_speculator",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
-
-    import numpy as np
-    import numpy.typing as npt
 
     from server.engine.sequence import Sequence
 
@@ -70,29 +67,6 @@ class Drafter(Protocol):
         """The sequence has ended. Nothing happens where it was not known."""
 
 
-@runtime_checkable
-class HiddenReader(Protocol):
-    """A drafter that reads the trunk's hidden rows."""
-
-    layers: tuple[int, ...]
-    """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
-    window: int
-    """Rows of a sequence that it reads at most: the newest."""
-
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether the rows of tokens up to position `end` will ever be read."""
-
-    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the right tokens at `start`, `start` + 1...: rows [n, n_embd], to be copied, or
-        [n, len(layers) * n_embd], to be kept."""
-
-    def rolled_back(self, slot: int, length: int) -> None:
-        """The slot holds its first `length` tokens only: those after it will be read again."""
-
-    def pause(self) -> None:
-        """From now on there are no rows: what slots have of them is of no more use."""
-
-
 class FollowerState(Protocol):
     """What a drafter saved of one sequence id in host memory."""
 
@@ -101,7 +75,6 @@ class FollowerState(Protocol):
         """Its size."""
 
 
-@runtime_checkable
 class StateFollower(Protocol):
     """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
 

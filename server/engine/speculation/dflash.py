@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import LlamaError, NoMemorySlot
+from server.engine.errors import NoMemorySlot
 
 from .base import Draft
+from .hidden import HiddenDrafter, Reading
 from .times import Mean, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as ListLike
 
-    import numpy.typing as npt
-
     from server.engine.draft_spec import DraftSpec
     from server.engine.llama.draft import DraftContext
-    from server.engine.sequence import Sequence
 
     from .base import DraftRequest
-
-KINDS: Mapping[str, float] = {"dflash": 0.85}
 
 FEW = 32
 """Rows to inject for a sequence that drafts all the time, at most: what takes longer happens once."""
@@ -37,154 +32,57 @@ RUNNING = 2
 """Windows that a sequence's entries may come to before they are cut back to one."""
 
 
-@dataclass(slots=True)
-class Reading:
-    """What the drafter has of one sequence id: entries of positions `first` up to `fed` - 1 in its cache,
-    then `rows` of features that wait to be injected, up to position `end` - 1."""
-
-    first: int
-    fed: int
-    end: int
-    rows: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    length: int | None = None
-    """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedReading:
-    """Entries of positions `first` up to `end` - 1 in host memory."""
-
-    first: int
-    end: int
-    cache: npt.NDArray[np.uint8]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.cache.nbytes
-
-
-def cells(settings_window: int, slots: int, checkpoints: int, most: int, block: int) -> int:
+def cells(window: int, slots: int, checkpoints: int, most: int, block: int) -> int:
     """Cells of the drafter's cache: what slots and checkpoints may hold, and the blocks being guessed."""
-    return slots * (RUNNING + 1) * settings_window + checkpoints * min(KEPT, settings_window) + most * block
+    return slots * (RUNNING + 1) * window + checkpoints * min(KEPT, window) + most * block
 
 
 def host_bytes(slots: int, window: int, n_features: int) -> int:
-    """Host memory that rows may take which wait to be injected, at most."""
-    return 4 * slots * window * n_features
+    """Host memory that waiting rows may take, at most: a piece is whole while any of it is in the window."""
+    return 4 * slots * 2 * window * n_features
 
 
-class DflashDrafter:
-    """Injects what the trunk has read, lazily, and has the drafter fill a block of masks.
+class DflashDrafter(HiddenDrafter):
+    """Injects what the trunk has read, and has the drafter fill a block of masks.
 
     What the trunk's layers made of each token waits on the host until the sequence drafts, or its state is
-    shared; then it goes into the drafter's cache in one call. The drafter looks back on `window` tokens at
-    least and twice as many at most; one that missed more starts anew.
+    shared; then it goes into the drafter's cache in one call, each row at its token's position. The drafter
+    looks back on `window` tokens at least and twice as many at most.
     """
 
     name = "dflash"
-    instant = False
+    kinds: Mapping[str, float] = {"dflash": 0.85}
+    _context: DraftContext
 
     def __init__(self, context: DraftContext, spec: DraftSpec, window: int, *, slots: int, most: int) -> None:
         """Drafts for `most` sequences at once. Sequence ids below `slots` run; the others hold copies."""
-        self.kinds, self.layers, self.window = KINDS, spec.layers, window
-        self.depth, self.most = spec.block - 1, most
-        self._context, self._block, self._mask, self._slots = context, spec.block, spec.mask, slots
-        self._readings: dict[int, Reading] = {}
+        super().__init__(context, window, slots)
+        self.layers, self.depth, self.most = spec.layers, spec.block - 1, most
+        self._block, self._mask = spec.block, spec.mask
         self._blocks: dict[int, Mean] = {}
         """Seconds of a pass over blocks, by groups of sequences."""
         self._injections = Mean()
         """Seconds that it takes to inject what came since the draft before."""
-
-    # --- what the trunk does -------------------------------------------------------------------------------
-
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self.window
-
-    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the tokens at `start`, `start` + 1...: their features, to be kept."""
-        reading = self._readings.setdefault(slot, Reading(start, start, start))
-        reading.length = None
-        if start > reading.end:
-            self._begin_at(slot, reading, start)
-        new = rows[reading.end - start :]
-        if not len(new):
-            return  # read again after a rejection
-        reading.rows.append(new)
-        reading.end += len(new)
-        if reading.end - reading.fed > self.window:
-            waiting = np.concatenate(reading.rows)[-self.window :]
-            end = reading.end
-            self._begin_at(slot, reading, end - len(waiting))
-            reading.rows, reading.end = [waiting], end
-
-    def rolled_back(self, slot: int, length: int) -> None:
-        """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
-        if (reading := self._readings.get(slot)) is not None:
-            reading.length = length
-
-    def pause(self) -> None:
-        """There will be a gap: what slots have is of no more use."""
-        for slot in [slot for slot in self._readings if slot < self._slots]:
-            self.free(slot)
-
-    # --- what becomes of sequence ids ----------------------------------------------------------------------
 
     def copy(self, source: int, target: int) -> None:
         """`target` shares the newest entries of `source`, KEPT of them at most."""
         self.free(target)
         if (reading := self._readings.get(source)) is None:
             return
-        end = reading.end if reading.length is None else min(reading.end, reading.length)
+        end = reading.known
         first = max(reading.first, end - min(KEPT, self.window))
         if first >= end:
             return
         if reading.fed < end:
-            self._inject([source])
+            try:
+                self._inject([source])
+            except Exception:
+                self.free(source)
+                raise
         self._context.copy(source, target, first, end)
-        self._readings[target] = Reading(first, end, end)
-
-    def save(self, sequence_id: int) -> SavedReading | None:
-        """The entries of a sequence id that runs nothing, copied to host memory."""
-        if (reading := self._readings.get(sequence_id)) is None or reading.fed == reading.first:
-            return None
-        return SavedReading(reading.first, reading.fed, self._context.save(sequence_id))
-
-    def restore(self, sequence_id: int, saved: object | None) -> None:
-        """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
-        self.free(sequence_id)
-        if not isinstance(saved, SavedReading):
-            return
-        try:
-            self._context.restore(sequence_id, saved.cache)
-        except LlamaError:  # it begins anew
-            self._context.remove(sequence_id)
-        else:
-            self._readings[sequence_id] = Reading(saved.first, saved.end, saved.end)
-
-    def free(self, sequence_id: int) -> None:
-        """Nothing is known of a sequence id any more. Idempotent."""
-        if (reading := self._readings.pop(sequence_id, None)) is not None and reading.fed > reading.first:
-            self._context.remove(sequence_id)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing to do: what is known belongs to sequence ids."""
-
-    def _begin_at(self, slot: int, reading: Reading, start: int) -> None:
-        if reading.fed > reading.first:
-            self._context.remove(slot)
-        reading.first = reading.fed = reading.end = start
-        reading.rows.clear()
+        self._readings[target] = Reading(first, end, end, end)
 
     # --- drafting ------------------------------------------------------------------------------------------
-
-    def can_draft(self, request: DraftRequest) -> bool:
-        """Whether the features of all tokens but the newest are there."""
-        reading = self._readings.get(request.slot)
-        if reading is None or reading.end != len(request.sequence.tokens) - 1:
-            return False
-        return reading.end > reading.first
 
     def cost(self, n: int, depth: int) -> float:
         """One pass, however deep, and the injection before it."""
@@ -239,10 +137,8 @@ class DflashDrafter:
         """The `depth` tokens that are guessed behind `newest`, which is at `start`: (slot, start, newest)."""
         context, block = self._context, self._block
         n = len(wanted) * block
-        context.tokens[:n], context.outputs[:n] = (
-            self._mask,
-            1,
-        )  # the graph reads out every row, or the wrong ones
+        context.tokens[:n] = self._mask
+        context.outputs[:n] = 1  # the graph reads out every row, or the wrong ones
         for number, (slot, start, newest) in enumerate(wanted):
             at = number * block
             context.tokens[at] = newest
@@ -271,6 +167,7 @@ class DflashDrafter:
                     reading.fed += len(part)
                     n, start = end, start + len(part)
             reading.rows.clear()
+            reading.start = reading.fed
         self._flush(n)
         for sequence_id in ids:
             reading = self._readings[sequence_id]

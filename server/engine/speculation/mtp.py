@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import LlamaError
-
 from .base import Draft
+from .hidden import HiddenDrafter, Reading
 from .times import Mean
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from server.engine.llama.mtp import MtpContext
-    from server.engine.sequence import Sequence
 
     from .base import DraftRequest
 
@@ -28,8 +25,6 @@ MOST = 1
 """Sequences that it drafts for at once. For eight, an H200 gave 743, 731 and 715 tok/s with the head beside
 749, 767 and 720 without; for two and four, 433 and 1,356 beside 443 and 688 where every draft is right, 460
 and 691 beside 435 and 701 where 80% are (synthetic model, one run each)."""
-
-KINDS: Mapping[str, float] = {"mtp": 0.7}
 
 FEW = 24
 """Tokens to catch up on for a sequence that drafts all the time, at most."""
@@ -44,64 +39,21 @@ KEPT = 128
 
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Host memory that hidden rows may take, at most, with a window of `window` tokens."""
-    buffers = 2 * MOST * 2 * window  # of those that draft, and spare ones
-    return 4 * n_embd * ((slots + checkpoints) * KEPT + buffers)
+    """Host memory that hidden rows may take, at most: a piece is whole while any of it is in the window."""
+    return 4 * n_embd * ((slots + checkpoints) * KEPT + MOST * 2 * window)
 
 
-@dataclass(slots=True)
-class Reading:
-    """What the head has of one sequence id.
+class MtpDrafter(HiddenDrafter):
+    """Feeds the head what the trunk has read, and has it guess on.
 
-    Its cache holds the entries of positions up to `fed` - 1; `buffer` begins with the trunk's hidden rows of
-    positions `first` up to `end` - 1. The entry of position p takes the row of p - 1, so `first` is less than
-    `fed` or, before anything was fed, the beginning of what is known.
-    """
-
-    buffer: npt.NDArray[np.float32]
-    fed: int = 0
-    first: int = 0
-    end: int = 0
-    oldest: int = 0
-    """The first position of which its cache may still have the entry."""
-    length: int | None = None
-    """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
-
-    @property
-    def rows(self) -> npt.NDArray[np.float32]:
-        """Those that are there: [n, n_embd]."""
-        return self.buffer[: self.end - self.first]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedReading:
-    """A `Reading` in host memory: hidden rows [n, n_embd] from position `first` on, and the head's cache."""
-
-    rows: npt.NDArray[np.float32]
-    first: int
-    fed: int
-    oldest: int
-    cache: npt.NDArray[np.uint8] | None
-    """None where nothing was fed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.rows.nbytes + (0 if self.cache is None else self.cache.nbytes)
-
-
-class MtpDrafter:
-    """Feeds the head what the trunk has read, lazily, and has it guess on.
-
-    Hidden rows of prompts and outputs are kept on the host until a sequence drafts; then the head reads all
-    of them in the call that makes the first guess. A sequence that never drafts costs it nothing. At least
-    `window` rows are kept: a head that missed more starts anew there, and sees no further back.
+    The entry of the row of position p is at position p + 1 of the head's cache, where it is fed beside the
+    token there. The last row stays when it is fed: who goes on from a copy may have another token there.
     """
 
     name = "mtp"
-    instant = False
+    kinds: Mapping[str, float] = {"mtp": 0.7}
     most = MOST
-    layers: tuple[int, ...] = ()
+    _context: MtpContext
 
     def __init__(
         self,
@@ -118,133 +70,39 @@ class MtpDrafter:
         The head looks back on `span` tokens of a sequence at most, and on half of them in any case. Calls for
         a lone sequence are all of one width if that is at most `widest`, see WIDEST.
         """
-        self.depth, self.kinds = depth, KINDS
-        self._context, self.window, self._span, self._widest = context, window, span, widest
-        self._slots = slots
-        self._readings: dict[int, Reading] = {}
+        super().__init__(context, window, slots)
+        self.depth, self._span, self._widest = depth, span, widest
         self._width = 0
         """Rows of each call of the draft being made; 0 for as many as there are tokens."""
-        self._spare: list[npt.NDArray[np.float32]] = []
-        """Buffers of slots that were emptied: fresh memory costs more than what is written to it."""
         self._decodes: dict[int, Mean] = {}
         """Seconds of a decode, by sequences."""
         self._besides = Mean()
         """Seconds of a draft beyond its decodes: catching up, and forgetting what was guessed."""
 
-    # --- what the trunk does -------------------------------------------------------------------------------
-
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self.window
-
-    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the tokens at `start`, `start` + 1...: their hidden rows [n, n_embd], copied."""
-        reading = self._readings.get(slot)
-        if reading is None:
-            reading = self._readings[slot] = Reading(self._buffer())
-        reading.length = None
-        if start > reading.end:
-            self._forget_cache(slot, reading)
-            reading.first = reading.end = start
-        if start + len(rows) <= reading.end:
-            return  # read again after a rejection
-        self._append(reading, rows[reading.end - start :])
-        if reading.fed and reading.first > reading.fed - 1:
-            self._forget_cache(slot, reading)
-
-    def rolled_back(self, slot: int, length: int) -> None:
-        """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
-        if (reading := self._readings.get(slot)) is not None:
-            reading.length = length
-
-    def pause(self) -> None:
-        """There will be a gap: what slots have is of no more use."""
-        for slot in [slot for slot in self._readings if slot < self._slots]:
-            self.free(slot)
-
-    # --- what becomes of sequence ids ----------------------------------------------------------------------
-
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, but for unused rows further back than KEPT."""
         self.free(target)
-        if (reading := self._readings.get(source)) is None:
+        if (reading := self._readings.get(source)) is None or (end := reading.known) <= reading.start:
             return
-        end = reading.end if reading.length is None else min(reading.end, reading.length)
-        fed = min(reading.fed, end)
-        first = max(min(reading.first, end), end - KEPT)
-        if fed and first > fed - 1:
-            fed = 0
-        rows = reading.buffer[first - reading.first : end - reading.first].copy()
-        self._readings[target] = Reading(rows, fed, first, end, reading.oldest)
-        if fed:
+        start = max(reading.start, end - KEPT)
+        fed = min(reading.fed, end - 1)
+        rows = [reading.between(start, end)]
+        if reading.first < fed and start <= fed:
             self._context.copy(source, target)
             if fed < reading.fed:
-                self._context.remove(target, fed)
-
-    def save(self, sequence_id: int) -> SavedReading | None:
-        """What is known of a sequence id that runs nothing, copied to host memory."""
-        if (reading := self._readings.get(sequence_id)) is None:
-            return None
-        cache = self._context.save(sequence_id) if reading.fed else None
-        return SavedReading(reading.rows.copy(), reading.first, reading.fed, reading.oldest, cache)
-
-    def restore(self, sequence_id: int, saved: object | None) -> None:
-        """Put what was saved into an id; nothing of it where the head's cache has no room."""
-        self.free(sequence_id)
-        if not isinstance(saved, SavedReading):
-            return
-        if saved.cache is not None:
-            try:
-                self._context.restore(sequence_id, saved.cache)
-            except LlamaError:  # it begins anew
-                self._context.remove(sequence_id)
-                return
-        end = saved.first + len(saved.rows)
-        self._readings[sequence_id] = Reading(saved.rows.copy(), saved.fed, saved.first, end, saved.oldest)
-
-    def free(self, sequence_id: int) -> None:
-        """Nothing is known of a sequence id any more. Idempotent."""
-        if (reading := self._readings.pop(sequence_id, None)) is not None:
-            if len(reading.buffer) == 2 * self.window and len(self._spare) < MOST:
-                self._spare.append(reading.buffer)
-            if reading.fed:
-                self._context.remove(sequence_id)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing to do: what is known belongs to sequence ids."""
-
-    def _buffer(self) -> npt.NDArray[np.float32]:
-        if self._spare:
-            return self._spare.pop()
-        return np.empty((2 * self.window, self._context.beside.shape[1]), np.float32)
-
-    def _append(self, reading: Reading, new: npt.NDArray[np.float32]) -> None:
-        window, n, used = self.window, len(new), reading.end - reading.first
-        if used + n > len(reading.buffer) < 2 * window:  # as it was copied
-            buffer = self._buffer()
-            buffer[: min(used, 2 * window)] = reading.rows[-2 * window :]
-            reading.first, reading.buffer = max(reading.first, reading.end - 2 * window), buffer
-            used = reading.end - reading.first
-        buffer = reading.buffer
-        reading.end += n
-        if n >= window:
-            buffer[:window] = new[n - window :]
-            reading.first = reading.end - window
-            return
-        if used + n > len(buffer):
-            kept = window - n
-            buffer[:kept] = buffer[used - kept : used].copy()
-            reading.first, used = reading.end - window, kept
-        buffer[used : used + n] = new
+                self._context.remove(target, fed + 1)
+            self._readings[target] = Reading(reading.first, fed, start, end, rows)
+        else:
+            self._readings[target] = Reading(start, start, start, end, rows)
 
     # --- drafting ------------------------------------------------------------------------------------------
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """Whether the trunk's rows of all tokens but the newest are there."""
-        reading = self._readings.get(request.slot)
-        if reading is None or reading.end != len(request.sequence.tokens) - 1:
+        """Whether the trunk's rows of all tokens but the newest are there, and the last is not yet used."""
+        if not super().can_draft(request):
             return False
-        return (reading.fed or reading.first + 1) <= reading.end
+        reading = self._readings[request.slot]
+        return reading.fed < reading.end
 
     def cost(self, n: int, depth: int) -> float:
         """A decode for each token, and what comes besides."""
@@ -285,12 +143,11 @@ class MtpDrafter:
 
     def _recover(self, requests: ListLike[DraftRequest]) -> None:
         """After a failure nothing that was fed is relied on."""
-        busy = {request.slot for request in requests}
-        for idle in self._readings.keys() - busy:  # they go on from the rows that they still have
-            self._forget_cache(idle, self._readings[idle])
         for request in requests:
             self.free(request.slot)
             self._context.remove(request.slot)  # what was fed before it failed
+        for idle, reading in self._readings.items():  # they go on from the rows that they still have
+            self._drop_entries(idle, reading.start)
 
     def _draft(self, requests: ListLike[DraftRequest]) -> tuple[list[Draft], int, float]:
         """The drafts, the tokens that the head caught up on, and about the seconds of its decodes."""
@@ -323,11 +180,8 @@ class MtpDrafter:
         feeds = []
         for request in requests:
             reading, tokens = self._readings[request.slot], request.sequence.tokens
-            if not reading.fed:
-                reading.oldest = reading.first + 1
-            first = reading.fed or reading.first + 1
-            hidden = reading.rows[first - 1 - reading.first :]
-            feeds.append((request.slot, first, tokens[first:], hidden))
+            hidden = reading.between(reading.fed, reading.end)
+            feeds.append((request.slot, reading.fed + 1, tokens[reading.fed + 1 :], hidden))
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
         if total > context.n_batch:  # all but the newest tokens first, piece by piece
             for slot, first, tokens, hidden in feeds:
@@ -345,13 +199,13 @@ class MtpDrafter:
             context.outputs[n - 1] = 1
             rows.append(n - 1)
         self._decode(n)
-        for request in requests:  # the last row stays, in case the newest token is taken back
-            reading = self._readings[request.slot]
-            reading.buffer[0] = reading.rows[-1]
-            reading.fed, reading.first = len(request.sequence.tokens), reading.end - 1
-            if reading.fed - reading.oldest > self._span:
-                context.remove(request.slot, reading.oldest, reading.fed - self._span // 2)
-                reading.oldest = reading.fed - self._span // 2
+        for slot, _, _, hidden in feeds:
+            reading = self._readings[slot]
+            reading.start, reading.fed, reading.rows = reading.end - 1, reading.end, [hidden[-1:].copy()]
+            if reading.fed - reading.first > self._span:
+                first = reading.fed - self._span // 2
+                context.remove(slot, reading.first + 1, first + 1)
+                reading.first = first
         return rows, total
 
     def _next(
@@ -393,8 +247,3 @@ class MtpDrafter:
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
         context.beside[at:end] = hidden
-
-    def _forget_cache(self, slot: int, reading: Reading) -> None:
-        if reading.fed:
-            self._context.remove(slot)
-            reading.fed = 0

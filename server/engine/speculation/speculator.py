@@ -6,9 +6,10 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .base import Draft, DrafterStats, DraftRequest, HiddenReader, StateFollower
+from .base import Draft, DrafterStats, DraftRequest
 from .controller import Always, Backoff, Controller, Option, Step
 from .dflash import DflashDrafter
+from .hidden import HiddenDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .times import Mean, StepTimes, StepTimesRecord
@@ -108,9 +109,8 @@ class Speculator:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
         self._watched = [Watched(drafter) for drafter in drafters]
-        self._readers = [drafter for drafter in drafters if isinstance(drafter, HiddenReader)]
-        self.followers = [drafter for drafter in drafters if isinstance(drafter, StateFollower)]
-        """Those whose states must go where the trunk's go."""
+        self.readers = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
+        """Their states must go where the trunk's go."""
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
         """Sequences that were in a batch and have not ended."""
@@ -134,9 +134,9 @@ class Speculator:
         """Whether the batch is such a step."""
         self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
         """As of the last step that was learnt from; steps since; and whether that one built a graph."""
-        self._listening = bool(self._readers)
+        self._listening = bool(self.readers)
         self._rehearsing = False
-        if self._readers:
+        if self.readers:
             self._keep(True)
 
     # --- before a step -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Speculator:
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._controller.hurry()
-        if self._readers:
+        if self.readers:
             self._listen()
         self._way_back = 0.0
         if batch.prompt_tokens:
@@ -291,19 +291,19 @@ class Speculator:
         listens = any(
             n <= watched.drafter.most and self._rest(watched, n) <= patience
             for watched in self._watched
-            if isinstance(watched.drafter, HiddenReader)
+            if isinstance(watched.drafter, HiddenDrafter)
         )
         if listens is not self._listening:
             self._listening = listens
             self._keep(listens)
             if not listens:
-                for reader in self._readers:
+                for reader in self.readers:
                     reader.pause()
 
     def _keep(self, keep: bool) -> None:
-        if any(not reader.layers for reader in self._readers):
+        if any(not reader.layers for reader in self.readers):
             self._context.keep_hidden(keep)
-        for reader in self._readers:
+        for reader in self.readers:
             if reader.layers:
                 self._context.keep_layers(reader.layers, keep)
 
@@ -353,7 +353,7 @@ class Speculator:
             held = 0
         self._way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for reader in self._readers:
+            for reader in self.readers:
                 reader.rolled_back(slot, held)
         return held
 
@@ -363,7 +363,7 @@ class Speculator:
         for chunk, new in zip(batch.chunks, sampled, strict=True):
             slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
             if slot is not None and slot < self._slots:
-                readers = [r for r in self._readers if r.wants(chunk.sequence, chunk.start + right)]
+                readers = [r for r in self.readers if r.wants(chunk.sequence, chunk.start + right)]
                 if readers:
                     wanted.append((readers, slot, chunk, right))
         if not wanted:
@@ -376,18 +376,15 @@ class Speculator:
                     reader.collect(slot, chunk.start + skipped, rows)
         except Exception as error:
             for watched in self._watched:
-                if isinstance(watched.drafter, HiddenReader):
+                if isinstance(watched.drafter, HiddenDrafter):
                     watched.failed(error, self._controller.now)
                     watched.drafter.pause()
 
-    def _hidden(self, reader: HiddenReader, batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
+    def _hidden(self, reader: HiddenDrafter, batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
         """What a reader wants of the rows at `places` of the batch."""
         if reader.layers:
             return self._context.layer_inputs(reader.layers, places)
-        hidden, first = self._context.hidden(batch.n_tokens), places[0]
-        return (
-            hidden[first : first + len(places)] if places[-1] - first == len(places) - 1 else hidden[places]
-        )
+        return self._context.hidden(batch.n_tokens)[places]  # a copy: these rows are llama.cpp's
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
         chunks, n = batch.chunks, len(batch.chunks)
@@ -546,7 +543,7 @@ def build_speculator(
     alone is drafted from.
 
     Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
-    `verify`'s seconds were told by. The caller has `states` keep the `followers` up to date.
+    `verify`'s seconds were told by. The caller has `states` keep the `readers` up to date.
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):

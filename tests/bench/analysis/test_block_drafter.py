@@ -38,11 +38,27 @@ def test_features_go_to_the_host_and_back(target: Geometry, nano_draft_f32: Path
     assert card.least(work) < terms.sum(), "an engine may leave them where they are"
 
 
-def test_each_verification_has_an_injection_and_a_block(target: Geometry, nano_draft_f32: Path) -> None:
-    drafts = Drafts(15, 0.81, mtp=False, block=BlockDrafter(nano_draft_f32, target))
+def test_each_verification_has_a_way_back_an_injection_and_a_block(
+    target: Geometry, nano_draft_f32: Path
+) -> None:
+    drafter = BlockDrafter(nano_draft_f32, target)
+    drafts = Drafts(15, 0.81, mtp=False, block=drafter)
     passes = list(decode_passes(target, 64, 1 + round(4 * drafts.tokens), drafts))
-    assert passes[0][0] == target.verify(16, 64)
+    verify, way_back, inject, block = (work for work, _ in passes[:4])
+    wrong = 1 - 0.81**15
+    right = sum(0.81**i for i in range(1, 16)) - 15 * (1 - wrong)
+    again = target.verify(16 + right, 64)
+    assert verify.operations == pytest.approx(again.operations), "what was right goes along once more"
+    assert way_back.n_bytes == pytest.approx(2 * (1 + wrong) * target.state_bytes)
+    assert inject == drafter.inject(drafts.tokens)
+    assert block == drafter.guess(16, 64)
     assert sum(share for work, share in passes if work.host_bytes) == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("drafts", [Drafts(2, 0.5, mtp=True), Drafts(8, 1.0, mtp=False)])
+def test_what_is_taken_back_for_nothing_or_never_costs_nothing(target: Geometry, drafts: Drafts) -> None:
+    assert drafts.rejected == 0
+    assert next(decode_passes(target, 64, 9, drafts))[0] == target.verify(drafts.count + 1, 64)
 
 
 def test_another_kind_of_file_is_refused(target: Geometry, nano_f32: Path) -> None:

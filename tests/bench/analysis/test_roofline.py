@@ -26,7 +26,7 @@ def big(plan: TensorPlan, kind: Type) -> Geometry:
             TensorInfo(
                 tensor.name,
                 tuple(reversed(tensor.shape)),
-                Type.F32 if tensor.float_type == "F32" else kind,
+                Type.F32 if tensor.type == "F32" else kind,
             )
             for tensor in plan.tensors
         ]

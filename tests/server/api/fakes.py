@@ -7,9 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from server.engine import (
     CacheMiss,
@@ -27,6 +30,7 @@ from server.engine import (
     SamplingParams,
     TokenLogprobs,
 )
+from server.engine.grammar import GrammarCompiler
 from server.engine.sequence import Timings
 
 ADDED = (
@@ -158,12 +162,34 @@ class FakeGeneration:
                 return
 
 
+class FakeTokenizer:
+    """The vocabulary as llguidance wants it."""
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"\xff" + text.encode() for text in ADDED]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.eos_token_id, self.bos_token_id = FakeVocab.eos_id, None
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    """One for all engines, whose thread ends with the tests."""
+    return GrammarCompiler(lambda: LLTokenizer(TokenizerWrapper(FakeTokenizer())), FakeVocab.eos_id, ADDED)
+
+
 class FakeGrammars:
-    """Refuses all: a script knows nothing of what may come next."""
+    """Compiles grammars, to find what is wrong with them, and refuses all: a script follows none."""
 
     def compile(self, text: str) -> Future[Grammar]:
         refused: Future[Grammar] = Future()
-        refused.set_exception(InvalidGrammar("a scripted engine follows none"))
+
+        def judge(compiled: Future[Grammar]) -> None:
+            refused.set_exception(compiled.exception() or InvalidGrammar("a scripted engine follows none"))
+
+        compiler().compile(text).add_done_callback(judge)
         return refused
 
 

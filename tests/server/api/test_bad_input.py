@@ -61,7 +61,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"repeat_penalty": -1}, "repeat_penalty"),
     ({"presence_penalty": "high"}, "presence_penalty"),
     ({"frequency_penalty": 1e9}, "frequency_penalty"),
-    ({"seed": -2}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 1.5}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"stop": 5}, "stop"),
@@ -114,13 +114,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"n_cmpl": 2}, "n_cmpl"),
-    ({"cache_prompt": False}, "cache_prompt"),
+    ({"cache_prompt": "no"}, "cache_prompt"),
+    ({"request_id": ""}, "request_id"),
     ({"return_token_ids": True}, "return_token_ids"),
-    ({"include_reasoning": False}, "include_reasoning"),
     ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
     ({"priority": 1}, "priority"),
     ({"timings_per_token": True}, "timings_per_token"),
-    ({"reasoning_format": "none"}, "reasoning_format"),
     ({"stop_regex": "a+"}, "stop_regex"),
     ({"mirostat": 2}, "mirostat"),
 ]
@@ -216,11 +215,123 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"echo": True}, "echo"),
+    ({"include_reasoning": "no"}, "include_reasoning"),
+    ({"separate_reasoning": 1}, "separate_reasoning"),
+    ({"reasoning_format": "raw"}, "reasoning_format"),
+    ({"tools": [TOOL] * 1025}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": 5, "mode": "auto"}}, "tool_choice"),
+    ({"thinking_repetition_penalty": 0.001}, "thinking_repetition_penalty"),
     ({"continue_final_message": True}, "continue_final_message"),  # the last message is the user's
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ({"functions": [{"name": "f"}]}, "functions"),
 ]
+
+
+STRICT: list[tuple[Any, str]] = [
+    (5, ""),
+    ({"required": 5}, ".required"),
+    ({"required": [[]]}, ".required"),
+    ({"properties": {"a": {"anyOf": 5}}}, ".properties.a.anyOf"),
+    ({"properties": {"a": {"oneOf": {"a": 1}}}}, ".properties.a.oneOf"),
+    ({"properties": {"a": {"enum": 5}}}, ".properties.a.enum"),
+    ({"properties": {"a": {"type": "string", "format": []}}}, ".properties.a.format"),
+    ({"properties": {"a": {"type": "string", "minLength": "x"}}}, ".properties.a.minLength"),
+    ({"properties": {"a": {"type": "string", "maxLength": 1e300}}}, None),
+    ({"properties": {"a": {"type": "string", "maxLength": -1}}}, ".properties.a.maxLength"),
+    ({"properties": {"a": {"type": []}}}, None),
+    ({"properties": {"a": {"type": "string", "pattern": []}}}, None),
+    ({"properties": {"a": {"$ref": []}}}, None),
+    ({"properties": {"a": {"allOf": 5}}}, None),
+]
+
+
+@pytest.mark.parametrize(("schema", "param"), STRICT)
+def test_parameters_of_strict_tools(server: Server, schema: Any, param: str | None) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+    error = error_of(server.post(CHAT, messages=HI, tools=[tool]), 400)
+    if param is not None:
+        assert error["param"] == f"tools[0].function.parameters{param}"
+
+
+def options(width: int, depth: int, leaf: Any) -> dict[str, Any]:
+    """Parameters whose references share their targets: `width ** depth` ways to read them."""
+    defs = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * width} for i in range(depth)}
+    shared = {**defs, f"a{depth}": leaf}
+    return {"type": "object", "properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": shared}
+
+
+@pytest.mark.parametrize("leaf", [{"type": "integer"}, {"type": "string"}, {"type": ["string", "integer"]}])
+def test_parameters_that_multiply_are_answered(server: Server, leaf: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": options(9, 7, leaf)}}
+    error_of(server.post(CHAT, messages=HI, tools=[tool]), 400)
+
+
+def test_parameters_with_long_definitions_are_answered(server: Server) -> None:
+    """Each would carry them all."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(2000)}
+    defs = {"long": {"enum": [f"{i:0100d}" for i in range(2000)]}}
+    schema = {"type": "object", "properties": properties, "$defs": defs}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+    assert "characters" in error_of(server.post(CHAT, messages=HI, tools=[tool]), 400)["message"]
+
+
+def nested(levels: int, schema: Any = None) -> Any:
+    for _ in range(levels):
+        schema = {"dependentSchemas": {"a": schema or {"type": "null"}}}
+    return schema
+
+
+NAMES = [f"n{i}" for i in range(500)]
+MULTIPLIED: Any = {"type": "null"}
+for _ in range(4):
+    MULTIPLIED = {"propertyNames": {"enum": NAMES}, "additionalProperties": MULTIPLIED}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"format": []}}, "guided_json"),
+        ({"guided_json": {"allOf": 5, "dependencies": {"a": ["b"]}}}, "guided_json"),
+        ({"guided_json": {"propertyNames": {"enum": 5}}}, "guided_json"),
+        ({"guided_json": '{"a":' * 50_000}, "guided_json"),
+        ({"guided_json": '{"not":' * 900 + "{}" + "}" * 900}, "guided_json"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
+        ({"guided_json": '{"maximum": NaN}'}, "guided_json"),
+        ({"guided_json": "1" * 5000}, "guided_json"),
+        ({"guided_json": nested(80)}, "guided_json"),
+        ({"guided_json": MULTIPLIED}, "guided_json"),
+        ({"guided_json": {"enum": ["x" * 600_000]}}, "guided_json"),
+        ({"guided_regex": "x" * 600_000}, "guided_regex"),
+        ({"guided_choice": ["x" * 1000] * 600}, "guided_choice"),
+        ({"grammar": "start: x\n" + "x" * 600_000}, "grammar"),
+        ({"grammar": "start: @all"}, "grammar"),
+        ({"grammar": "start: @answer"}, "grammar"),
+        ({"guided_regex": "\0("}, "guided_regex"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": {"a": 1}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structural_tag": {"format": {"type": "robot"}}}, "structural_tag.format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+        ({"bad_words": ["x"] * 1025}, "bad_words"),
+        ({"bad_words": ["x" * 16_385]}, "bad_words"),
+        ({"logit_bias": {str(i): 1 for i in range(16_385)}}, "logit_bias"),
+        ({"allowed_token_ids": [1] * 16_385}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"] * 100_000}, "allowed_token_ids[0]"),
+        ({"stop_token_ids": [1] * 16_385}, "stop_token_ids"),
+        ({"allowed_token_ids": [10**4000]}, "allowed_token_ids"),
+        ({"logit_bias": [[10**4000, 1]]}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_enforced(server: Server, fields: dict[str, Any], param: str) -> None:
+    error = error_of(server.post(CHAT, messages=HI, **fields), 400)
+    assert error["param"] == param
+    assert len(error["message"]) < 2100
+
+
+def test_many_tools_and_many_names(server: Server) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": f"f{i}"} for i in range(40_000)]}
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1000)]
+    assert error_of(server.post(CHAT, messages=HI, tools=tools, tool_choice=choice), 400)
 
 
 @pytest.mark.parametrize(("fields", "param"), CHAT_FIELDS)
@@ -264,6 +375,18 @@ def test_an_enormous_number(server: Server) -> None:
     body = b'{"prompt": "x", "temperature": 1e999}'
     response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert error_of(response, 400)["param"] == "temperature"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_cannot_be_written_back(server: Server, stream: bool) -> None:
+    """Responses repeat what was asked for."""
+    tools = '[{"type": "function", "name": "f", "parameters": {"maximum": 1e400}}]'
+    for field, value in (("tools", tools), ("metadata", '{"a": [-1e999]}')):
+        body = f'{{"input": "x", "{field}": {value}, "stream": {json.dumps(stream)}}}'
+        response = server.http.post(
+            "/v1/responses", content=body, headers={"content-type": "application/json"}
+        )
+        assert error_of(response, 400)["param"] == field
 
 
 @pytest.mark.parametrize(

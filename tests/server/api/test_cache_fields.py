@@ -66,3 +66,12 @@ def test_why_the_rest_was_not_cached_is_told_to_who_asks(start: Start) -> None:
     assert told["cache_miss"] == {"reason": "new", "position": 0}
     told = server.post("/v1/completions", prompt=["a", "b"], cache_report=True).json()["usage"]
     assert told["prompt_tokens_details"]["cache_miss"] == [{"reason": "new", "position": 0}] * 2
+
+
+def test_a_prompt_that_is_not_to_be_cached_shares_with_nobody(start: Start) -> None:
+    """llama-server's field, which benchmarks send."""
+    server = start("Hello")
+    salts = {salt(server, cache_prompt=False, cache_salt=given) for given in (None, None, "a")}
+    assert len(salts) == 3
+    assert "" not in salts
+    assert salt(server, cache_prompt=True) == ""

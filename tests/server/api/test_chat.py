@@ -82,6 +82,44 @@ def test_reasoning_inline(start: Start) -> None:
     assert message == {"role": "assistant", "content": "<think>\nOne and one...\n</think>\n\nTwo."}
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reasoning_format": "none"}, {"content": "<think>\nOne and one...\n</think>\n\nTwo."}),
+        ({"separate_reasoning": False}, {"content": "<think>\nOne and one...\n</think>\n\nTwo."}),
+        ({"reasoning_format": "deepseek"}, {"content": "Two.", "reasoning_content": "One and one..."}),
+        ({"separate_reasoning": True}, {"content": "Two.", "reasoning_content": "One and one..."}),
+        ({"include_reasoning": False}, {"content": "Two."}),
+    ],
+)
+@pytest.mark.parametrize("inline", [False, True])
+def test_where_the_reasoning_goes(
+    start: Start, fields: dict[str, Any], message: dict[str, str], inline: bool
+) -> None:
+    server = start("One and one...\n</think>\n\nTwo.", inline_reasoning=inline)
+    answer = server.chat(thinking=True, **fields).json()["choices"][0]["message"]
+    assert answer == {"role": "assistant", **message}
+    deltas: dict[str, str] = {}
+    for chunk in events(server, PATH, messages=HI, thinking=True, **fields)[:-1]:
+        for field, text in chunk["choices"][0]["delta"].items():
+            deltas[field] = deltas.get(field, "") + text
+    assert deltas == {"role": "assistant", **message}
+
+
+def test_the_clients_id_is_the_answers(start: Start) -> None:
+    server = start("Two.")
+    assert server.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
+    assert server.post("/v1/completions", prompt="Hi", request_id="mine").json()["id"] == "cmpl-mine"
+
+
+def test_without_the_version(start: Start) -> None:
+    """llama-server answers there, too."""
+    server = start("Two.")
+    assert server.post("/chat/completions", messages=HI).json()["choices"][0]["message"]["content"] == "Two."
+    assert server.post("/responses", input="Hi").json()["object"] == "response"
+    assert server.http.get("/models").json() == server.http.get("/v1/models").json()
+
+
 def test_a_template_that_never_thinks(start: Start) -> None:
     server = start("Two.", chat_template=TEMPLATE.with_name("qwen_no_think.jinja"))
     message = server.chat(thinking=True).json()["choices"][0]["message"]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from server.chat.structural_tags import KEYS as STRUCTURAL
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
 
@@ -19,6 +20,103 @@ text = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
 scalar = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
 anything = st.recursive(
     scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3)
+)
+
+rules = st.text(st.sampled_from('ab0 \n\t:=|()[]{}*+?~&/."\\<>@%#,-^$²é\0'), max_size=24)
+pieces = st.lists(
+    st.sampled_from(
+        [
+            *("root ::= ", "start: ", "A: ", '"a"', "[a-z]", "/a+/", "%json {}", "%ignore", "@answer", "\n"),
+            *(
+                "{1,2}",
+                "{9999999999}",
+                "<tool_call>",
+                "<[1-9]>",
+                "%llguidance {}",
+                "x[lazy]: ",
+                "(",
+                ")",
+                "*",
+            ),
+        ]
+    ),
+    max_size=8,
+).map(" ".join)
+grammar = rules | pieces | rules.map("root ::= {}".format) | rules.map("start: {}".format)
+"""Texts in the alphabets of GBNF, Lark and regular expressions."""
+
+keywords = st.sampled_from(
+    [
+        *("type", "enum", "const", "format", "pattern", "minLength", "maxItems", "multipleOf", "maximum"),
+        *("properties", "required", "items", "prefixItems", "additionalProperties", "patternProperties"),
+        *(
+            "propertyNames",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "not",
+            "if",
+            "then",
+            "dependentSchemas",
+            "dependencies",
+        ),
+        *("dependentRequired", "$ref", "$defs", "uniqueItems", "contains", "minContains"),
+    ]
+)
+types = st.sampled_from(
+    ["object", "array", "string", "integer", "number", "boolean", "null", "#", "#/$defs/a"]
+)
+schema = st.recursive(
+    anything | types | st.just({}),
+    lambda inner: st.dictionaries(keywords, inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=12,
+)
+kinds = st.sampled_from([*STRUCTURAL, "token"])
+keys = st.sampled_from(sorted(set().union(*STRUCTURAL.values())))
+tag = st.recursive(
+    text | st.none() | st.fixed_dictionaries({"type": kinds, "value": text, "pattern": rules}),
+    lambda inner: (
+        st.builds(lambda kind, rest: {"type": kind, **rest}, kinds, st.dictionaries(keys, inner, max_size=4))
+        | st.lists(inner, max_size=2)
+    ),
+    max_leaves=10,
+)
+structural_tag = st.fixed_dictionaries({"format": tag}) | st.fixed_dictionaries(
+    {
+        "structures": st.lists(
+            st.fixed_dictionaries({"begin": text, "schema": schema, "end": text}), max_size=2
+        )
+    },
+    optional={"triggers": st.lists(text, max_size=2)},
+)
+structured = st.one_of(
+    st.fixed_dictionaries({"grammar": grammar}),
+    st.fixed_dictionaries({"guided_grammar": grammar}),
+    st.fixed_dictionaries({"guided_regex": rules}),
+    st.fixed_dictionaries({"guided_choice": st.lists(text, max_size=3)}),
+    st.fixed_dictionaries({"guided_json": schema | schema.map(json.dumps) | text}),
+    st.fixed_dictionaries({"json_schema": schema}),
+    st.fixed_dictionaries({"structural_tag": structural_tag | text}),
+    st.fixed_dictionaries(
+        {"response_format": structural_tag.map(lambda tag: {"type": "structural_tag", **tag})}
+    ),
+    st.fixed_dictionaries(
+        {
+            "tools": st.lists(
+                st.fixed_dictionaries(
+                    {
+                        "type": st.just("function"),
+                        "function": st.fixed_dictionaries(
+                            {"name": text, "parameters": schema}, optional={"strict": st.booleans()}
+                        ),
+                    }
+                ),
+                min_size=1,
+                max_size=2,
+            ),
+            "tool_choice": st.sampled_from(["auto", "required"]) | anything,
+        }
+    ),
 )
 
 FIELDS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *UNSUPPORTED]
@@ -98,3 +196,11 @@ def test_chats(server: Server, path: str, body: dict[str, Any], extra: dict[str,
 @given(body=chat)
 def test_chats_alone(server: Server, body: dict[str, Any]) -> None:
     check(server, "/v1/chat/completions", body)
+
+
+@many
+@given(extra=structured, more=fields, thinking=st.booleans())
+def test_formats(server: Server, extra: dict[str, Any], more: dict[str, Any], thinking: bool) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    check(server, "/v1/chat/completions", {"messages": messages, "enable_thinking": thinking, **extra})
+    check(server, "/v1/completions", {"prompt": "x", **more, **extra})

@@ -10,6 +10,7 @@ import anthropic
 import httpx
 import pytest
 
+from server.api.messages_protocol import reminded
 from server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
@@ -409,3 +410,27 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_long_wait_is_filled_with_pings(often: None, start: Start) -> None:
     got = events(start("ab", delay=0.15))
     assert [event["type"] for event in got].count("ping") > 3
+
+
+def test_fields_of_chats_mean_the_same(start: Start) -> None:
+    server = start("OK, then. Stop here.")
+    answer = ask(server, seed=3, repetition_penalty=1.1, stop=["Stop"], request_id="mine").json()
+    params = server.engine.submissions[-1].params
+    assert (params.seed, params.repetition_penalty) == (3, 1.1)
+    assert (answer["content"][0]["text"], answer["id"]) == ("OK, then. ", "msg_mine")
+    assert "logit_bias" in error_of(ask(server, logit_bias={"a": 1}), 400)
+    assert "dry_multiplier" in error_of(ask(server, dry_multiplier=1), 400)
+
+
+@pytest.mark.parametrize("first", [[], HI])
+def test_many_system_messages(first: list[Any]) -> None:
+    """To look at all before each, or to join each with them, would take the square of their number."""
+    notes = [{"role": "system", "content": f"Note {n}. " * 10} for n in range(50_000)]
+    made = reminded([*first, *notes, *HI])
+    if not first:
+        assert made == [*notes, *HI]
+        return
+    [turn, last] = made
+    assert last == HI[0]
+    assert turn["content"].startswith("Hi\n\n<system-reminder>\nNote 0. ")
+    assert turn["content"].count("</system-reminder>") == 50_000

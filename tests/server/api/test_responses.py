@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from server.api.responses_protocol import ResponsesRequest
 from server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
@@ -239,11 +240,14 @@ def named(fields: dict[str, Any]) -> str:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"store": True}, "store"),
+        ({"stop": 5}, "stop"),
+        ({"seed": 0.5}, "seed"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"structural_tag": 5}, "structural_tag"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": "message.output_text.logprobs"}, "include"),
@@ -273,3 +277,29 @@ def test_a_failure_in_a_stream_is_an_event(start: Start) -> None:
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert "no memory slot" in last["response"]["error"]["message"]
+
+
+def test_fields_of_chats_mean_the_same(start: Start) -> None:
+    """vLLM's clients send them; OpenAI's send `store: true`, which keeps nothing here."""
+    server = start("OK, then. Stop here.")
+    fields = {"seed": 3, "top_k": 5, "logit_bias": {"65": -3}, "ignore_eos": True, "stop": ["Stop"]}
+    response = ask(server, **fields, store=True, request_id="mine")
+    params = server.engine.submissions[-1].params
+    assert (params.seed, params.top_k, params.logit_bias, params.ignore_eos) == (3, 5, ((65, -3.0),), True)
+    assert response["output"][0]["content"][0]["text"] == "OK, then. "
+    assert (response["store"], response["id"]) == (False, "resp_mine")
+
+
+def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(start: Start) -> None:
+    server = start("OK", context_size=100)
+    error_of(server.post(PATH, input="x" * 200), 400)
+    response = ask(server, input="x" * 200, truncation="auto", max_output_tokens=10)
+    assert (response["truncation"], response["usage"]["input_tokens"]) == ("auto", 90)
+
+
+def test_many_calls_in_a_row() -> None:
+    """A list of those so far for each would take the square of their number."""
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, *[call] * 100_000])
+    [_, reply] = asked.chat().messages
+    assert len(reply["tool_calls"]) == 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import date, datetime, time, timedelta
 from ipaddress import IPv4Address
@@ -11,7 +12,7 @@ from uuid import UUID
 import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
 
-from server.chat.schemas import TEXTS, understood
+from server.chat.schemas import TEXTS, closed, understood, written_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,3 +116,51 @@ def test_every_day_of_some_centuries_is_a_date() -> None:
     for _ in range(365 * 500):
         assert re.fullmatch(TEXTS["date"], day.isoformat()), day
         day += timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"format": []},
+        {"format": {}},
+        {"allOf": 5, "dependencies": {"a": ["b"]}},
+        {"allOf": None, "dependentRequired": {"a": ["b"]}},
+        {"propertyNames": {"enum": 5}},
+        {"propertyNames": {"enum": [[]]}},
+        {"propertyNames": {"pattern": []}},
+        {"properties": [], "items": 5, "anyOf": {}, "$defs": 1, "dependentSchemas": 3},
+    ],
+)
+def test_what_is_no_schema_is_left_as_it_is(schema: dict[str, Any]) -> None:
+    assert understood(schema) == schema
+
+
+def test_schemas_within_schemas_are_read_once() -> None:
+    """Twice at each level would never end."""
+    deep: dict[str, Any] = {"type": "null"}
+    for _ in range(80):
+        deep = {"dependentSchemas": {"a": deep}}
+    assert "dependentSchemas" not in str(understood(deep))
+
+
+def test_the_length_of_what_is_written_many_times() -> None:
+    names = [f"n{i}" for i in range(1000)]
+    value: Any = {"type": "integer"}
+    for _ in range(5):
+        value = {"propertyNames": {"enum": names}, "additionalProperties": value}
+    assert written_length(understood(value)) > 1000**5
+    for plain in ({"a": [1, "b", None, {"c": 2**70}], "d": {}}, [], "x"):
+        assert 0 < written_length(plain) <= len(json.dumps(plain)) + 2
+
+
+def test_closed_objects() -> None:
+    inner = {"properties": {"properties": {"type": "null"}}}
+    found = closed({"properties": {"a": inner, "b": True}, "anyOf": [inner], "enum": [inner]})
+    shut = {**inner, "additionalProperties": False}
+    assert found == {
+        "properties": {"a": shut, "b": True},
+        "anyOf": [shut],
+        "enum": [inner],
+        "additionalProperties": False,
+    }
+    assert closed({"properties": {}, "additionalProperties": True})["additionalProperties"] is True

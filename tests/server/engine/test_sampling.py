@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pytest
 
+from server.engine.errors import FormatTooComplex
 from server.engine.llama import Context, ContextOptions, Model
 from server.engine.sampling import Penalties, Sampler, SamplingParams
+from server.engine.thinking import ThinkingLimits
 from server.engine.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
+
+    from server.engine.constraint import Constraint
+    from server.engine.llama import Rows
+    from server.engine.thinking import ThinkingWatch
 
 
 class SmallVocab:
@@ -211,3 +217,32 @@ def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Mo
         assert token < vocab.n_real
         assert token not in vocab.eog_ids
     one.close()
+
+
+class Lost:
+    """A constraint that cannot go on once thoughts have ended."""
+
+    def forced(self) -> list[int]:
+        return []
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        raise FormatTooComplex("grammar", "it is too complex")
+
+
+class Watch:
+    """Ends the thoughts after any token."""
+
+    limits = ThinkingLimits(bridge=(1,))
+    open = True
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        return True
+
+
+def test_a_constraint_that_fails_where_thoughts_end_fails_its_own_request() -> None:
+    """`forced` is asked while all sequences are committed: only `sample` may raise."""
+    constraint, watch = cast("Constraint", Lost()), cast("ThinkingWatch", Watch())
+    one = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint, watch)
+    assert one.forced([5]) == []
+    with pytest.raises(FormatTooComplex, match="grammar: it is too complex"):
+        one.sample(cast("Rows", None), 0)

@@ -17,6 +17,7 @@ from server.engine.batch import Batch, Chunk
 from server.engine.sequence import Sequence
 from server.engine.speculation.base import Draft, DraftRequest
 from server.engine.speculation.controller import Controller
+from server.engine.speculation.hidden import HiddenDrafter
 from server.engine.speculation.ngram import NgramDrafter
 from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.times import StepTimes
@@ -156,15 +157,13 @@ class States:
         self.card.now += COPY
 
 
-class Head:
-    """Drafts that are right with a chance of `right`."""
+class Head(HiddenDrafter):
+    """Drafts that are right with a chance of `right`; it reads no row."""
 
-    name, instant = "mtp", False
-    most = 1
-    layers: tuple[int, ...] = ()
-    window = 512
+    name, most = "mtp", 1
 
     def __init__(self, card: Card, seconds: float, depth: int) -> None:
+        super().__init__(cast("Any", None), 512, SLOTS)
         self.right, self.seconds, self.depth = 1.0, seconds, depth
         self.kinds = {"mtp": 0.7}
         self.rounds = 0
@@ -191,22 +190,8 @@ class Head:
     def measure(self) -> None:
         pass
 
-    def forget(self, one: Sequence) -> None:
-        pass
-
-    # --- of those who read hidden rows ---------------------------------------------------------------------
-
-    def wants(self, one: Sequence, end: int) -> bool:
+    def wants(self, sequence: Sequence, end: int) -> bool:
         return False
-
-    def collect(self, slot: int, start: int, rows: np.ndarray) -> None:
-        pass
-
-    def rolled_back(self, slot: int, length: int) -> None:
-        pass
-
-    def pause(self) -> None:
-        pass
 
 
 class World:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.nano.train import heldout
@@ -14,8 +15,9 @@ from server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
 from server.engine.draft_spec import DraftSpec
 from server.engine.gguf import read_header
 from server.engine.model_spec import ModelSpec
-from server.engine.speculation.base import Drafter, HiddenReader, StateFollower
-from tests.server.engine.helpers import Request, ask, ask_all, running, settings
+from server.engine.speculation.base import Drafter
+from tests.drafters import converted, some_tokens, with_own_vocabulary
+from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
 
 HELDOUT = Path(__file__).parents[4] / "models" / "nano" / "heldout"
 ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
@@ -82,8 +84,6 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
 async def test_it_is_everything_that_a_drafter_can_be(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
         [drafter] = engine._parts.states.followers
-        assert isinstance(drafter, HiddenReader)
-        assert isinstance(drafter, StateFollower)
         its: Drafter = drafter  # type: ignore[assignment]
         assert (its.name, its.depth, its.most) == ("dflash", 15, 4)
         assert its.cost(1, 15) == its.cost(1, 1) > 0, "one pass, however deep"
@@ -106,7 +106,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], said: 
 def test_another_kind_of_file_is_refused(nano_q4_k_m: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"draft_model: .*architecture 'qwen35'"):
         Engine(settings(nano_q4_k_m, draft_model=nano_q4_k_m))
-    with pytest.raises(ModelLoadError, match="does not exist"):
+    with pytest.raises(ModelLoadError, match=r"draft_model: .*does not exist"):
         Engine(settings(nano_q4_k_m, draft_model=tmp_path / "none.gguf"))
 
 
@@ -115,10 +115,9 @@ def test_another_kind_of_file_is_refused(nano_q4_k_m: Path, tmp_path: Path) -> N
     [
         ({"dflash.embedding_length": 512}, {}, "drafts for another model.*512"),
         ({"dflash.target_layers": (2, 8)}, {}, "drafts for another model.*it has 8"),
-        ({"dflash.target_layers": None}, {}, "no usable dflash.target_layers"),
+        ({"dflash.target_layers": None}, {}, "no usable dflash.target_layers .it is missing"),
         ({"tokenizer.ggml.mask_token_id": None}, {}, "no usable tokenizer.ggml.mask_token_id"),
-        ({"dflash.block_size": 1}, {}, "block_size is 1"),
-        ({}, {"d2t": 8}, "d2t: a DFlash2 or DSpark"),
+        ({"dflash.block_size": 1}, {}, "no usable dflash.block_size .it is 1"),
         ({}, {"markov_w1.weight": 8}, "markov_w1.weight: a DFlash2 or DSpark"),
     ],
 )
@@ -135,3 +134,51 @@ def test_a_drafter_that_does_not_fit_is_refused(
     assert DraftSpec.from_header(header, target).layers == (2, 4, 7)
     with pytest.raises(ModelLoadError, match=said):
         DraftSpec.from_header(changed, target)
+
+
+def test_a_drafter_for_another_vocabulary_is_refused(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
+    header = read_header(nano_draft_q4_k_m, "draft_model")
+    target = ModelSpec.from_header(read_header(nano_q4_k_m))
+    assert target.n_vocab == 3712
+    with pytest.raises(
+        ModelLoadError, match=r"draft_model: .*vocabulary has 3,712 tokens, the model's 3,000"
+    ):
+        DraftSpec.from_header(header, replace(target, n_vocab=3000))
+
+
+async def test_a_reduced_vocabulary_drafts_as_the_whole_does(
+    nano_f32: Path, nano_draft_f32: Path, tmp_path: Path
+) -> None:
+    """With all tokens in another order, rows are the same and drafts must be, too."""
+    tokens = np.random.default_rng(1).permutation(3712)
+    found = []
+    for draft in (nano_draft_f32, converted(with_own_vocabulary(tmp_path / "own", tokens))):
+        with running(nano_f32, **ALONE, **EXACT, draft_model=draft) as engine:
+            [text] = prompts("reasoning", 1)
+            answer = await ask(engine, Request(engine.vocab.tokenize(text, special=True), 96))
+            found.append((answer.tokens, accepted(engine)))
+    assert found[0] == found[1]
+    assert found[0][1][0] > 20
+
+
+@pytest.mark.parametrize(
+    ("table", "drop", "said"),
+    [
+        ([1, 2, 3], "output.weight", "no output.weight"),
+        (None, "", "64-bit integers"),
+        ([1, 2, 3712], "", "must be 0 to 3711, and are 1 to 3712"),
+        ([-1, 2, 3], "", "are -1 to 3"),
+        ([1, 2, 2], "", "a token twice"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(
+    table: list[int] | None, drop: str, said: str, nano_q4_k_m: Path, nano_draft_own_f32: Path
+) -> None:
+    header = read_header(nano_draft_own_f32)
+    target = ModelSpec.from_header(read_header(nano_q4_k_m))
+    assert header.tables["d2t"].tolist() == some_tokens(2 / 3).tolist()
+    assert DraftSpec.from_header(header, target).layers == (2, 4, 7)
+    tensors = {name: size for name, size in header.tensors.items() if name != drop}
+    tables = {} if table is None else {"d2t": np.array(table)}
+    with pytest.raises(ModelLoadError, match=said):
+        DraftSpec.from_header(replace(header, tensors=tensors, tables=tables), target)

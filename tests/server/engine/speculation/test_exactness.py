@@ -116,6 +116,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter and others": {"speculation": "both", "draft_always": True, "draft_window": 64},
     "drafter, what pays": {"speculation": "both"},
     "drafter, heard now and then": {"speculation": "draft", "draft_always": True},
+    "drafter, a reduced vocabulary": {"speculation": "draft", "draft_always": True},
     "drafter, too few cells": {"speculation": "draft", "draft_always": True, "ctx_size": 512},
     "few checkpoints": {"speculation": "both", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
@@ -127,6 +128,7 @@ async def test_drafts_change_no_answer(
     mix: str,
     nano_f32: Path,
     nano_draft_f32: Path,
+    nano_draft_own_f32: Path,
     prompts: list[list[int]],
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +145,7 @@ async def test_drafts_change_no_answer(
     ]
     settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
     if "drafter" in mix:
-        settings["draft_model"] = nano_draft_f32
+        settings["draft_model"] = nano_draft_own_f32 if "reduced" in mix else nano_draft_f32
     with running(nano_f32, **EXACT, **settings) as engine:
         speculator = engine._speculator
         if "scripted" in mix:

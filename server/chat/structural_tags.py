@@ -1,0 +1,473 @@
+"""Structural tags: free text in which certain strings begin a part that must look a certain way.
+
+The formats are xgrammar's (its docs/structural_tag), which vLLM and SGLang take, but for those of single
+tokens: they become a grammar in llguidance's dialect of Lark. What it can only enforce in part is refused.
+
+Free text runs up to the first of its marks: a trigger, or the end of the tag that it stands in. A mark of
+plain characters ends a lazy terminal, which stops where it is complete for the first time. One that holds a
+special token (`<tool_call>`) needs no such thing: free text has no such tokens, nor their names spelled out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .constraints import (
+    ANY,
+    AnswerFormat,
+    check_length,
+    grammar_format,
+    json_expression,
+    json_value,
+    lark_literal,
+    lark_regex,
+)
+from .errors import PromptError
+
+KEYS = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema", "style", "any_order"},
+    "grammar": {"grammar"},
+    "regex": {"pattern"},
+    "any_text": {"excludes"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "optional": {"content"},
+    "plus": {"content"},
+    "star": {"content"},
+    "repeat": {"content", "min", "max"},
+    "tag": {"begin", "content", "end"},
+    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
+    "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
+    "dispatch": {"rules", "loop", "excludes"},
+}
+"""The formats that are enforced, and what may be said about each."""
+
+MOST_REPEATS = 100_000
+MOST_MARKS = 256
+
+
+def structural_tag_format(value: object, param: str, special: Sequence[str]) -> AnswerFormat:
+    """The format that a structural tag describes: {"type": "structural_tag", "format": {...}}, or vLLM's
+    older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or either as text.
+
+    `special`: texts of the vocabulary's added tokens, which stand for themselves. Raises PromptError.
+    """
+    if isinstance(value, str):
+        value = json_value(value, param)
+    if not isinstance(value, Mapping):
+        raise PromptError(f'{param} must be {{"type": "structural_tag", "format": {{...}}}}', param)
+    where = f"{param}.format"
+    format_ = value.get("format")
+    if "structures" in value:
+        where, format_ = param, _from_structures(value, param)
+    return _Builder(param, special).answer(format_, where)
+
+
+def _from_structures(value: Mapping[str, Any], param: str) -> dict[str, Any]:
+    tags = []
+    for index, structure in enumerate(_list(value["structures"], f"{param}.structures")):
+        where = f"{param}.structures[{index}]"
+        if not isinstance(structure, Mapping):
+            raise PromptError(f"{where} must be an object", where)
+        schema = structure.get("schema")
+        content = {"type": "json_schema", "json_schema": True if schema is None else schema}
+        tags.append(
+            {"type": "tag", "begin": structure.get("begin"), "content": content, "end": structure.get("end")}
+        )
+    return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+
+
+class _Mark(NamedTuple):
+    """What free text runs up to."""
+
+    text: str
+    """As it is written."""
+    until: str
+    """The mark's text with the special token that it may break off in."""
+    then: str
+    """What follows, in Lark."""
+
+
+class _Builder:
+    """Writes rules. Expressions are those of a rule, regular ones those of a terminal."""
+
+    def __init__(self, param: str, special: Sequence[str]) -> None:
+        self._param = param
+        named = sorted((text for text in special if re.fullmatch(r"<[^<>]+>", text)), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, named)) or r"(?!)")
+        self._rules: list[str] = []
+        self._parts: list[tuple[str, str]] = []
+        self._terminals: dict[int, str | None] = {}
+        """What formats are as terminals, by their identity."""
+        self._names: dict[tuple[str, bool], str] = {}
+        """Terminals, by what they stand for and whether they are lazy."""
+        self._length = 0
+
+    def answer(self, format_: object, where: str) -> AnswerFormat:
+        """The whole answer."""
+        start = self._followed(format_, where, (), last=True)
+        lark = "\n".join([f"start: {start}", *self._rules])
+        return AnswerFormat(lark, self._param, parts=tuple(self._parts), calls=True)
+
+    # --- formats -------------------------------------------------------------------------------------------
+
+    def _followed(self, format_: object, where: str, ends: Sequence[str], *, last: bool = False) -> str:
+        """A format and one of its `ends` behind it; without any, what follows has to be clear from itself,
+        unless it is the `last`."""
+        kind, given = self._known(format_, where)
+        if kind in ("any_text", "triggered_tags", "dispatch"):
+            if not ends and not last:
+                message = f"{where}: {kind} must be the last of a sequence, or a tag's content"
+                raise PromptError(message, where)
+            if kind == "any_text":
+                return self._until([], ends, self._texts(given, "excludes", where))
+            return (self._triggered if kind == "triggered_tags" else self._dispatch)(given, where, ends)
+        if kind == "sequence":
+            return self._sequence(given, where, ends, last=last)
+        if kind == "or":
+            options = [
+                self._followed(one, f"{where}.elements[{index}]", ends, last=last)
+                for index, one in enumerate(self._elements(given, where))
+            ]
+            return self._either(options)
+        regular = self._regular(format_, where)
+        if regular is not None:
+            return self._closed(regular, ends, where, last=last)
+        return f"{self._limited(kind, given, where)} {self._one_of(ends)}"
+
+    def _closed(
+        self, regular: str, ends: Sequence[str], where: str, *, last: bool, lazy: bool = False
+    ) -> str:
+        """A regular expression and one of the `ends`, in one terminal up to the first special token."""
+        if not ends:
+            if not last:
+                raise PromptError(f"{where}: it must be followed by a const_string, to end somewhere", where)
+            return self._terminal(regular)
+        options = []
+        if plain := [end for end in ends if not self._special.search(end)]:
+            text = f"({regular}) ({' | '.join(map(lark_literal, plain))})"
+            options.append(self._terminal(text, lazy=lazy))
+        for end in ends:
+            if token := self._special.search(end):
+                before, rest = end[: token.start()], end[token.start() :]
+                terminal = f"({regular}) {lark_literal(before)}" if before else regular
+                options.append(f"{self._terminal(terminal)} {self._literal(rest)}")
+        return self._either(options)
+
+    def _limited(self, kind: str, given: Mapping[str, Any], where: str) -> str:
+        """A format that ends by itself and is not regular."""
+        if kind == "const_string":
+            return self._literal(self._text(given, "value", where))
+        if kind == "json_schema":
+            return self._json(given, where)
+        if kind == "grammar":
+            name = f"part{len(self._parts)}"
+            lark = grammar_format(self._text(given, "grammar", where), f"{where}.grammar").lark
+            self._parts.append((name, lark))
+            self._count(lark, where)
+            return f"@{name}"
+        if kind == "tag":
+            return self._tag(given, where)
+        if kind == "tags_with_separator":
+            return self._separated(given, where)
+        inner = self._followed(given.get("content"), f"{where}.content", ())
+        return f"({inner}){self._times(kind, given, where)}"
+
+    def _json(self, given: Mapping[str, Any], where: str) -> str:
+        if given.get("style") not in (None, "json"):
+            raise PromptError(f"{where}.style: only json is enforced", f"{where}.style")
+        if given.get("any_order"):
+            raise PromptError(f"{where}.any_order: the order is that of the schema", f"{where}.any_order")
+        return self._rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
+
+    def _sequence(self, given: Mapping[str, Any], where: str, ends: Sequence[str], *, last: bool) -> str:
+        """Regular elements in a row are one terminal: it ends in a text, and where that comes first."""
+        elements = self._elements(given, where)
+        parts: list[str] = []
+        row: list[str] = []
+        for index, element in enumerate(elements):
+            place = f"{where}.elements[{index}]"
+            is_last = index == len(elements) - 1
+            regular = self._regular(element, place)
+            if regular is not None:
+                row.append(f"({regular})")
+                if is_last:
+                    parts.append(self._closed(" ".join(row), ends, place, last=last))
+                continue
+            if row:
+                kind, text = self._known(element, place)
+                before = self._text(text, "value", place) if kind == "const_string" else ""
+                if not before:
+                    message = f"{place}: a const_string must be here, for what is before it to end somewhere"
+                    raise PromptError(message, place)
+                lazy = not self._special.search(before)
+                parts.append(self._closed(" ".join(row), [before], place, last=False, lazy=lazy))
+                row = []
+                if is_last:
+                    parts.append(self._one_of(ends))
+                continue
+            parts.append(self._followed(element, place, ends if is_last else (), last=last and is_last))
+        if not elements:
+            parts.append(self._one_of(ends))
+        return " ".join(filter(None, parts)) or '""'
+
+    def _tag(self, given: Mapping[str, Any], where: str, begun: int = 0) -> str:
+        """A tag behind the first `begun` characters of its begin."""
+        begin = self._text(given, "begin", where)[begun:]
+        end = given.get("end")
+        ends = [end] if isinstance(end, str) else _list(end, f"{where}.end")
+        if not ends or not all(isinstance(one, str) for one in ends):
+            raise PromptError(f"{where}.end must be a string, or a list of some", f"{where}.end")
+        ends = [] if ends == [""] else ends
+        if not all(ends):
+            raise PromptError(f"{where}.end: one of several cannot be empty", f"{where}.end")
+        return f"{self._literal(begin)} {self._followed(given.get('content'), f'{where}.content', ends)}"
+
+    def _tags(self, given: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], str]]:
+        found = []
+        for index, tag in enumerate(_list(given.get("tags"), f"{where}.tags")):
+            place = f"{where}.tags[{index}]"
+            kind, one = self._known(tag, place, default="tag")
+            if kind != "tag":
+                raise PromptError(f"{place}.type must be tag", f"{place}.type")
+            found.append((one, place))
+        if not found:
+            raise PromptError(f"{where}.tags is empty", f"{where}.tags")
+        return found
+
+    def _separated(self, given: Mapping[str, Any], where: str) -> str:
+        one = self._rule(self._either([self._tag(tag, place) for tag, place in self._tags(given, where)]))
+        separator = self._literal(self._text(given, "separator", where))
+        more = "" if given.get("stop_after_first") else f" ({separator} {one})*"
+        return f"({one}{more})" + ("" if given.get("at_least_one") else "?")
+
+    def _triggered(self, given: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
+        triggers = self._texts(given, "triggers", where)
+        tags = self._tags(given, where)
+        if not triggers or not all(triggers):
+            raise PromptError(f"{where}.triggers must be a list of texts", f"{where}.triggers")
+        marks = []
+        for tag, place in tags:
+            begin = self._text(tag, "begin", place)
+            matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+            if len(matching) != 1:
+                message = f"{place}.begin must start with one of the triggers, and with no other"
+                raise PromptError(message, f"{place}.begin")
+            until = self._whole_token(begin, len(matching[0]))
+            marks.append(_Mark(matching[0], until, self._tag(tag, place, len(until))))
+        unused = [trigger for trigger in triggers if all(mark.text != trigger for mark in marks)]
+        if unused:
+            raise PromptError(f"{where}.triggers: no tag begins with {unused[0]!r}", f"{where}.triggers")
+        self._check_marks([*dict.fromkeys(triggers), *ends], where)
+        excludes = self._texts(given, "excludes", where)
+        once = bool(given.get("stop_after_first"))
+        if not given.get("at_least_one"):
+            return self._until(marks, ends, excludes, once=once)
+        first = self._either([self._tag(tag, place) for tag, place in tags])
+        return f"{first} {self._one_of(ends) if once else self._until(marks, ends, excludes)}"
+
+    def _dispatch(self, given: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
+        marks = []
+        for index, rule in enumerate(_list(given.get("rules"), f"{where}.rules")):
+            place = f"{where}.rules[{index}]"
+            if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
+                raise PromptError(f"{place} must be a text and a format", place)
+            marks.append(_Mark(rule[0], rule[0], self._followed(rule[1], f"{place}[1]", ())))
+        excludes = self._texts(given, "excludes", where)
+        self._check_marks([*dict.fromkeys(mark.text for mark in marks), *ends], where)
+        return self._until(marks, ends, excludes, once=given.get("loop") is False)
+
+    def _check_marks(self, texts: Sequence[str], where: str) -> None:
+        """Raises PromptError where a mark lies in another: the shorter would always come first."""
+        if len(texts) > MOST_MARKS:
+            raise PromptError(f"{where} has more than {MOST_MARKS:,} triggers and ends", where)
+        for index, text in enumerate(texts):
+            for place, other in enumerate(texts):
+                if index != place and text in other:
+                    raise PromptError(f"{where}: {text!r} lies within {other!r}; neither may", where)
+
+    # --- free text -----------------------------------------------------------------------------------------
+
+    def _until(
+        self, marks: Sequence[_Mark], ends: Sequence[str], excludes: Sequence[str], *, once: bool = False
+    ) -> str:
+        """Free text up to one of the marks and what follows it, again and again, unless `once` only; then up
+        to one of the `ends`, or that of the answer."""
+        exits = [_Mark(end, end, "") for end in ends]
+        special = {mark.text: bool(self._special.search(mark.until)) for mark in (*marks, *exits)}
+        plain = [text for text, holds in special.items() if not holds]
+        spelled = [text for text, holds in special.items() if holds]
+        banned = [*(text for text in excludes if text not in ends), *spelled]
+        heads: dict[str, list[str]] = {}
+        for mark in marks:
+            heads.setdefault(mark.until, []).append(mark.then)
+        body = [
+            self._rule(f"{self._head(until, plain, banned)} {self._either(then)}")
+            for until, then in heads.items()
+        ]
+        outs = [self._head(mark.until, plain, banned) for mark in exits]
+        outs = outs or [self._terminal(_without([*plain, *banned]))]
+        out = self._either(list(dict.fromkeys(outs)))
+        if not body:
+            return out
+        if once:
+            return self._rule(f"{self._either(body)} {self._one_of(ends)} | {out}")
+        return f"{self._either(body)}* {out}"
+
+    def _head(self, mark: str, plain: Sequence[str], banned: Sequence[str]) -> str:
+        """Free text and the mark that ends it."""
+        token = self._special.search(mark)
+        if token is None:
+            text = f"({ANY} {lark_literal(mark)})"
+            return self._terminal(text if not banned else f"{text} & {_without(banned)}", lazy=True)
+        before, behind = mark[: token.start()], mark[token.end() :]
+        text = _without([*plain, *banned])
+        if before:
+            text = f"({ANY} {lark_literal(before)}) & {text}"
+        return " ".join(filter(None, [self._terminal(text), token[0], self._literal(behind)]))
+
+    def _whole_token(self, text: str, length: int) -> str:
+        """The first `length` characters, and those of the special token that they break off in."""
+        for token in self._special.finditer(text):
+            if token.start() < length < token.end():
+                return text[: token.end()]
+        return text[:length]
+
+    # --- what is regular -----------------------------------------------------------------------------------
+
+    def _regular(self, format_: object, where: str) -> str | None:
+        """A format as part of a terminal, if it is regular and more than texts, which are clear as rules."""
+        expression = self._as_terminal(format_, where)
+        return None if expression is None or not self._has_regex(format_) else expression
+
+    def _has_regex(self, format_: object) -> bool:
+        if not isinstance(format_, Mapping):
+            return False
+        inner = format_.get("elements") or [format_.get("content")]
+        return format_.get("type") == "regex" or any(map(self._has_regex, inner))
+
+    def _as_terminal(self, format_: object, where: str) -> str | None:
+        known = self._terminals.get(id(format_), "")
+        if known != "":
+            return known
+        self._terminals[id(format_)] = found = self._make_terminal(format_, where)
+        return found
+
+    def _make_terminal(self, format_: object, where: str) -> str | None:
+        kind, given = self._known(format_, where)
+        if kind == "const_string":
+            text = self._text(given, "value", where)
+            return None if self._special.search(text) else lark_literal(text)
+        if kind == "regex":
+            return lark_regex(self._text(given, "pattern", where), where)
+        if kind in ("sequence", "or"):
+            inner = [
+                self._as_terminal(one, f"{where}.elements[{index}]")
+                for index, one in enumerate(self._elements(given, where))
+            ]
+            if None in inner or not inner:
+                return None
+            return (" | " if kind == "or" else " ").join(f"({one})" for one in inner)
+        if kind in ("optional", "plus", "star", "repeat"):
+            content = self._as_terminal(given.get("content"), f"{where}.content")
+            return None if content is None else f"({content}){self._times(kind, given, where)}"
+        return None
+
+    def _times(self, kind: str, given: Mapping[str, Any], where: str) -> str:
+        if kind != "repeat":
+            return {"optional": "?", "plus": "+", "star": "*"}[kind]
+        least, most = given.get("min"), given.get("max")
+        for key, value in (("min", least), ("max", most)):
+            if type(value) is not int or not -1 <= value <= MOST_REPEATS:
+                message = f"{where}.{key} must be a number up to {MOST_REPEATS:,}"
+                raise PromptError(message, f"{where}.{key}")
+        assert isinstance(least, int) and isinstance(most, int)
+        if least < 0 or -1 < most < least:
+            raise PromptError(f"{where}.min must be from 0 to max", f"{where}.min")
+        return f"{{{least},{'' if most == -1 else most}}}"
+
+    # --- Lark ----------------------------------------------------------------------------------------------
+
+    def _literal(self, text: str) -> str:
+        """A text as part of a rule: special tokens in it are those tokens."""
+        parts, at = [], 0
+        for token in self._special.finditer(text):
+            parts += [lark_literal(text[at : token.start()])] if token.start() > at else []
+            parts.append(token[0])
+            at = token.end()
+        parts += [lark_literal(text[at:])] if at < len(text) else []
+        return " ".join(parts)
+
+    def _one_of(self, texts: Sequence[str]) -> str:
+        return self._either(list(map(self._literal, texts))) if texts else ""
+
+    def _either(self, options: Sequence[str]) -> str:
+        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+
+    def _rule(self, expression: str) -> str:
+        return self._named(f"r{len(self._rules)}", expression)
+
+    def _terminal(self, expression: str, *, lazy: bool = False) -> str:
+        name = self._names.get((expression, lazy))
+        if name is None and lazy:
+            name = self._named(f"r{len(self._rules)}", self._terminal(expression), "[lazy]")
+        elif name is None:
+            name = self._named(f"T{len(self._rules)}", expression)
+        self._names[expression, lazy] = name
+        return name
+
+    def _named(self, name: str, expression: str, options: str = "") -> str:
+        self._rules.append(f"{name}{options}: {expression}")
+        self._count(self._rules[-1], self._param)
+        return name
+
+    def _count(self, text: str, where: str) -> None:
+        self._length += len(text)
+        check_length(self._length, where)
+
+    # --- what is given -------------------------------------------------------------------------------------
+
+    def _known(self, format_: object, where: str, default: str = "") -> tuple[str, Mapping[str, Any]]:
+        """A format's type, and the format, of which all is understood."""
+        if not isinstance(format_, Mapping):
+            raise PromptError(f'{where} must be a format, an object with a "type"', where)
+        self._count(where, where)
+        kind = format_.get("type", default)
+        if not isinstance(kind, str) or kind not in KEYS:
+            message = f"{where}.type: {kind!r} cannot be enforced; {', '.join(KEYS)} can"
+            raise PromptError(message, f"{where}.type")
+        for key, value in format_.items():
+            if key not in KEYS[kind] and key != "type" and value is not None:
+                raise PromptError(f"{where}.{key} cannot be enforced", f"{where}.{key}")
+        return kind, format_
+
+    def _elements(self, given: Mapping[str, Any], where: str) -> list[Any]:
+        return _list(given.get("elements"), f"{where}.elements")
+
+    def _text(self, given: Mapping[str, Any], key: str, where: str) -> str:
+        value = given.get(key)
+        if not isinstance(value, str):
+            raise PromptError(f"{where}.{key} must be a string", f"{where}.{key}")
+        return value
+
+    def _texts(self, given: Mapping[str, Any], key: str, where: str) -> list[str]:
+        values = given.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+            raise PromptError(f"{where}.{key} must be a list of texts, none of them empty", f"{where}.{key}")
+        return values
+
+
+def _without(texts: Sequence[str]) -> str:
+    """Text that holds none of these."""
+    if not texts:
+        return ANY
+    return f"({ANY} & ~({ANY} ({' | '.join(map(lark_literal, texts))}) {ANY}))"
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise PromptError(f"{where} must be a list", where)
+    return value

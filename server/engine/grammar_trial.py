@@ -1,0 +1,129 @@
+"""Compiles grammars where they can do no harm: a process of its own, which `GrammarTrial` starts and feeds.
+
+llguidance follows references by recursion: a chain of some thousand definitions overflows the stack, which
+ends the process. And though it bounds most of its work, some schemas (a few hundred `patternProperties`) keep
+it busy for minutes, which nothing can interrupt. So every grammar is compiled here first, with a part of the
+stack that the other thread has, and little time.
+
+Run as a script: only the standard library and llguidance are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CPU_SECONDS = 2.0
+STACK = 4 * 2**20
+MEMORY = 2 * 2**30
+
+
+class GrammarTrial:
+    """Tells whether a grammar can be compiled at all. For one thread; the process starts when needed."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        """`special`: the tokens that a grammar may name."""
+        self._special = special
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def survives(self, text: str) -> bool:
+        """Whether compiling `text` ends, with a grammar or with a complaint. Takes CPU_SECONDS at most."""
+        process = self._process or self._start()
+        assert process.stdin and process.stdout
+        try:
+            _send(process.stdin, text.encode())
+            answered = process.stdout.read(1) == b"."
+        except OSError:
+            answered = False
+        if not answered:
+            self.close()
+        return answered
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: this folder's modules are not to be found in place of the library's
+        command = [sys.executable, "-P", str(Path(__file__))]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        assert process.stdin
+        _send(process.stdin, "\n".join(self._special).encode())
+        self._process = process
+        return process
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(8, "big") + data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> bytes:
+    """Raises EOFError where nobody feeds this process any more."""
+    head = pipe.read(8)
+    if len(head) < 8:
+        raise EOFError
+    return pipe.read(int.from_bytes(head, "big"))
+
+
+def main() -> None:
+    """Reads special tokens, then grammars; writes a point for each that it survives."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+    special = _receive(sys.stdin.buffer).split(b"\n")
+
+    class Bytes:
+        """A tokenizer of bytes: whether a grammar can be compiled is not the vocabulary's doing."""
+
+        def __init__(self) -> None:
+            self.tokens = [*(bytes([byte]) for byte in range(256)), *(b"\xff" + token for token in special)]
+            self.special_token_ids = list(range(256, len(self.tokens)))
+            self.eos_token_id, self.bos_token_id = 0, None
+
+        def __call__(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+    def compile_(text: str) -> None:
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()
+
+    def follow() -> None:
+        try:
+            while True:
+                text = _receive(sys.stdin.buffer).decode()
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # ends the process
+                with contextlib.suppress(BaseException):  # a panic; the caller meets it again
+                    compile_(text)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                sys.stdout.buffer.write(b".")
+                sys.stdout.buffer.flush()
+        except EOFError:
+            return
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

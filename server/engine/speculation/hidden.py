@@ -1,0 +1,168 @@
+"""What drafters share that read the trunk's hidden rows: rows that wait on the host, entries in a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.engine.errors import LlamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from server.engine.llama import Context
+    from server.engine.sequence import Sequence
+
+    from .base import DraftRequest
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a drafter has of one sequence id: entries made of the rows of positions `first` up to `fed` - 1 in
+    its cache, and on the host `rows`, those of positions `start` up to `end` - 1, where `start` <= `fed`."""
+
+    first: int
+    fed: int
+    start: int
+    end: int
+    rows: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Pieces [n, width] that nobody writes to."""
+    length: int | None = None
+    """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
+
+    @property
+    def known(self) -> int:
+        """Tokens that the id holds, and of which there was a row."""
+        return self.end if self.length is None else min(self.end, self.length)
+
+    def between(self, start: int, end: int) -> npt.NDArray[np.float32]:
+        """The rows of positions `start` up to `end` - 1, in an array of their own."""
+        pieces, at = [], self.end
+        for piece in reversed(self.rows):
+            at -= len(piece)
+            pieces.append(piece[max(0, start - at) : max(0, end - at)])
+            if at <= start:
+                break
+        return np.concatenate(pieces[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReading:
+    """A `Reading`, and its entries in host memory; None where there are none."""
+
+    reading: Reading
+    cache: npt.NDArray[np.uint8] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        entries = 0 if self.cache is None else self.cache.nbytes
+        return entries + sum(piece.nbytes for piece in self.reading.rows)
+
+
+class HiddenDrafter:
+    """A drafter with a cache of its own, made of the trunk's hidden rows.
+
+    Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
+    drafter nothing. `window` rows are kept: a drafter that missed more starts anew there, and sees no further
+    back.
+    """
+
+    instant = False
+    layers: tuple[int, ...] = ()
+    """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
+
+    def __init__(self, context: Context, window: int, slots: int) -> None:
+        """Sequence ids below `slots` run; the others hold copies."""
+        self.window = window
+        self._context, self._slots = context, slots
+        self._readings: dict[int, Reading] = {}
+
+    def wants(self, sequence: Sequence, end: int) -> bool:
+        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
+        return len(sequence.tokens) - end < self.window
+
+    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
+        """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or
+        [n, len(layers) * n_embd], at most `window` of them, to be kept."""
+        reading = self._readings.setdefault(slot, Reading(start, start, start, start))
+        reading.length = None
+        if start > reading.end:
+            reading.rows.clear()
+            reading.end = start
+            self._drop_entries(slot, start)
+        if not len(new := rows[reading.end - start :]):
+            return  # read again after a rejection
+        reading.rows.append(new)
+        reading.end += len(new)
+        while (surplus := reading.end - self.window - reading.start) > 0:
+            piece = reading.rows.pop(0)
+            if len(rest := piece[surplus:]):
+                reading.rows.insert(0, rest)
+            reading.start += len(piece) - len(rest)
+        if reading.start > reading.fed:  # it missed some
+            self._drop_entries(slot, reading.start)
+
+    def rolled_back(self, slot: int, length: int) -> None:
+        """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
+        if (reading := self._readings.get(slot)) is not None:
+            reading.length = length
+
+    def pause(self) -> None:
+        """From now on there are no rows: what slots have of them is of no more use."""
+        for slot in [slot for slot in self._readings if slot < self._slots]:
+            self.free(slot)
+
+    def can_draft(self, request: DraftRequest) -> bool:
+        """Whether the rows of all tokens but the newest are there."""
+        reading = self._readings.get(request.slot)
+        return reading is not None and reading.first < reading.end == len(request.sequence.tokens) - 1
+
+    def look(self, sequences: ListLike[Sequence]) -> None:
+        """Nothing: the drafter would take the device's time."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to do: what is known belongs to sequence ids."""
+
+    # --- what becomes of sequence ids ----------------------------------------------------------------------
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` becomes what `source` is, as far back as is worth it."""
+        raise NotImplementedError
+
+    def free(self, sequence_id: int) -> None:
+        """Nothing is known of a sequence id any more. Idempotent."""
+        if sequence_id in self._readings:
+            self._drop_entries(sequence_id, 0)
+            del self._readings[sequence_id]
+
+    def save(self, sequence_id: int) -> SavedReading | None:
+        """What is known of a sequence id that runs nothing, its entries copied to host memory."""
+        if (reading := self._readings.get(sequence_id)) is None:
+            return None
+        cache = self._context.save(sequence_id) if reading.fed > reading.first else None
+        return SavedReading(replace(reading, rows=[*reading.rows]), cache)
+
+    def restore(self, sequence_id: int, saved: object | None) -> None:
+        """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
+        self.free(sequence_id)
+        if not isinstance(saved, SavedReading):
+            return
+        if saved.cache is not None:
+            try:
+                self._context.restore(sequence_id, saved.cache)
+            except LlamaError:  # it begins anew
+                self._context.remove(sequence_id)
+                return
+        self._readings[sequence_id] = replace(saved.reading, rows=[*saved.reading.rows])
+
+    def _drop_entries(self, sequence_id: int, start: int) -> None:
+        """Its cache is emptied; what comes next begins with the row of position `start`."""
+        reading = self._readings[sequence_id]
+        if reading.fed > reading.first:
+            self._context.remove(sequence_id)
+        reading.first = reading.fed = reading.start = start
