@@ -151,7 +151,7 @@ class FakeGeneration:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._arrived:
+            while self._arrived:  # also what came while the listener was at work
                 tokens, self._arrived = self._arrived, []
                 self._entry.deliveries += 1
                 yield tokens
