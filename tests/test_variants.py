@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.models.header import quantized_tensors, write_header
-from bench.models.synthetic import SHAPES, model_config
+from bench.models.shapes import SHAPES
 from convert.recipes import load_recipe
 from server.engine import DoesNotFit, EngineSettings, memory
 from server.engine.gguf import read_header
@@ -26,7 +26,7 @@ FREE = 3700 * MIB
 def four_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The header of the 4B with `small`'s weights."""
     path = tmp_path_factory.mktemp("header") / "4b.gguf"
-    config = model_config(SHAPES["4b"])
+    config = SHAPES["4b"]
     level = load_variant("small").level
     write_header(path, config, quantized_tensors(config, load_recipe(level)))
     return path
