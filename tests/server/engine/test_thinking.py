@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
 from server.engine.llama import Model
 from server.engine.thinking import ROUNDS, SPAN, STRIDE, ThinkingWatch, goes_in_circles
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 
 N = 90
@@ -62,7 +63,7 @@ async def test_the_budget_is_the_same_token_whatever_is_drafted(
                 assert await think(engine, ThinkingLimits(BRIDGE, budget), stream=stream) == answers
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["plain", "head"], MIXES))
 async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
     """Greedy, nano soon repeats itself on noise; the guard sees it at the same token in every mix."""
     limits = ThinkingLimits(BRIDGE, None, loop_guard=True)
@@ -147,7 +148,7 @@ def test_thoughts_do_not_break_off_in_a_character(vocab: Vocab) -> None:
 PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["plain", "head"], MIXES))
 async def test_the_grammar_begins_behind_the_thoughts(mix: str, nano_f32: Path) -> None:
     """Also where their end comes in the middle of a draft: thoughts that are copied from the prompt."""
     text = {"additionalProperties": False, **PERSON}
