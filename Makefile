@@ -41,7 +41,7 @@ PATCHES    ?= 1
 NATIVE     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image chat test fuzz soak test-reference test-image verify docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image chat test test-slow check fuzz soak test-reference test-image verify docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -86,8 +86,22 @@ endif
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m server.client --url '$(URL)' $(ARGS)
 
-test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network)
-	$(PY) -m pytest $(ARGS)
+WORKERS  ?= auto
+QUICK    := not slow and not reference and not image
+TOGETHER := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+SINCE    ?= main
+
+test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network), [WORKERS=auto at a time]; the long ones are test-slow's
+	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
+
+test-slow: setup $(VENV)/.dev ## the long tests and those that want the machine to themselves, one after the other
+	$(PY) -m pytest -m 'slow and not reference and not image' $(ARGS)
+
+check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of what differs from main [SINCE=main]
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
 
 fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=625]
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_description.py \

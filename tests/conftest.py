@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +29,13 @@ QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld"
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
 
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qwen-serve-tests-")
-"""What servers measure at their start is theirs, not the user's."""
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the process that started it
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qwen-serve-tests-")
+    """What servers measure at their start is theirs, not the user's; all of a session share it."""
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+    # several tests run at a time: threads that wait for each other leave the cores to those who compute
+    os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
 
 settings.register_profile("repeatable", derandomize=True)
 if "FUZZ_CASES" not in os.environ:

@@ -18,6 +18,8 @@ from bench.gates.samples import Sample, read_samples
 from bench.store import load
 from tests.server.serving import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 # of 300 items a family
 SHARE = 0.2
 # what two bits lose: constraints that are forgotten, and steps of thoughts

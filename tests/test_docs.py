@@ -30,18 +30,21 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_setting_has_its_row(site: Path) -> None:
     text = text_of(site / "settings" / "index.html")
     missing = [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text]
     assert not missing
 
 
+@pytest.mark.slow
 def test_metrics_are_listed(site: Path) -> None:
     text = text_of(site / "metrics" / "index.html")
     for name in ("qwen_requests", "qwen_prefix_hits", "qwen_running_sequences", "qwen_draft_verifications"):
         assert name in text
 
 
+@pytest.mark.slow
 def test_pages_of_the_tree_are_there_and_link_to_each_other(site: Path) -> None:
     assert "api -> chat -> engine" in text_of(site / "architecture" / "index.html")
     page = (site / "benchmarks" / "index.html").read_text(encoding="utf-8")

@@ -61,12 +61,14 @@ def run_in_image(
     )
 
 
+@pytest.mark.slow
 def test_the_installed_server_starts_outside_the_checkout(image: Path, tmp_path: Path) -> None:
     helped = run_in_image(image, tmp_path, "serve", "--help")
     assert helped.returncode == 0, helped.stderr
     assert "--model" in helped.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("serve",)])
 def test_the_images_environment_reaches_the_settings(
     image: Path, tmp_path: Path, arguments: tuple[str, ...]
@@ -209,6 +211,7 @@ def test_make_knows_variants_by_name_and_file(tmp_path: Path) -> None:
     assert "an image has those of variants/ alone" in baked.stderr
 
 
+@pytest.mark.slow
 def test_data_lies_inside_the_packages(image: Path) -> None:
     """Asked of the installed packages, from a folder that has none of it."""
     script = """
@@ -242,5 +245,17 @@ for name in ("patches", "models/nano", "convert/calibration"):
 
 def test_make_alone_prints_the_help() -> None:
     printed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("setup", "convert", "serve", "chat", "test", "test-reference", "image", "lint", "clean"):
+    for target in (
+        "setup",
+        "convert",
+        "serve",
+        "chat",
+        "test",
+        "test-slow",
+        "check",
+        "test-reference",
+        "image",
+        "lint",
+        "clean",
+    ):
         assert f"make {target} " in printed

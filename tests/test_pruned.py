@@ -4,8 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import NANO, QUICK
 from tests.server.serving import ServerProcess
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_pruned_nano_is_served(tmp_path: Path) -> None:

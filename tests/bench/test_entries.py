@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.cli import COMMANDS, main
+from tests.marks import slow_but
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem in COMMANDS)
@@ -16,7 +17,7 @@ def test_the_documented_files_are_there() -> None:
     assert {"conformance", "latency", "throughput", "quality", "sweep", "peers", "compare"} <= set(ENTRIES)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", slow_but(["conformance", "latency"], ENTRIES))
 def test_a_file_is_its_command(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

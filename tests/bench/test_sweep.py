@@ -394,6 +394,7 @@ def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not list((tmp_path / "out").rglob("manifest.json"))
 
 
+@pytest.mark.slow
 def test_nano_in_earnest(tmp_path: Path) -> None:
     """The converter, the server and lm-eval, on the fewest items."""
     command = [sys.executable, "-m", "bench", "sweep", "--src", "models/nano", "--quants", "Q8_0"]

@@ -26,6 +26,7 @@ def imatrix(nano_moe_q4_k_m: Path) -> Imatrix:
     return Imatrix.load(nano_moe_q4_k_m.with_name("nano-moe.imatrix.gguf"))
 
 
+@pytest.mark.slow
 def test_every_row_is_counted_for_the_experts_that_read_it(imatrix: Imatrix) -> None:
     rows = imatrix.chunk_count * imatrix.chunk_size
     for block in range(9):
@@ -37,6 +38,7 @@ def test_every_row_is_counted_for_the_experts_that_read_it(imatrix: Imatrix) -> 
         assert imatrix.entries[f"blk.{block}.ffn_down_shexp.weight"].counts.tolist() == [in_block]
 
 
+@pytest.mark.slow
 def test_experts_sums_are_of_the_rows_that_each_has_read(nano_moe_q4_k_m: Path) -> None:
     """Against a loop over tokens and their experts, as llama-imatrix has it."""
     seen: dict[str, tuple[Any, Any, Routing]] = {}
@@ -101,6 +103,7 @@ def test_coverage_names_who_read_little_or_nothing(
     assert "fewer than 32: 1 (blk.10: 2)" in shown
 
 
+@pytest.mark.slow
 def test_the_report_of_a_conversion_tells_the_coverage(nano_moe_q4_k_m: Path) -> None:
     report = Report.from_json(nano_moe_q4_k_m.with_suffix(".json").read_text())
     assert report.coverage is not None
@@ -108,6 +111,7 @@ def test_the_report_of_a_conversion_tells_the_coverage(nano_moe_q4_k_m: Path) ->
     assert report.coverage.median_rows > 0
 
 
+@pytest.mark.slow
 def test_a_recipe_treats_routed_experts_shared_ones_and_trunk_apart(
     nano_moe_q4_k_m: Path, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def test_files_that_are_no_imatrix(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text(" ".join(f"{n} squared is {n * n}." for n in range(300)))
+    path.write_text(" ".join(f"{n} squared is {n * n}." for n in range(120)))
     return path
 
 

@@ -14,6 +14,7 @@ from convert.llama import Model, Runtime
 from convert.quantize import quantize
 from convert.recipes import load_recipe
 from tests.logits import gguf_log_probabilities, mean_kl_divergence
+from tests.marks import slow_but
 
 import numpy as np  # isort: skip
 
@@ -52,6 +53,7 @@ def test_of_a_file_with_itself_is_zero(nano_f16: Path, text: Path) -> None:
     assert (divergence.mean, divergence.maximum, divergence.same_top) == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_further_away(nano_f16: Path, text: Path, tmp_path: Path) -> None:
     means = []
     for level in ("Q8_0", "Q4_K_S", "Q2_K"):
@@ -61,7 +63,9 @@ def test_fewer_bits_are_further_away(nano_f16: Path, text: Path, tmp_path: Path)
     assert 0 < means[0] < means[1] < means[2]
 
 
-@pytest.mark.parametrize("batch", [128, 512, 1024], ids=["parts of a chunk", "a chunk", "two chunks"])
+@pytest.mark.parametrize(
+    "batch", slow_but([512], [128, 512, 1024]), ids=["parts of a chunk", "a chunk", "two chunks"]
+)
 def test_no_batching_changes_it(
     nano_f16: Path,
     nano_q2_k: Path,

@@ -10,7 +10,9 @@ from tests.logits import gguf_log_probabilities, mean_kl_divergence
 GOLDEN = Path(__file__).parents[1] / "reference" / "golden.npz"
 
 
-@pytest.mark.parametrize(("fixture", "bound"), [("nano_f32", 1e-5), ("nano_f16", 1e-4)])
+@pytest.mark.parametrize(
+    ("fixture", "bound"), [("nano_f32", 1e-5), pytest.param("nano_f16", 1e-4, marks=pytest.mark.slow)]
+)
 def test_logits_equal_those_of_transformers(
     fixture: str, bound: float, request: pytest.FixtureRequest
 ) -> None:

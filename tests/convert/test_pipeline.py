@@ -19,6 +19,7 @@ from convert.cli import main
 from convert.llama import Context, Model, Runtime
 from convert.stages import PART
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
+from tests.marks import slow_but
 
 QUICK = ("--no-imatrix", "--no-kld")
 TRIES = 20
@@ -166,7 +167,7 @@ def seen(stage: str) -> Callable[[subprocess.Popen[str]], bool]:
     return lambda process: any(line.startswith(stage) for line in process.stderr or ())
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("after_s", slow_but([0.2], [0.0, 0.2, 0.6]))
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_an_interrupted_run_is_finished_by_the_next(
     checkpoint: Path, out: Path, tmp_path: Path, sent: signal.Signals, after_s: float
@@ -212,8 +213,10 @@ def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Pa
     assert foreign.exists()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2])
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("after_s", slow_but([0.1], [0.0, 0.1, 0.2]))
+@pytest.mark.parametrize(
+    "sent", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name
+)
 def test_an_interrupt_is_not_lost_in_callbacks(
     checkpoint: Path, out: Path, tmp_path: Path, sent: signal.Signals, after_s: float
 ) -> None:
@@ -233,6 +236,7 @@ def test_an_interrupt_is_not_lost_in_callbacks(
     assert not (out / "Random-1B.imatrix.gguf").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "sent"),
     [

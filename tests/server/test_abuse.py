@@ -22,6 +22,8 @@ import pytest
 
 from tests.server.serving import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 BLOCKED_MS = float(os.environ.get("BLOCKED_MS", 1000))
 """For which the event loop may do nothing else. 50 is promised, and asked for by `make fuzz` on a quiet
 machine; on a busy one the figure grows with whatever runs beside, and the defects took seconds."""

@@ -27,6 +27,7 @@ def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "server.cli", "serve", "nano", "--quant", "q4_k_m", "--port", "0"]

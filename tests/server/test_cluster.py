@@ -119,6 +119,7 @@ async def under_load(cluster: ClusterProcess, n: int, event: Any) -> list[tuple[
         return list(await asyncio.gather(*tasks))
 
 
+@pytest.mark.slow
 async def test_both_ways_of_asking_are_passed_on(cluster: ClusterProcess) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
         body = {"messages": [{"role": "user", "content": "What is 17+25?"}], "max_tokens": 40}
@@ -131,6 +132,7 @@ async def test_both_ways_of_asking_are_passed_on(cluster: ClusterProcess) -> Non
         assert "[DONE]" in streamed
 
 
+@pytest.mark.slow
 async def test_fields_of_our_own_pass_and_a_known_prompt_goes_where_it_is_cached(
     cluster: ClusterProcess,
 ) -> None:
@@ -144,6 +146,7 @@ async def test_fields_of_our_own_pass_and_a_known_prompt_goes_where_it_is_cached
             assert min(cached[1:]) > answers[0]["usage"]["prompt_tokens"] / 2, (subject, cached)
 
 
+@pytest.mark.slow
 async def test_a_killed_replica_costs_its_own_streams_alone_and_comes_back(cluster: ClusterProcess) -> None:
     victim = random.choice(cluster.workers())
     answers = await under_load(cluster, 48, lambda: os.kill(victim, signal.SIGKILL))
@@ -157,6 +160,7 @@ async def test_a_killed_replica_costs_its_own_streams_alone_and_comes_back(clust
     cluster.wait_for(lambda: cluster.healthy() == REPLICAS)
 
 
+@pytest.mark.slow
 async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterProcess) -> None:
     tables, stop = cluster.printed.count("serving on"), threading.Event()
     cluster.process.send_signal(signal.SIGHUP)
@@ -173,6 +177,7 @@ async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterPr
     assert cluster.printed.count("replacing worker-") == REPLICAS
 
 
+@pytest.mark.slow
 async def test_it_ends_when_what_runs_is_finished(cluster: ClusterProcess) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         running = [asyncio.create_task(ask(client, number, 300)) for number in range(4)]

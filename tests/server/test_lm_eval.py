@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("lm_eval.models")  # registers them, whatever else has imported lm_eval before
 
 N_DOCS = 6

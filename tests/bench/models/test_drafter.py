@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out.parent
 
 
+@pytest.mark.slow
 async def test_blocks_are_right_as_far_as_the_dial_says(folder: Path) -> None:
     model, draft = folder / "small.gguf", draft_path(folder / "small.gguf")
     beside = {"speculation": "draft", "draft_model": draft, "draft_always": True}

@@ -231,6 +231,7 @@ def test_vllm_by_url_and_started_here(tmp_path: Path, binaries: Path) -> None:
     assert port_is_free(manifest.subjects["started"]["url"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_everything_and_keeps_what_is_measured(
     tmp_path: Path, binaries: Path, number: signal.Signals, status: int
@@ -294,6 +295,7 @@ def test_nothing_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing was measured:\nx: x: not ready within 0.2 s: cannot connect" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_our_server_and_its_own_counters(
     nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +314,7 @@ def test_our_server_and_its_own_counters(
     assert "Steps of our server" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--workload", "tasks", "--items", "1", "--max-tokens", "24", "--rounds", "1"]
     options += ["--gguf", str(nano_q4_k_m), "--threads", "1"]

@@ -115,6 +115,7 @@ def test_none_passing_is_said_with_the_nearest(tmp_path: Path) -> None:
     assert found.advice[0] == "No variant passes every gate. a comes nearest: it lacks 20.0 points at sums."
 
 
+@pytest.mark.slow
 def test_identical_variants_are_told_apart_no_more_often_than_they_should_be(tmp_path: Path) -> None:
     """At nano's own number of rounds, which scatter by as much as a busy machine's."""
     runs = 100

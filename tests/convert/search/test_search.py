@@ -51,6 +51,7 @@ def base(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "Random-1B-F16.gguf"
 
 
+@pytest.mark.slow
 def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     assert gguf.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_bits_divergence_and_time_are_kept_to(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Pat
     assert Record(path, "b").reading(types) is None
 
 
+@pytest.mark.slow
 def test_experts_are_groups_and_are_read_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SAMPLE_ELEMENTS", 64)  # fewer than an expert has
     source = write_checkpoint(tmp_path / "Random-MoE", layers=4, experts="fused", tied=False)

@@ -43,6 +43,7 @@ ENDPOINTS = [("POST", path) for path in sorted(BODIES)] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_requests_made_from_the_description(

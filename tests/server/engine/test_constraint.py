@@ -32,9 +32,10 @@ GREEDY = SamplingParams(ignore_eos=True)
 def alone(model: Path, prompt: list[int], constraint: Fickle) -> list[int]:
     """By the book: the best of what is allowed, a token at a time, forced ones written down."""
     reference = Alone(model, **EXACT)
-    answer = constraint.forced()
+    answer, read = constraint.forced(), 0
     while len(answer) < N:
-        row = reference.logits([*prompt, *answer], 512)[-1]
+        tokens = [*prompt, *answer]
+        row, read = reference._rows(tokens, read, len(tokens))[-1], len(tokens)
         ids = np.flatnonzero(constraint.mask()[: row.size])
         answer.append(int(ids[row[ids].argmax()]))
         assert constraint.accept(answer[-1])

@@ -9,6 +9,7 @@ import pytest
 
 from server.engine import SamplingParams
 from server.engine.scheduler import Reproducible
+from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, settings
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ async def answers_in_company(engine: Engine, asked: list[Request], rng: random.R
     return answers
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["host"], MODES))
 async def test_an_answer_is_the_same_in_any_company(
     mode: str, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ async def test_an_answer_is_the_same_in_any_company(
             assert stats.prefix.restores > 0
 
 
+@pytest.mark.slow
 async def test_without_it_answers_do_depend_on_company(nano_q4_k_m: Path) -> None:
     """Else the test above could not fail."""
     rng = random.Random(3)

@@ -15,6 +15,7 @@ import pytest
 
 from server.engine import SamplingParams
 from server.engine.llama import supports_gpu
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -59,7 +60,7 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["too few cells"], MIXES))
 async def test_together_as_alone(
     mix: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
@@ -136,7 +137,10 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
 
 @pytest.mark.parametrize(
     ("quant", "cache", "speculation"),
-    [("f16", "f16", "ngram"), ("q4_k_m", "f16", "both"), ("q4_k_m", "q8_0", "both")],
+    slow_but(
+        [("q4_k_m", "q8_0", "both")],
+        [("f16", "f16", "ngram"), ("q4_k_m", "f16", "both"), ("q4_k_m", "q8_0", "both")],
+    ),
 )
 async def test_other_types_differ_by_no_more_than_the_noise_of_shapes(
     quant: str, cache: str, speculation: str, prompts: list[list[int]], request: pytest.FixtureRequest

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.engine.errors import LlamaError
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -66,7 +67,7 @@ async def check(engine: Engine, prompts: list[list[int]], alone: list[list[int]]
     assert stats.kv_cells_used == stats.prefix.resident_cells
 
 
-@pytest.mark.parametrize("broken", ["save", "restore"])
+@pytest.mark.parametrize("broken", slow_but(["restore"], ["save", "restore"]))
 async def test_copies_of_checkpoints_to_the_host_and_back(
     broken: str,
     nano_f32: Path,
@@ -85,6 +86,7 @@ async def test_copies_of_checkpoints_to_the_host_and_back(
     assert stats.restores > 0, "those that did not fail"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", ["mtp", "draft"])
 async def test_copies_of_what_a_drafter_has(
     speculation: str,
@@ -104,11 +106,12 @@ async def test_copies_of_what_a_drafter_has(
         await check(engine, prompts, alone)
 
 
-@pytest.mark.parametrize(
-    ("broken", "speculation"),
-    [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp", "draft")]
-    + [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")],
-)
+BROKEN = [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp", "draft")]
+BROKEN += [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")]
+QUICK = [("guard", "ngram"), ("rollback", "ngram"), ("inject", "draft")]
+
+
+@pytest.mark.parametrize(("broken", "speculation"), slow_but(QUICK, BROKEN))
 async def test_drafts(
     broken: str,
     speculation: str,

@@ -129,6 +129,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, content: bytes, m
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_byte_is_flipped_there_is_a_spec_or_an_error(nano_q4_k_m: Path, tmp_path: Path) -> None:
     """Nothing loads for ever, takes all memory, or ends in another exception."""

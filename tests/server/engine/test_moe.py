@@ -12,6 +12,7 @@ import pytest
 from server.engine.gguf import read_header
 from server.engine.model_spec import ModelSpec
 from server.engine.speculation.mtp import MtpDrafter
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -52,7 +53,7 @@ def alone(nano_moe_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["both, sampled in the graph"], MIXES))
 async def test_together_drafted_and_cached_as_alone(
     mix: str,
     nano_moe_f32: Path,

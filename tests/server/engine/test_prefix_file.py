@@ -73,6 +73,7 @@ async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tm
                 assert engine.stats().prompt_tokens - before == (1 if restarted else 200)
 
 
+@pytest.mark.slow
 async def test_answers_stay_deterministic(nano_q4_k_m: Path, tmp_path: Path) -> None:
     asked = requests(random.Random(4))
     options: dict[str, Any] = {"deterministic": True, "ctx_size": 4 * 1024}

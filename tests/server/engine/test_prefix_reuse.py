@@ -10,6 +10,7 @@ import pytest
 from server.engine import Engine
 from server.engine.prefix_cache.cache import MIN_GAIN
 from server.engine.speculation import DraftCounts
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -131,7 +132,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "configuration", slow_but(["few ids", "preempted", "host, drafting"], CONFIGURATIONS)
+)
 async def test_answers_are_those_without_the_cache(
     configuration: str, nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
 from server.engine.llama import Model
 from server.engine.thinking import ROUNDS, SPAN, STRIDE, ThinkingWatch, goes_in_circles
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 
 N = 90
@@ -38,22 +39,31 @@ async def think(engine: Engine, limits: ThinkingLimits, *, stream: bool = True) 
     return list(await asyncio.gather(*map(one, PROMPTS)))
 
 
-@pytest.mark.parametrize("mix", MIXES)
-async def test_the_budget_is_the_same_token_whatever_is_drafted(mix: str, nano_f32: Path) -> None:
+@pytest.fixture(scope="module")
+def expected(nano_f32: Path) -> dict[int, list[list[int]]]:
+    """By budget: so many of the best tokens, the bridge, and the best tokens after that."""
     reference = Alone(nano_f32, **EXACT)
-    with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
-        for budget in (0, 1, 37):
-            expected = []
-            for prompt in PROMPTS:
-                thoughts = reference.greedy(prompt, budget)
-                begun = [*thoughts, *BRIDGE]
-                expected.append(begun + reference.greedy([*prompt, *begun], N - len(begun)))
-            for stream in (True, False):
-                assert await think(engine, ThinkingLimits(BRIDGE, budget), stream=stream) == expected
+
+    def answer(prompt: list[int], budget: int) -> list[int]:
+        begun = [*reference.greedy(prompt, budget), *BRIDGE]
+        return begun + reference.greedy([*prompt, *begun], N - len(begun))
+
+    answers = {budget: [answer(prompt, budget) for prompt in PROMPTS] for budget in (0, 1, 37)}
     reference.close()
+    return answers
 
 
 @pytest.mark.parametrize("mix", MIXES)
+async def test_the_budget_is_the_same_token_whatever_is_drafted(
+    mix: str, nano_f32: Path, expected: dict[int, list[list[int]]]
+) -> None:
+    with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
+        for budget, answers in expected.items():
+            for stream in (True, False):
+                assert await think(engine, ThinkingLimits(BRIDGE, budget), stream=stream) == answers
+
+
+@pytest.mark.parametrize("mix", slow_but(["plain", "head"], MIXES))
 async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
     """Greedy, nano soon repeats itself on noise; the guard sees it at the same token in every mix."""
     limits = ThinkingLimits(BRIDGE, None, loop_guard=True)
@@ -138,7 +148,7 @@ def test_thoughts_do_not_break_off_in_a_character(vocab: Vocab) -> None:
 PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(["plain", "head"], MIXES))
 async def test_the_grammar_begins_behind_the_thoughts(mix: str, nano_f32: Path) -> None:
     """Also where their end comes in the middle of a draft: thoughts that are copied from the prompt."""
     text = {"additionalProperties": False, **PERSON}

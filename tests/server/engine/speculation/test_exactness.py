@@ -12,6 +12,7 @@ from server.engine import SamplingParams
 from server.engine.sampling import Sampler
 from server.engine.speculation import Draft
 from server.engine.speculation.mtp import MtpDrafter
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -119,9 +120,10 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter, too few cells": {"speculation": "draft", "draft_always": True, "ctx_size": 512},
     "few checkpoints": {"speculation": "both", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
+QUICK = ["text", "scripted, small steps", "head, too few cells", "drafter and others"]
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but(QUICK, MIXES))
 async def test_drafts_change_no_answer(
     mix: str,
     nano_f32: Path,
@@ -173,7 +175,7 @@ async def test_drafts_change_no_answer(
     print(mix, counts)
 
 
-@pytest.mark.parametrize("mix", ["scripted", "both", "drafter"])
+@pytest.mark.parametrize("mix", slow_but(["both"], ["scripted", "both", "drafter"]))
 async def test_a_seeded_draw_is_the_same_with_drafts(
     mix: str, nano_f32: Path, nano_draft_f32: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
         assert sum(count.accepted for count in engine.stats().drafts.values()) > 20
 
 
+@pytest.mark.slow
 async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
     """Chi-square over pairs of tokens: the second is drawn after an accepted or a rejected draft."""
     prompt, n = random_prompt(random.Random(3), 40), 500

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.marks import slow_but
 from tests.server.engine.helpers import Alone, Request, ask, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def noise_of_shapes(reference: Alone, texts: Sequence[list[int]], rows: Sequence
     )
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["auto"], DRAFTERS))
 async def test_every_token_is_the_best_but_for_noise(drafter: str, nano_q4_k_m: Path) -> None:
     rng = random.Random(11)
     requests = [Request(random_prompt(rng, length), N) for length in (40, 120)]

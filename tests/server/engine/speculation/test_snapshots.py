@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, Answer, Request, ask, ask_all, random_prompt, running
 from tests.server.engine.speculation.helpers import draft_by
 from tests.server.engine.speculation.test_exactness import Scripted
@@ -76,7 +77,7 @@ class Guests:
             self.check(request, answer, expected)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["scripted"], DRAFTERS))
 async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, reference: Alone) -> None:
     with running(nano_f32, **ALL, **DRAFTERS[drafter]) as engine:
         guests, speculator = Guests(engine, reference, drafter), engine._speculator

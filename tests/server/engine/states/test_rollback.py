@@ -18,6 +18,7 @@ from server.engine.errors import LlamaError
 from server.engine.llama import Context, ContextOptions, Model
 from server.engine.sequence import Sequence
 from server.engine.states import StateStore
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT
 from tests.server.engine.scheduling import NO_SAMPLER
 
@@ -43,7 +44,7 @@ def model(nano_f32: Path) -> Iterator[Model]:
     model.close()
 
 
-@pytest.fixture(scope="module", params=[0, 1, 4, 8])
+@pytest.fixture(scope="module", params=slow_but([0, 4], [0, 1, 4, 8]))
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     options = ContextOptions(
         n_ctx=4096,
