@@ -15,6 +15,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
 
+from tests.marks import slow_but
 from tests.server.serving import served
 
 PERSON = {
@@ -426,7 +427,7 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(
     assert answer.status_code == (400 if word == "uniqueItems" else 200), answer.text
 
 
-@pytest.mark.parametrize("sampling", ["host", "device"])
+@pytest.mark.parametrize("sampling", slow_but(["device"], ["host", "device"]))
 def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str) -> None:
     """Side by side with free answers; whoever is cut off by its limit does not count."""
 
