@@ -7,11 +7,13 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,22 @@ REPLICAS = 4
 START_S = 180
 
 
+def free_ports(count: int) -> int:
+    """The first of so many in a row that are free, below those that the system hands out meanwhile."""
+    while True:
+        first = random.randrange(15_000, 32_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 class ClusterProcess:
     """A cluster that was started; what it prints is read as it comes."""
 
     def __init__(self, model: Path, logs: Path) -> None:
-        self.port, first = free_port(), free_port()
+        self.port = free_ports(REPLICAS + 2)
+        first = self.port + 1
         command = [sys.executable, "-m", "server.cluster", "--replicas", str(REPLICAS)]
         command += ["--port", str(self.port), "--worker-port", str(first), "--logs", str(logs)]
         command += ["--model", str(model), "--threads", "1", "--ctx-size", "8192", "--parallel", "4"]
