@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from .errors import FormatTooComplex, InvalidGrammar
-from .grammar_trial import STACK, GrammarTrial
+from .grammar_trial import LEXER_STATES, STACK, GrammarTrial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,9 +41,8 @@ MOST_SAID = 600
 CACHED = 64
 """Compiled grammars that are kept for when they come again."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states, each of
-which takes up to 2 KB: at most 100 MB for a request."""
+LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+"""llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states."""
 
 
 class Grammar:

@@ -26,6 +26,9 @@ CPU_SECONDS = 2.0
 STACK = 4 * 2**20
 MEMORY = 2 * 2**30
 
+LEXER_STATES = 50_000
+"""At most, for one grammar; each takes up to 2 KB: 100 MB."""
+
 
 class GrammarTrial:
     """Tells whether a grammar can be compiled at all. For one thread; the process starts when needed."""
@@ -97,7 +100,7 @@ def main() -> None:
             return list(text.encode())
 
     tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
-    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 
     def compile_(text: str) -> None:
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
