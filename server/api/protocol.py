@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
-MOST_STOPS = 64
-MOST_STOP_CHARACTERS = 4096
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
 """What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
 
-MOST_PROMPTS = 2048
-MOST_MESSAGES = 16_384
-MOST_TOOLS = 1024
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
 
-MOST_TOKEN_RULES = 16_384
+MAX_TOKEN_RULES = 16_384
 """Tokens that a field names. Every answer goes through them as it begins, in some milliseconds."""
 
-MOST_WORDS = 1024
-MOST_WORD_CHARACTERS = 16_384
+MAX_WORDS = 1024
+MAX_WORD_CHARACTERS = 16_384
 """Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
 
 LONGEST_NAME = 256
@@ -140,24 +140,24 @@ def _stop_list(value: Any) -> list[str]:
         raise ValueError("must be a string or a list of strings")
     if not all(stops):
         raise ValueError("a stop string cannot be empty")
-    if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         raise ValueError(
-            f"must be at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS:,} characters together"
+            f"must be at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS:,} characters together"
         )
     return stops
 
 
 StopInput = (
-    Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+    Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
 )
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
     pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
-    if isinstance(pairs, list) and len(pairs) > MOST_TOKEN_RULES:
-        raise ValueError(f"must be at most {MOST_TOKEN_RULES:,} tokens")
+    if isinstance(pairs, list) and len(pairs) > MAX_TOKEN_RULES:
+        raise ValueError(f"must be at most {MAX_TOKEN_RULES:,} tokens")
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) for pair in pairs):
         raise ValueError("must be an object of token ids and numbers")
     found: dict[int, float] = {}
@@ -179,14 +179,14 @@ def _words(value: Any) -> list[str]:
     words = [] if value is None else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise ValueError("must be a list of strings, none of them empty")
-    if len(words) > MOST_WORDS or sum(map(len, words)) > MOST_WORD_CHARACTERS:
+    if len(words) > MAX_WORDS or sum(map(len, words)) > MAX_WORD_CHARACTERS:
         raise ValueError(
-            f"must be at most {MOST_WORDS:,} strings of {MOST_WORD_CHARACTERS:,} characters together"
+            f"must be at most {MAX_WORDS:,} strings of {MAX_WORD_CHARACTERS:,} characters together"
         )
     return words
 
 
-TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MOST_TOKEN_RULES)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKEN_RULES)]
 
 
 class StreamOptions(BaseModel):
@@ -338,7 +338,7 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 AnyPrompt = (
     NonEmptyText
     | NonEmptyIds
-    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 
 
@@ -353,8 +353,8 @@ def _prompt_list(value: Any) -> list[PromptInput]:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not prompts or not all(prompts):
         raise ValueError("must not be empty")
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f"at most {MOST_PROMPTS:,} prompts can be sent at once")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS:,} prompts can be sent at once")
     return prompts
 
 
@@ -454,9 +454,9 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
-    ] = Field(fail_fast=True, max_length=MOST_MESSAGES)
+    ] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = Field(
-        None, fail_fast=True, max_length=MOST_TOOLS
+        None, fail_fast=True, max_length=MAX_TOOLS
     )
     tool_choice: Annotated[
         str | dict[str, Any] | None,

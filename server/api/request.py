@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
-from server.api.intake import Visit, in_thread, interruptible
+from server.api.limits import Body, in_thread, interruptible
 from server.api.service import service_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LONG_TEXT = 4 * 1024
 """Bytes from which on a body is decoded, or its text tokenised, off the event loop: a millisecond or two that
 every stream would wait for. Below, the way to a thread and back costs as much as the work."""
 
-MOST_VALUES = 2**19
+MAX_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
 all are made with the GIL held, some 50 ns each."""
 
@@ -59,17 +59,17 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
-    visit: Visit = request.state.visit
-    body = await read(request, max_bytes, visit)
-    if visit.must_wait:
-        await until_gone(request, visit.turn())
+    held: Body = request.state.body
+    body = await read(request, max_bytes, held)
+    if held.must_wait:
+        await until_gone(request, held.wait_turn())
     return await on_thread(lambda: decode(body), len(body), LARGE_JSON), len(body)
 
 
 def decode(body: bytes) -> dict[str, Any]:
     """The object that `body` is in JSON. Raises ApiError 400."""
-    if len(body) > MOST_VALUES and sum(map(body.count, b"[{,")) > MOST_VALUES:
-        raise bad_request(f"the body has more than {MOST_VALUES:,} JSON values", None, "invalid_json")
+    if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
+        raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
     try:
         decoded = without_collection(partial(from_json, allow_inf_nan=False), body)
     except ValueError as error:
@@ -140,9 +140,9 @@ async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], 
     if size < LONG_TEXT:
         return work(lambda: None)
     try:
-        return await until_gone(http, interruptible(work, size, service_of(http).intake))
+        return await until_gone(http, interruptible(work, size, service_of(http).bodies))
     finally:
-        http.state.visit.leave()
+        http.state.body.release()
 
 
 def check_content_type(header: str | None) -> None:
@@ -161,7 +161,7 @@ def check_content_type(header: str | None) -> None:
         raise ApiError(415, f"the body must be UTF-8, not {charset}", code="unsupported_media_type")
 
 
-async def read(request: Request, max_bytes: int, visit: Visit) -> bytes:
+async def read(request: Request, max_bytes: int, held: Body) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`, and 429."""
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
@@ -172,7 +172,7 @@ async def read(request: Request, max_bytes: int, visit: Visit) -> bytes:
         async for chunk in request.stream():
             if len(body) + len(chunk) > max_bytes:
                 raise too_large
-            visit.take(len(chunk))
+            held.grow(len(chunk))
             body += chunk
     except ClientDisconnect as error:
         raise ClientLeft from error

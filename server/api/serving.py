@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
 from server.api.errors import bad_request
-from server.api.intake import in_thread, stopped
+from server.api.limits import in_thread, stopped
 from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import of_choice, sampling_params

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server.engine import Vocab
 
 
-MOST_TOKENS = 2**18
+MAX_TOKENS = 2**18
 """What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
 
 
@@ -57,9 +57,9 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
 
 
 def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
-    """ApiError 400 for more than `MOST_TOKENS`."""
-    message = f"{field}: more than {MOST_TOKENS:,} tokens; send it in parts"
-    return TokenBudget(MOST_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
+    """ApiError 400 for more than `MAX_TOKENS`."""
+    message = f"{field}: more than {MAX_TOKENS:,} tokens; send it in parts"
+    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
 
 
 async def tokenize(
@@ -95,8 +95,8 @@ async def detokenize(http: Request, request: DetokenizeRequest, size: int) -> Re
     vocab = service_of(http).backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
-        if len(request.tokens) > MOST_TOKENS:
-            raise bad_request(f"tokens: more than {MOST_TOKENS:,}; send them in parts", "tokens")
+        if len(request.tokens) > MAX_TOKENS:
+            raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
             message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
             raise bad_request(message, "tokens")

@@ -46,7 +46,7 @@ it, its place in an image, and the sequences that share it (llama-kv-cells.h).""
 TOKENS_PER_SEQUENCE = 16_384
 """What each sequence gets of the cache when nobody says how large it should be."""
 
-MOST_CELLS = 262_144
+MAX_CELLS = 262_144
 """What all of them together get at most, if nobody says: every copy and removal looks at each cell."""
 
 SMALLEST_CONTEXT = 2_048
@@ -59,7 +59,7 @@ SLOWDOWN = 0.1
 """How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
 such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
 
-LEAST_CELLS = 9_216
+MIN_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
 
 SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
@@ -89,7 +89,7 @@ host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the me
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""
 
-MTP_SPAN, MTP_LEAST = 2048, 16_384
+MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
 """Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
 
 
@@ -215,7 +215,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     settings = _with_snapshots(settings, spec)
     if wanted.ctx_size == 0:
         each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
-        cells = min(settings.parallel * each, MOST_CELLS)
+        cells = min(settings.parallel * each, MAX_CELLS)
         settings = settings.replace(ctx_size=cells + (0 if settings.deterministic else settings.prefix_cells))
     settings = settings.replace(ctx_size=_in_streams(settings))
     plan = _rehearsed_plan(settings, spec, places)
@@ -319,7 +319,7 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
     checkpoints = min(settings.prefix_checkpoints or usual, room)
     weights = sum(spec.layer_weights) + spec.output_weights
-    cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    cells = settings.prefix_cells or max(MIN_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
@@ -412,7 +412,7 @@ def _buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]
     """
     if _arrange(settings, spec, places, [0] * len(places)).fits:
         return _rehearsed(settings, spec, places)
-    few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MOST_CELLS))
+    few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MAX_CELLS))
     buffers = _rehearsed(few, spec, places)
     if settings.ctx_size == few.ctx_size:
         return buffers
@@ -576,7 +576,7 @@ def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
     def fits(cells: int, buffers: list[int]) -> bool:
         return does(_arrange(settings.replace(ctx_size=cells), spec, places, buffers))
 
-    most = min(settings.ctx_size, MOST_CELLS)
+    most = min(settings.ctx_size, MAX_CELLS)
     a, b = rehearsed(most // 2), rehearsed(most)
     for _ in range(TRIALS):
         cells = CELL_PADDING * _largest(
@@ -612,7 +612,7 @@ def mtp_cells(settings: EngineSettings) -> int:
     """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
     and a draft needs no more than what came last."""
     each = max(MTP_SPAN, 2 * settings.mtp_window)
-    return min(settings.ctx_size, max(settings.parallel * each, MTP_LEAST))
+    return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
 
 
 def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:

@@ -11,7 +11,7 @@ from .speculation.mtp import MOST as MTP_SEQUENCES
 if TYPE_CHECKING:
     from .settings import EngineSettings
 
-MOST_DRAFTING = 16
+MAX_DRAFTING = 16
 """Most sequences that draft from the text at once. A larger batch keeps the device busy with tokens that are
 certain."""
 
@@ -40,7 +40,7 @@ class SequenceIds:
         elif settings.speculation == "mtp" and settings.draft_model is None:
             drafting = max(LONE_SLOTS, MTP_SEQUENCES)
         else:
-            drafting = MOST_DRAFTING
+            drafting = MAX_DRAFTING
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))
         rollback = range(slots.stop, slots.stop + drafting)
         return cls(slots, rollback, range(rollback.stop, rollback.stop + settings.prefix_checkpoints))

@@ -26,7 +26,7 @@ the same batch may be computed a little differently with a device sampler and wi
 LONG = 700
 """Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
-LEAST_PREFILL = 16
+MIN_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
 
 
@@ -65,7 +65,7 @@ def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
     tokens = int(seconds / each)
     if tokens > ubatch:
         tokens -= tokens % ubatch
-    return min(max(tokens, LEAST_PREFILL), most)
+    return min(max(tokens, MIN_PREFILL), most)
 
 
 def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:

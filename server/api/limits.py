@@ -34,7 +34,7 @@ class Abandoned(Exception):
     """Raised in a thread whose result nobody waits for."""
 
 
-class Intake:
+class Bodies:
     """The bodies that one server holds: counted from their first byte until they have become prompts."""
 
     def __init__(self, limit: int) -> None:
@@ -45,29 +45,31 @@ class Intake:
         self.closed = False
         """Whether the work on bodies is to end."""
 
-    def visit(self) -> Visit:
-        """For one request; to be left."""
-        return Visit(self)
+    def begin(self) -> Body:
+        """For one request; to be released."""
+        return Body(self)
 
 
-class Visit:
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+class Body:
+    """What one request holds of them."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
         self._size = 0
         self._alone = False
 
-    def take(self, size: int) -> None:
+    def grow(self, size: int) -> None:
         """So many bytes more. Raises ApiError 429 where there is no memory for them."""
-        intake = self._intake
-        if intake.held + size > intake._limit:
+        bodies = self._bodies
+        if bodies.held + size > bodies._limit:
             raise ApiError(
                 429,
-                f"the bodies of all requests may take {intake._limit // 2**20} MiB together "
+                f"the bodies of all requests may take {bodies._limit // 2**20} MiB together "
                 "(max_bodies_mib), and other requests' fill them; try again later",
                 code="bodies_full",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
-        intake.held += size
+        bodies.held += size
         self._size += size
 
     @property
@@ -75,17 +77,17 @@ class Visit:
         """Whether the body, now complete, is decoded in its turn only."""
         return self._size >= LARGE
 
-    async def turn(self) -> None:
-        await self._intake._large.acquire()
+    async def wait_turn(self) -> None:
+        await self._bodies._large.acquire()
         self._alone = True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The body has become something smaller. May be called again."""
-        self._intake.held -= self._size
+        self._bodies.held -= self._size
         self._size = 0
         if self._alone:
             self._alone = False
-            self._intake._large.release()
+            self._bodies._large.release()
 
 
 async def in_thread(work: Callable[[], Result], size: int) -> Result:
@@ -94,17 +96,17 @@ async def in_thread(work: Callable[[], Result], size: int) -> Result:
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
 
 
-async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, intake: Intake) -> Result:
+async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, bodies: Bodies) -> Result:
     """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled.
 
-    And ApiError 503 once the intake is closed.
+    And ApiError 503 once the bodies are closed.
     """
     given_up = threading.Event()
 
     def interrupt() -> None:
         if given_up.is_set():
             raise Abandoned
-        if intake.closed:
+        if bodies.closed:
             raise stopped()
 
     try:
