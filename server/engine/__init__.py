@@ -26,9 +26,8 @@ from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
 from .sampling import MAX_LOGPROBS, SamplingParams
-from .sequence import CacheMiss, FinishReason, Prompt, Timings
+from .sequence import CacheMiss, DraftCounts, FinishReason, Prompt, Timings
 from .settings import EngineSettings
-from .speculation import DraftCounts
 from .stats import EngineStats
 from .thinking import ThinkingLimits
 from .vocab import Vocab

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .errors import GenerationError
 from .llama import wake
-from .speculation import DraftCounts
+from .sequence import DraftCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,6 @@ from dataclasses import InitVar, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from .speculation import DraftCounts
-
 if TYPE_CHECKING:
     from .logprobs import Logprobs
     from .sampling import Sampler
@@ -43,6 +41,23 @@ class Timings:
 
 def _milliseconds(start: float, end: float) -> float:
     return max(0.0, end - start) * 1000 if start else 0.0
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts: of one request, or of one drafter and all requests."""
+
+    steps: int = 0
+    """Steps that verified a draft."""
+    drafted: int = 0
+    """Tokens in those drafts."""
+    accepted: int = 0
+    """Those that were right."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from server.engine.sequence import DraftCounts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
@@ -92,23 +94,6 @@ class StateFollower(Protocol):
 
     def restore(self, sequence_id: int, saved: object | None) -> None:
         """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """What became of drafts: of one request, or of one drafter and all requests."""
-
-    steps: int = 0
-    """Steps that verified a draft."""
-    drafted: int = 0
-    """Tokens in those drafts."""
-    accepted: int = 0
-    """Those that were right."""
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
 
 
 @dataclass(slots=True)

@@ -10,8 +10,6 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
-
     import numpy.typing as npt
 
     from server.engine.llama import Context
@@ -121,9 +119,6 @@ class HiddenDrafter:
         """Whether the rows of all tokens but the newest are there."""
         reading = self._readings.get(request.slot)
         return reading is not None and reading.first < reading.end == len(request.sequence.tokens) - 1
-
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Nothing: the drafter would take the device's time."""
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing to do: what is known belongs to sequence ids."""

@@ -211,8 +211,8 @@ class Speculator:
             [chunk.count for chunk in batch.chunks],
             batch.draft_room,
             self._most_rows,
-            rewinds=self._states.rewinds(slot, n) if alone else 0,
-            keeps_graph=self._states.keeps_graph(slot, n) if alone else 0,
+            rewinds=self._states.rewinds(slot) if alone else 0,
+            keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._shape,
         )
         if (plan := self._controller.choose(options, step)) is not None:

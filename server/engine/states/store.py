@@ -95,13 +95,14 @@ class StateStore:
 
     # --- drafts --------------------------------------------------------------------------------------------
 
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Longest draft in a step of so many sequences that can be taken back keeping what was right."""
-        return self._rollback.rewinds(slot, n_sequences)
+    def rewinds(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, that can be taken back keeping what was right."""
+        return self._rollback.rewinds(slot)
 
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Longest draft after which llama.cpp's graph is still the one in use, right or wrong."""
-        return self._rollback.keeps_graph(slot, n_sequences)
+    def keeps_graph(self, slot: int) -> int:
+        """Longest draft, of this slot alone, after which llama.cpp's graph is still the one in use, right or
+        wrong."""
+        return self._rollback.keeps_graph(slot)
 
     def guard(self, batch: Batch) -> None:
         """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""

@@ -120,18 +120,16 @@ class States:
         self.freed: list[int] = []
         self._way = ""
 
-    def rewinds(self, slot: int, n: int) -> int:
-        return self.snapshots if n == 1 else 0
+    def rewinds(self, slot: int) -> int:
+        return self.snapshots
 
-    def keeps_graph(self, slot: int, n: int) -> int:
-        if n > 1:
-            return 0
+    def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
     def guard(self, batch: Batch) -> None:
-        n, longest = len(batch.chunks), max(len(chunk.draft) for chunk in batch.chunks)
-        self._way = "snapshot" if longest <= self.rewinds(0, n) else "copy"
-        if self._way == "copy" and longest > self.keeps_graph(0, n):
+        alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
+        self._way = "snapshot" if alone and longest <= self.rewinds(0) else "copy"
+        if self._way == "copy" and not (alone and longest <= self.keeps_graph(0)):
             self._way = "cell"
             for chunk in batch.chunks:
                 if chunk.draft and self.held.get(slot := chunk.sequence.slot or 0) != chunk.start:
