@@ -5,7 +5,6 @@ iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator`
 decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
-from .budget import TokenBudget
 from .constraint import Constraint
 from .engine import Engine
 from .errors import (
@@ -30,7 +29,7 @@ from .sequence import CacheMiss, DraftCounts, FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .stats import EngineStats
 from .thinking import ThinkingLimits
-from .vocab import Vocab
+from .vocab import TokenBudget, Vocab
 
 __all__ = [
     "LONGEST_GRAMMAR",

@@ -28,11 +28,10 @@ from .loading import Parts, decide
 from .logprobs import Logprobs
 from .memory import plan_memory
 from .outputs import Generation, OutputQueue
-from .profile import StepProfile
+from .profile import StartProfile, StepProfile
 from .sampling import Sampler
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
-from .stages import Stages
 from .stats import EngineStats
 from .verification import sample
 
@@ -61,7 +60,7 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        stages = Stages()
+        stages = StartProfile()
         settings = decide(settings)
         self.plan = plan_memory(settings, read_header(settings.model))
         self.settings = self.plan.settings

@@ -13,18 +13,28 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from .contexts import (
+    CELL_PADDING,
+    context_options,
+    draft_cells,
+    draft_context,
+    head_options,
+    load_draft,
+    mtp_cells,
+    padded,
+    uses_mtp,
+)
 from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import Context, ContextOptions, Device, DeviceSampler, Model, devices
-from .llama.draft import DraftContext
+from .llama import Context, Device, Model, devices
 from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
 from .speculation import dflash
-from .speculation.mtp import WIDEST, host_bytes
+from .speculation.mtp import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,9 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIB = 1024**2
-
-CELL_PADDING = 256
-"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
 
 CELL_ENTRY = 48
 """Bytes of host memory that llama.cpp takes for what it knows of a cell: its position, what is to be added to
@@ -82,15 +89,8 @@ PASSES, BATCH_CPU = 4, 2_048
 llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
 two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200."""
 
-SCORED_ROWS = 64
-"""Prompt tokens of a step whose rows come back where log-probabilities are asked for: they bound what the
-host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the memory for the rows."""
-
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""
-
-MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
-"""Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
 
 
 # --- the plan ----------------------------------------------------------------------------------------------
@@ -189,7 +189,12 @@ class MemoryPlan:
         return f"{n} sequences and {ids - n} states, {self.settings.ctx_size // ids:,} each,"
 
     @property
-    def leaves_the_host_alone(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Whether layers may be on a GPU."""
+        return len(self.usages) > 1
+
+    @property
+    def fully_offloaded(self) -> bool:
         """Whether every layer is on a GPU, so that the host only starts what that computes."""
         return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
 
@@ -237,14 +242,14 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings
     if not wanted.ctx_size:
-        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4))
+        smaller = smaller.replace(ctx_size=padded(settings.ctx_size * 3 // 4))
     if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
         smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
     if settings.deterministic:
         each = settings.ctx_size // len(SequenceIds.of(settings))
         each = each if wanted.ctx_size else each * 3 // 4
-        smaller = smaller.replace(ctx_size=_padded(each) * len(SequenceIds.of(smaller)))
-    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.usages[0].device.is_gpu)
+        smaller = smaller.replace(ctx_size=padded(each) * len(SequenceIds.of(smaller)))
+    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.on_gpu)
     return settings if smaller.ctx_size < SMALLEST_CONTEXT else smaller
 
 
@@ -319,7 +324,7 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
     checkpoints = min(settings.prefix_checkpoints or usual, room)
     weights = sum(spec.layer_weights) + spec.output_weights
-    cells = settings.prefix_cells or max(MIN_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    cells = settings.prefix_cells or max(MIN_CELLS, padded(int(SLOWDOWN * weights / spec.cell(settings))))
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
@@ -481,16 +486,12 @@ def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) 
     return lines
 
 
-def _padded(cells: int) -> int:
-    return -(-cells // CELL_PADDING) * CELL_PADDING
-
-
 def _in_streams(settings: EngineSettings) -> int:
     """Cells of the context: what is asked for or, with `deterministic`, a running sequence's share of that
     for every sequence id."""
     if not settings.deterministic:
-        return _padded(settings.ctx_size)
-    return _padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
+        return padded(settings.ctx_size)
+    return padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
 
 
 def _size(size: int) -> str:
@@ -598,117 +599,3 @@ def _largest(low: int, high: int, does: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if does(middle) else (low, middle - 1)
     return low
-
-
-# --- the contexts of llama.cpp -----------------------------------------------------------------------------
-
-
-def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
-    """Whether the multi-token-prediction head is loaded."""
-    return settings.speculation in ("both", "mtp") and spec.mtp_weights > 0
-
-
-def mtp_cells(settings: EngineSettings) -> int:
-    """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
-    and a draft needs no more than what came last."""
-    each = max(MTP_SPAN, 2 * settings.mtp_window)
-    return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
-
-
-def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
-    """The draft model, where the output of the model is. Raises ModelLoadError."""
-    return Model(
-        spec.path,
-        n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
-        main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
-        use_mmap=settings.use_mmap,
-        mlock=settings.mlock,
-        rehearse=rehearse,
-    )
-
-
-def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
-    """Its context beside the trunk's. Raises LlamaError."""
-    return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
-
-
-def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
-    """Tokens that the draft model's own cache holds."""
-    most = len(SequenceIds.of(settings).rollback)
-    held = dflash.cells(
-        settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
-    )
-    return _padded(min(held, settings.ctx_size + most * spec.block))
-
-
-def verified_rows(settings: EngineSettings) -> int:
-    """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
-    if not (drafting := len(SequenceIds.of(settings).rollback)):
-        return 0
-    rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
-    return min(settings.ubatch_size, settings.batch_size, rows)
-
-
-def scored_rows(settings: EngineSettings) -> int:
-    """Most tokens of prompts that leave their rows in one step, where log-probabilities are asked for."""
-    return min(SCORED_ROWS, settings.ubatch_size, settings.batch_size)
-
-
-def context_options(settings: EngineSettings) -> ContextOptions:
-    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
-    n_seq, rows, scored = len(SequenceIds.of(settings)), verified_rows(settings), scored_rows(settings)
-    return ContextOptions(
-        n_ctx=settings.ctx_size,
-        n_seq=n_seq,
-        n_batch=settings.batch_size,
-        n_ubatch=settings.ubatch_size,
-        # llama.cpp reserves a row for each id, whatever is asked for
-        n_outputs=max(n_seq, rows, settings.parallel + scored),
-        n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
-        threads=settings.threads,
-        threads_batch=settings.threads_batch,
-        flash_attn=settings.flash_attn,
-        type_k=settings.cache_type_k,
-        type_v=settings.cache_type_v,
-        n_samplers=0 if settings.sampling == "host" else settings.parallel,
-        n_snapshots=settings.mtp_snapshots,
-        unified=not settings.deterministic,
-    )
-
-
-def head_options(settings: EngineSettings) -> ContextOptions:
-    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
-
-    Its batches are short but for the first of a sequence, and its buffers grow with them.
-    """
-    options = context_options(settings)
-    return replace(
-        options,
-        n_ctx=mtp_cells(settings),
-        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
-        n_ubatch=min(settings.ubatch_size, 256),
-        n_outputs=max(options.n_seq, WIDEST),
-        n_outputs_per_seq=WIDEST,
-        n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
-    )
-
-
-def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
-    """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
-
-    Who looks in both directions must do so in one pass. Every row of it is an output.
-    """
-    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
-    rows = max(options.n_seq, most * spec.block)
-    return replace(
-        options,
-        n_ctx=draft_cells(settings, spec),
-        n_batch=rows,
-        n_ubatch=rows,
-        n_outputs=rows,
-        n_outputs_per_seq=spec.block,
-        n_samplers=min(options.n_samplers, most),
-        n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
-    )

@@ -18,7 +18,7 @@ from server.engine.gguf import read_header
 from server.engine.llama import Context, Model
 from server.engine.loading import PREFILL_CPU, Parts, decide
 from server.engine.memory import plan_memory
-from server.engine.profile import StepProfile
+from server.engine.profile import StartProfile, StepProfile
 from server.engine.warmup import MIN_PREFILL, prefill_budget
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
@@ -47,7 +47,7 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
         monkeypatch.setattr(kind, "close", close)
     monkeypatch.setattr("server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
-        Parts(plan, StepProfile())
+        Parts(plan, StepProfile(), StartProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
 
 
@@ -105,7 +105,7 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
         settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
     )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    parts = Parts(plan, StepProfile())
+    parts = Parts(plan, StepProfile(), StartProfile())
     with caplog.at_level(logging.DEBUG):
         parts.warm_up()
     assert parts.scheduler.prefill_budget == PREFILL_CPU, "without a GPU no more than that"
@@ -126,7 +126,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
 ) -> None:
     """What else holds them up, such as another program on the same cores, says nothing of rows."""
     wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
-    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile())
+    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 
     def held_up(batch: Batch) -> None:
