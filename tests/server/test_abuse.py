@@ -177,13 +177,14 @@ def test_clients_that_leave(server: Watched) -> None:
     url = httpx.URL(server.url)
 
     def leave(number: int) -> None:
-        path, fields = [
+        requests: list[tuple[str, dict[str, Any]]] = [
             (COMPLETIONS, {"prompt": "a b c", "stream": True}),
             (COMPLETIONS, {"prompt": ["a", "b"], "n": 2}),
             (CHAT, {"messages": [user("Hi")], "stream": True, "stop": "never"}),
             ("/invocations", {"messages": [user("Hi")], "n": 3}),
             ("/tokenize", {"content": "a b " * 20_000}),
-        ][number % 5]
+        ]
+        path, fields = requests[number % 5]
         content = json.dumps({"max_tokens": 20_000, "ignore_eos": True, **fields}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sent = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

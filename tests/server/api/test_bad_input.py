@@ -127,12 +127,13 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), FIELDS)
 def test_fields_of_every_endpoint(server: Server, fields: dict[str, Any], param: str) -> None:
-    for path, body in [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": "x"}),
         (CHAT, {"messages": HI}),
         ("/invocations", {"prompt": "x"}),
         ("/invocations", {"messages": HI}),
-    ]:
+    ]
+    for path, body in bodies:
         error = error_of(server.post(path, **{**body, **fields}), 400)
         assert error["param"] == param
         assert param in error["message"]
@@ -228,7 +229,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-STRICT: list[tuple[Any, str]] = [
+STRICT: list[tuple[Any, str | None]] = [
     (5, ""),
     ({"required": 5}, ".required"),
     ({"required": [[]]}, ".required"),
@@ -435,10 +436,11 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 
 def test_a_prompt_longer_than_the_context(server: Server) -> None:
-    for path, body in [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": LONG}),
         (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
-    ]:
+    ]
+    for path, body in bodies:
         error = error_of(server.post(path, **body), 400)
         assert error["code"] == "context_length_exceeded"
         assert "4096" in error["message"]

@@ -197,7 +197,7 @@ def test_work_ends_with_its_client(start: Start) -> None:
         finally:
             ended.set()
 
-    server.engine.vocab.tokenize = endless  # type: ignore[method-assign]
+    server.engine.vocab.tokenize = endless  # type: ignore[method-assign, assignment]
     with pytest.raises(httpx.ReadTimeout):
         server.http.post(COMPLETIONS, json={"prompt": "x" * 10_000}, timeout=0.5)
     assert entered.is_set()
@@ -209,8 +209,12 @@ def test_work_ends_with_its_client(start: Start) -> None:
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_no_more_tokens_than_a_context_at_once(start_shared: Start, path: str) -> None:
     server = start_shared("x")
-    vocab = server.engine.vocab
-    vocab.tokenize = lambda text, *, special, check: check(2**18 + 1) or []  # type: ignore[method-assign]
+
+    def tokenize(text: str, *, special: bool, check: Any) -> list[int]:
+        check(2**18 + 1)
+        return []
+
+    server.engine.vocab.tokenize = tokenize  # type: ignore[method-assign, assignment]
     response = server.post(path, content="x" * 5000, tokens=[1] * (2**18 + 1))
     assert "262,144" in error_of(response, 400)["message"]
 

@@ -15,7 +15,7 @@ from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
 PATH = "/v1/responses"
-TOOL: dict[str, Any] = {
+TOOL: Any = {
     "type": "function",
     "name": "weather",
     "description": "Of a city",
@@ -180,7 +180,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         model="m",
         input="Rain?",
         tools=[TOOL],
-        reasoning={"effort": "low"},  # type: ignore[list-item]
+        reasoning={"effort": "low"},
     )
     items: list[Any] = [
         {"role": "developer", "content": "Rhyme."},
@@ -197,7 +197,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         model="m",
         input=items,
         instructions="Be brief.",
-        tools=[TOOL],  # type: ignore[list-item]
+        tools=[TOOL],
         store=False,
         include=["reasoning.encrypted_content"],
         parallel_tool_calls=True,

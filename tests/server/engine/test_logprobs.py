@@ -210,5 +210,6 @@ def test_log_softmax_of_large_logits_and_of_none() -> None:
 @pytest.mark.parametrize("value", [-1, 21])
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_how_many_may_be_asked_for(field: str, value: int) -> None:
+    fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"^{field} is {value}; it must be from 0 to 20"):
-        SamplingParams(**{field: value})
+        SamplingParams(**fields)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
 from server.engine.llama import Model
-from server.engine.thinking import ROUNDS, SPAN, STRIDE, ThinkingWatch, goes_in_circles
+from server.engine.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 
@@ -186,6 +186,6 @@ ENDED: dict[str, list[list[int]]] = {}
 
 
 def test_a_watch_is_cheap_once_the_block_is_closed(vocab: Vocab) -> None:
-    watch = cast(ThinkingWatch, ThinkingLimits(BRIDGE, 5).begin(vocab))
+    watch = ThinkingLimits(BRIDGE, 5).begin(vocab)
     watch.follow(BRIDGE)
     assert watch.horizon is None

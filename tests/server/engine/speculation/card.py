@@ -216,7 +216,7 @@ class World:
         self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
             cast("Any", self.card),
-            self.states,
+            cast("Any", self.states),
             [*([self.ngram] if ngram else []), self.head],
             self.controller,
             slots=SLOTS,
