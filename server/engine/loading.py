@@ -298,7 +298,7 @@ class Parts:
             sequence = Sequence([0], rows, sampler)
             sequence.slot, sequence.begun = slot, True
             batch.add(sequence, 1)
-            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
         self.runner.launch(batch)
         sampled = sample(batch, self.runner.collect(batch), self.vocab.eog_ids)

@@ -258,7 +258,7 @@ class Speculator:
             drafts = [next(answers) if length else Draft() for length in lengths]
         for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
             if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
-                batch.add_draft(chunk, tokens, drafter.name)
+                batch.add_draft(chunk, tokens)
         if not any(chunk.draft for chunk in batch.chunks):
             return
         started = self._clock()

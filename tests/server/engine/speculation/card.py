@@ -243,6 +243,12 @@ class World:
         self.speculator.propose(batch)
         return batch
 
+    @property
+    def drafted_by(self) -> str:
+        """Whose drafts the batch has."""
+        watched = self.speculator._drafter
+        return "" if watched is None else watched.drafter.name
+
     def step(self) -> int:
         """Tokens drafted."""
         batch, sampled = self.propose(), []
@@ -301,7 +307,7 @@ class World:
             one = sequence([0], 10**6)
             one.slot, one.begun, one.decoding = slot, True, True
             batch.add(one, 1)
-            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         self.speculator.verify(batch, [[1] for _ in range(n)], self.card.decode(batch))
 
 
