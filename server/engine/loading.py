@@ -149,7 +149,7 @@ class Parts:
             clock=self.clock,
             draft=(self._draft[1], spec.draft) if self._draft and spec.draft else None,
         )
-        self.states.followers += self.speculator.readers
+        self.states.hidden_drafters += self.speculator.hidden_drafters
         self.cache = PrefixCache(
             self.states,
             ids=ids.checkpoints,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +45,7 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
     context.clear()
 
 
-def time_prompt(context: Context, length: int, clock: Callable[[], float] = perf_counter) -> float:
+def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> float:
     """Seconds that a prompt of `length` tokens takes: the least of a few, which load kernels and graphs."""
     times = []
     for _ in range(3):

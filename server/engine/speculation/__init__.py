@@ -6,7 +6,7 @@ times (`times.py`) and from what became of earlier drafts how many rows a verifi
 not pay rest.
 """
 
-from .base import Draft, Drafter, DrafterStats, DraftRequest, StateFollower
+from .base import Draft, Drafter, DrafterStats, DraftRequest
 from .speculator import Speculator, build_speculator
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "Drafter",
     "DrafterStats",
     "Speculator",
-    "StateFollower",
     "build_speculator",
 ]

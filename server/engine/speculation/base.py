@@ -69,33 +69,6 @@ class Drafter(Protocol):
         """The sequence has ended. Nothing happens where it was not known."""
 
 
-class FollowerState(Protocol):
-    """What a drafter saved of one sequence id in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-class StateFollower(Protocol):
-    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
-
-    What it loses costs only time.
-    """
-
-    def copy(self, source: int, target: int) -> None:
-        """`target` becomes what `source` is."""
-
-    def free(self, sequence_id: int) -> None:
-        """The id holds nothing any more. Idempotent; must not raise."""
-
-    def save(self, sequence_id: int) -> FollowerState | None:
-        """The id's state in host memory; None where there is none."""
-
-    def restore(self, sequence_id: int, saved: object | None) -> None:
-        """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
-
-
 @dataclass(slots=True)
 class DrafterStats(DraftCounts):
     """One drafter, all requests."""

@@ -141,10 +141,10 @@ class HitRates:
 class Backoff:
     """Steps that are let pass after something did not pay: more each time, until it does."""
 
-    __slots__ = ("_early", "_first", "_growth", "_last", "_next", "_until")
+    __slots__ = ("_early", "_first", "_last", "_next", "_until")
 
-    def __init__(self, first: int, last: int = REST_LAST, growth: int = REST_GROWTH) -> None:
-        self._first, self._growth, self._last = first, growth, last
+    def __init__(self, first: int, last: int = REST_LAST) -> None:
+        self._first, self._last = first, last
         self._next, self._until, self._early = first, 0, 0
         """What the next one takes; the step that ends this one, and that from which on it may be ended."""
 
@@ -154,7 +154,7 @@ class Backoff:
 
     def begin(self, now: int, most: int = 10**9) -> None:
         """It did not pay in step `now`; `most` steps are enough for it."""
-        steps, self._next = min(self._next, most), min(self._last, self._growth * self._next)
+        steps, self._next = min(self._next, most), min(self._last, REST_GROWTH * self._next)
         self._until, self._early = now + steps, now + steps // REST_ALONE
 
     def hurry(self, now: int) -> None:

@@ -63,7 +63,8 @@ class SavedReading:
 
 
 class HiddenDrafter:
-    """A drafter with a cache of its own, made of the trunk's hidden rows.
+    """A drafter with a cache of its own, made of the trunk's hidden rows: a state for each sequence id of
+    llama.cpp, which the state store copies, frees and saves with the trunk's.
 
     Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
     drafter nothing. `window` rows are kept: a drafter that missed more starts anew there, and sees no further
@@ -130,23 +131,21 @@ class HiddenDrafter:
         raise NotImplementedError
 
     def free(self, sequence_id: int) -> None:
-        """Nothing is known of a sequence id any more. Idempotent."""
+        """Nothing is known of a sequence id any more. Idempotent; must not raise."""
         if sequence_id in self._readings:
             self._drop_entries(sequence_id, 0)
             del self._readings[sequence_id]
 
     def save(self, sequence_id: int) -> SavedReading | None:
-        """What is known of a sequence id that runs nothing, its entries copied to host memory."""
+        """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
         if (reading := self._readings.get(sequence_id)) is None:
             return None
         cache = self._context.save(sequence_id) if reading.fed > reading.first else None
         return SavedReading(replace(reading, rows=[*reading.rows]), cache)
 
-    def restore(self, sequence_id: int, saved: object | None) -> None:
+    def restore(self, sequence_id: int, saved: SavedReading) -> None:
         """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
         self.free(sequence_id)
-        if not isinstance(saved, SavedReading):
-            return
         if saved.cache is not None:
             try:
                 self._context.restore(sequence_id, saved.cache)

@@ -109,7 +109,7 @@ class Speculator:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
         self._watched = [Watched(drafter) for drafter in drafters]
-        self.readers = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
+        self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
         """Their states must go where the trunk's go."""
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
@@ -134,9 +134,9 @@ class Speculator:
         """Whether the batch is such a step."""
         self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
         """As of the last step that was learnt from; steps since; and whether that one built a graph."""
-        self._listening = bool(self.readers)
+        self._listening = bool(self.hidden_drafters)
         self._rehearsing = False
-        if self.readers:
+        if self.hidden_drafters:
             self._keep(True)
 
     # --- before a step -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Speculator:
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._controller.hurry()
-        if self.readers:
+        if self.hidden_drafters:
             self._listen()
         self._way_back = 0.0
         if batch.prompt_tokens:
@@ -297,13 +297,13 @@ class Speculator:
             self._listening = listens
             self._keep(listens)
             if not listens:
-                for reader in self.readers:
+                for reader in self.hidden_drafters:
                     reader.pause()
 
     def _keep(self, keep: bool) -> None:
-        if any(not reader.layers for reader in self.readers):
+        if any(not reader.layers for reader in self.hidden_drafters):
             self._context.keep_hidden(keep)
-        for reader in self.readers:
+        for reader in self.hidden_drafters:
             if reader.layers:
                 self._context.keep_layers(reader.layers, keep)
 
@@ -353,7 +353,7 @@ class Speculator:
             held = 0
         self._way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for reader in self.readers:
+            for reader in self.hidden_drafters:
                 reader.rolled_back(slot, held)
         return held
 
@@ -363,7 +363,7 @@ class Speculator:
         for chunk, new in zip(batch.chunks, sampled, strict=True):
             slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
             if slot is not None and slot < self._slots:
-                readers = [r for r in self.readers if r.wants(chunk.sequence, chunk.start + right)]
+                readers = [r for r in self.hidden_drafters if r.wants(chunk.sequence, chunk.start + right)]
                 if readers:
                     wanted.append((readers, slot, chunk, right))
         if not wanted:
@@ -543,7 +543,7 @@ def build_speculator(
     alone is drafted from.
 
     Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
-    `verify`'s seconds were told by. The caller has `states` keep the `readers` up to date.
+    `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):

@@ -499,7 +499,7 @@ def test_always_drafts_as_far_as_it_can() -> None:
 
 
 def test_each_no_lengthens_the_rest_and_a_yes_ends_it() -> None:
-    rest, lengths = Backoff(2, 50, growth=4), list[int]()
+    rest, lengths = Backoff(2, 50), list[int]()
     assert rest.left(0) == 0
     for now in range(0, 400, 100):
         rest.begin(now)

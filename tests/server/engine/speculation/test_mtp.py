@@ -15,7 +15,7 @@ from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama.mtp import MtpContext
 from server.engine.sequence import Sequence
 from server.engine.sequence_ids import MTP_SEQUENCES
-from server.engine.speculation.base import Drafter, DraftRequest, StateFollower
+from server.engine.speculation.base import Drafter, DraftRequest
 from server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
 from tests.server.engine.speculation.helpers import sequence
 
@@ -284,11 +284,10 @@ def test_a_copy_grows_when_it_is_read_on(head: Head) -> None:
     head.check(1, one.tokens)
 
 
-def test_it_is_what_the_speculator_and_the_states_expect(head: Head) -> None:
+def test_it_is_what_the_speculator_expects(head: Head) -> None:
     mtp = drafter(head)
     as_drafter: Drafter = mtp  # checked by mypy
-    as_follower: StateFollower = mtp
-    assert as_follower.save(0) is None
+    assert mtp.save(0) is None
     assert as_drafter.most == MTP_SEQUENCES
     assert mtp.cost(1, 4) == 0
     mtp.measure()
