@@ -95,6 +95,7 @@ class ClientLeft(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400, for a field that is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 

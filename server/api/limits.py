@@ -78,6 +78,7 @@ class Body:
         return self._size >= LARGE
 
     async def wait_turn(self) -> None:
+        """Until no other large body is being worked on."""
         await self._bodies._large.acquire()
         self._alone = True
 

@@ -190,6 +190,8 @@ TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKEN_RULES
 
 
 class StreamOptions(BaseModel):
+    """OpenAI's, and vLLM's."""
+
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None

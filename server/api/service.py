@@ -63,6 +63,7 @@ class Service:
         """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
 
     def start(self) -> None:
+        """Begins to load the model."""
         threading.Thread(target=self._run_load, name="load", daemon=True).start()
 
     def _run_load(self) -> None:

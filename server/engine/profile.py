@@ -93,6 +93,7 @@ class StepProfile:
         self.start()
 
     def times(self) -> tuple[StepTotals, ...]:
+        """All steps so far, by kind and rows."""
         return tuple(
             StepTotals(kind, rows, int(total[0]), int(total[1]), tuple(total[2:]))
             for (kind, rows), total in sorted(self._totals.copy().items())

@@ -74,6 +74,7 @@ class Reproducible:
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
+    """The first free slot, whichever sequence it is for."""
     return free[0]
 
 

@@ -55,6 +55,7 @@ class DraftCounts:
     """Those that were right."""
 
     def add(self, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens was verified."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -313,6 +313,7 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:
+        """Forget all sequences."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, False)
 

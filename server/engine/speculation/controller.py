@@ -168,6 +168,7 @@ class Backoff:
         return self._next > self._first
 
     def end(self) -> None:
+        """It pays: the next steps let pass are as few as the first."""
         self._next, self._until = self._first, 0
 
 
@@ -414,6 +415,7 @@ class Always(Controller):
     """Drafts as long as they can be, whatever they cost, and instant ones first: for tests."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
+        """All of them."""
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:

@@ -334,6 +334,7 @@ class Speculator:
         return held
 
     def abandon(self) -> None:
+        """The batch could not be computed: there may be no graph any more."""
         self._shape = (0, 0)
 
     def _settle(self, chunk: Chunk, new: Sampled) -> int:
@@ -507,6 +508,7 @@ class Speculator:
     # --- what becomes of sequences -------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         self._alive.discard(sequence)
         for watched in self._watched:
             watched.drafter.forget(sequence)

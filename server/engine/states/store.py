@@ -69,6 +69,7 @@ class StateStore:
                 self._lost(drafter, target, error)
 
     def free(self, sequence: int) -> None:
+        """Empty an id: its cells, its state, its rollback copy, what drafters have of it. Idempotent."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
