@@ -102,7 +102,6 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
 
 
 async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
-    """The whole answer as one object. Raises ApiError 503 where the server cut it short."""
     messages = await asyncio.gather(*map(message_of, replies))
 
     def written() -> dict[str, Any]:
@@ -122,7 +121,6 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
 
 
 async def message_of(reply: Reply) -> dict[str, Any]:
-    """OpenAI's message, of all parts of a reply."""
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}
@@ -180,7 +178,6 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
 
 
 def delta_of(part: Part) -> dict[str, Any]:
-    """OpenAI's delta for a part of a reply."""
     match part:
         case Reasoning(text):
             return {"reasoning_content": text}
@@ -193,5 +190,4 @@ def delta_of(part: Part) -> dict[str, Any]:
 
 
 def tool_call(call: ToolCall, arguments: str) -> dict[str, Any]:
-    """OpenAI's object for a call."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -75,8 +75,6 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice in the making."""
-
     generation: TextGeneration
     echo: str
     """What its text begins with."""
@@ -89,7 +87,6 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The whole answer as one object. Raises ApiError 503 where the server cut it short."""
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
 
     def written() -> dict[str, Any]:
@@ -111,7 +108,6 @@ async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str,
 
 
 async def text_of(generation: TextGeneration) -> str:
-    """All of a text."""
     return "".join([text async for text in generation])
 
 
@@ -155,5 +151,4 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
 def choice(
     index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """OpenAI's object for a choice."""
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -54,7 +54,6 @@ async def count_tokens(http: Request, service: Service, request: CountTokensRequ
 
 
 async def collect(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """The whole message as one object. Raises ApiError 503 where the server cut it short."""
     message = Message(served)
     async for part in reply:
         for _ in message.add(part):
@@ -96,7 +95,6 @@ class Message:
         """Of the open call, its arguments so far."""
 
     def add(self, part: Part) -> Iterator[Event]:
-        """The events of one more part of the reply."""
         match part:
             case Reasoning(text):
                 kind, delta = "thinking", {"type": "thinking_delta", "thinking": text}
@@ -148,7 +146,6 @@ def opened(part: Part) -> Block:
 
 
 def envelope(served: ServedRequest) -> dict[str, Any]:
-    """The fields that a message has from its beginning."""
     return {"id": served.id, "type": "message", "role": "assistant", "model": served.model}
 
 

@@ -94,7 +94,7 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
-        self._news: list[Output] = []
+        self._unsent: list[Output] = []
         """What the last step gave those who go on; told while the device computes the next."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Engine:
         for output in outputs:
             self._generated_tokens += len(output.tokens)
             if output.done is None:
-                self._news.append(output)
+                self._unsent.append(output)
             elif isinstance(output.done, RequestFault):
                 self._finish(output.sequence, output.done, [])
             elif isinstance(output.done, Exception):
@@ -324,8 +324,8 @@ class Engine:
 
     def _flush(self) -> None:
         """Tell listeners what their sequences have gained; whoever listened on a closed loop is cancelled."""
-        news, self._news = self._news, []
-        for output in news:
+        outputs, self._unsent = self._unsent, []
+        for output in outputs:
             generation = self._listeners.get(output.sequence)
             if generation is not None and generation.stream:
                 generation.cached_tokens = output.sequence.reused or 0
@@ -372,7 +372,7 @@ class Engine:
             self._finish(sequence, done, forced)
             return
         if forced:
-            self._news.append(Output(sequence, forced, None))
+            self._unsent.append(Output(sequence, forced, None))
         self._scheduler.add(sequence)
 
     def _end(self, generation: Generation, done: FinishReason | Exception) -> None:
@@ -384,9 +384,9 @@ class Engine:
             self._close(generation, done, [])
             return
         self._scheduler.remove(sequence, failed=isinstance(done, Exception))
-        unsent = [token for output in self._news if output.sequence is sequence for token in output.tokens]
-        self._news = [output for output in self._news if output.sequence is not sequence]
-        self._finish(sequence, done, unsent)
+        tokens = [token for output in self._unsent if output.sequence is sequence for token in output.tokens]
+        self._unsent = [output for output in self._unsent if output.sequence is not sequence]
+        self._finish(sequence, done, tokens)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
         """A sequence has left the scheduler: free what it has, and tell its listener, of `tokens` too."""
