@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.api.sampling import Mode
-    from server.chat.constraints import AnswerFormat, ToolFormat
+    from server.chat.formats import AnswerFormat, ToolFormat
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from server.api.errors import bad_request
-from server.chat.constraints import (
+from server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
     ToolFormat,

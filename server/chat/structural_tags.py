@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .constraints import (
+from .errors import PromptError
+from .formats import (
     ANY,
     AnswerFormat,
     check_length,
@@ -24,7 +25,6 @@ from .constraints import (
     lark_literal,
     lark_regex,
 )
-from .errors import PromptError
 
 KEYS = {
     "const_string": {"value"},
