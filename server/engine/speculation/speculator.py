@@ -88,6 +88,22 @@ class Watched:
             self.disabled.begin(now)
 
 
+@dataclass(slots=True)
+class Proposal:
+    """The drafts of the batch that is being computed."""
+
+    watched: Watched
+    """Whose they are."""
+    kinds: list[str]
+    """By chunk; "" for one without a draft."""
+    beyond: bool
+    """Whether they are longer than what is taken back for nothing."""
+    way_back: float
+    """Seconds that it took to keep the way back and, later, to go it."""
+    seconds: float = 0.0
+    """Seconds that it took to make them."""
+
+
 class Speculator:
     """Asks the drafters, keeps the way back open, and has the controller learn from what comes out.
 
@@ -116,16 +132,10 @@ class Speculator:
         """Sequences that were in a batch and have not ended."""
         self._n = 0
         """Sequences of the last batch."""
-        self._kinds: list[str] = []
-        """Of the drafts of the batch, by chunk; empty where it has none."""
-        self._drafter: Watched | None = None
-        """Whose drafts they are."""
+        self._proposal: Proposal | None = None
+        """None where the batch has no drafts."""
         self._drafting = ""
         """The kind that was drafted last, as long as the consequences last."""
-        self._proposing = self._way_back = 0.0
-        """Seconds that the drafts of the batch took, and that it took to keep the way back and go it."""
-        self._beyond = False
-        """Whether they are longer than what is taken back for nothing."""
         self._shape = (0, 0)
         """Sequences and rows of the last step, for which there is a graph."""
         self._quiet = 0
@@ -158,13 +168,12 @@ class Speculator:
             return
         started = self._clock()
         self._n, self._quiet = len(chunks), 0
-        self._kinds, self._drafter = [], None
+        self._proposal = None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._controller.hurry()
         if self.hidden_drafters:
             self._listen()
-        self._way_back = 0.0
         if batch.prompt_tokens:
             for watched in self._watched:  # a new text is looked at once, whatever became of the last
                 watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
@@ -172,9 +181,10 @@ class Speculator:
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
-        if not self._kinds and all(chunk.count == 1 for chunk in chunks):
+        if self._proposal is not None:
+            self._proposal.seconds = self._clock() - started - self._proposal.way_back
+        elif all(chunk.count == 1 for chunk in chunks):
             self._quiet = min([QUIET, *map(self._wait, self._watched)])
-        self._proposing = self._clock() - started - self._way_back
 
     def _wait(self, watched: Watched) -> int:
         """Steps until it is worth asking a drafter."""
@@ -216,8 +226,7 @@ class Speculator:
             shape=self._shape,
         )
         if (plan := self._controller.choose(options, step)) is not None:
-            self._beyond = max(plan.lengths) > step.rewinds
-            self._carry_out(batch, plan, requests, found)
+            self._carry_out(batch, plan, requests, found, beyond=max(plan.lengths) > step.rewinds)
 
     def _option(
         self, watched: Watched, requests: list[DraftRequest], found: dict[str, list[Draft]]
@@ -242,7 +251,13 @@ class Speculator:
         return option if any(option.kinds) else None
 
     def _carry_out(
-        self, batch: Batch, plan: Plan, requests: list[DraftRequest], found: dict[str, list[Draft]]
+        self,
+        batch: Batch,
+        plan: Plan,
+        requests: list[DraftRequest],
+        found: dict[str, list[Draft]],
+        *,
+        beyond: bool,
     ) -> None:
         drafter, lengths = plan.drafter, plan.lengths
         watched = next(one for one in self._watched if one.drafter is drafter)
@@ -267,12 +282,10 @@ class Speculator:
         except Exception as error:  # no way back: no drafts
             watched.failed(error, self._controller.now)
             batch.drop_drafts()
-        else:
-            self._drafter, watched.fruitless = watched, 0
-            self._kinds = [
-                draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)
-            ]
-        self._way_back = self._clock() - started
+            return
+        watched.fruitless = 0
+        kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
+        self._proposal = Proposal(watched, kinds, beyond, way_back=self._clock() - started)
 
     def _ask(self, watched: Watched, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones where it fails."""
@@ -326,8 +339,8 @@ class Speculator:
         started = self._clock()
         if self._listening:
             self._collect(batch, sampled)
-        if self._kinds:
-            held = [self._settle(chunk, new) for chunk, new in zip(chunks, sampled, strict=True)]
+        if (proposal := self._proposal) is not None:
+            held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         self._learn(batch, sampled, seconds, started)
@@ -337,22 +350,19 @@ class Speculator:
         """The batch could not be computed: there may be no graph any more."""
         self._shape = (0, 0)
 
-    def _settle(self, chunk: Chunk, new: Sampled) -> int:
+    def _settle(self, proposal: Proposal, chunk: Chunk, new: Sampled) -> int:
         """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
         right, drafted = _accepted(new), len(chunk.draft)
         if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
-        slot = chunk.sequence.slot
-        assert slot is not None
-        started = self._clock()
+        slot, started = chunk.slot, self._clock()
         try:
             held = self._states.rollback(chunk, right)
         except Exception as error:  # the sequence reads its text again
-            assert self._drafter is not None
-            self._drafter.failed(error, self._controller.now)
+            proposal.watched.failed(error, self._controller.now)
             self._states.free(slot)
             held = 0
-        self._way_back += self._clock() - started
+        proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
             for reader in self.hidden_drafters:
                 reader.rolled_back(slot, held)
@@ -388,24 +398,23 @@ class Speculator:
         return self._context.hidden(batch.n_tokens)[places]  # a copy: these rows are llama.cpp's
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
-        chunks, n = batch.chunks, len(batch.chunks)
-        plain = not self._kinds and batch.is_decode
-        if self._kinds:
-            self._count(chunks, sampled)
+        chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
+        plain = proposal is None and batch.is_decode
+        if proposal is not None:
+            self._count(proposal, chunks, sampled)
         decodes = all(chunk.decodes for chunk in chunks)
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
         controller, spent = self._controller, seconds + self._clock() - started
-        if self._drafter is not None:
-            kinds = {kind for kind in self._kinds if kind}
-            self._drafting = max(kinds, key=self._kinds.count)
-            if self._beyond:
-                controller.add_way_back(self._way_back)
-            drafter = self._drafter.drafter
+        if proposal is not None:
+            self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
+            if proposal.beyond:
+                controller.add_way_back(proposal.way_back)
+            drafter = proposal.watched.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
-            spent += min(self._proposing, 2 * expected) if expected else self._proposing
+            spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
                 times = controller.times
                 graph = times.building.value if built else times.capturing.value if captured else 0.0
@@ -418,14 +427,14 @@ class Speculator:
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 
-    def _count(self, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
-        assert self._drafter is not None
-        for chunk, new, kind in zip(chunks, sampled, self._kinds, strict=True):
+    def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
+        watched = proposal.watched
+        for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
             if kind:
                 drafted, right = len(chunk.draft), _accepted(new)
-                self._drafter.stats.add(drafted, right)
+                watched.stats.add(drafted, right)
                 chunk.sequence.drafts.add(drafted, right)
-                self._controller.rates(self._drafter.drafter, kind).add(drafted, right)
+                self._controller.rates(watched.drafter, kind).add(drafted, right)
 
     def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool = True) -> tuple[bool, bool]:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""

@@ -246,8 +246,8 @@ class World:
     @property
     def drafted_by(self) -> str:
         """Whose drafts the batch has."""
-        watched = self.speculator._drafter
-        return "" if watched is None else watched.drafter.name
+        proposal = self.speculator._proposal
+        return "" if proposal is None else proposal.watched.drafter.name
 
     def step(self) -> int:
         """Tokens drafted."""
