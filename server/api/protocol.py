@@ -535,11 +535,12 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-# --- /tokenize and /detokenize, as llama-server has them ---------------------------------------------------
+# --- /tokenize and /detokenize -----------------------------------------------------------------------------
 
 
 class TokenizeRequest(BaseModel):
-    """Text to ids. `add_special` puts the beginning-of-sequence token first, where the model has one."""
+    """Text to ids, as llama-server has it. `add_special` puts the beginning-of-sequence token first, where
+    the model has one."""
 
     model_config = ConfigDict(strict=True)
 
@@ -547,6 +548,23 @@ class TokenizeRequest(BaseModel):
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+
+
+class TokenizePromptRequest(BaseModel):
+    """A text to ids, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
+
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):

@@ -23,13 +23,14 @@ from server.api.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
     TokenizeRequest,
 )
 from server.api.request import request_of
 from server.api.responses import respond
 from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
-from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

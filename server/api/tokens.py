@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 
 from server.api.chat import prompt_of
 from server.api.errors import bad_request
-from server.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from server.api.protocol import TokenizeChatRequest, TokenizePromptRequest, TokenizeRequest
 from server.api.request import prepared
 from server.api.service import service_of
 from server.engine import TokenBudget
@@ -22,29 +21,13 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
+    from server.api.protocol import ChatRequest, DetokenizeRequest
     from server.api.service import Service
     from server.engine import Vocab
 
 
 MAX_TOKENS = 2**18
 """What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
-
-
-class TokenizePromptRequest(BaseModel):
-    """A text to ids, as vLLM has it."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class TokenizeChatRequest(ChatRequest):
-    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
-
-    return_token_strs: bool | None = None
 
 
 def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest]:
