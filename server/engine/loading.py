@@ -290,8 +290,8 @@ class Parts:
             else "rows are the same however many are computed together",
         )
 
-    def _rehearse(self, n: int, rows: int) -> None:
-        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""
+    def _rehearse(self, n: int, rows: int) -> float:
+        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all; in seconds."""
         sampler = Sampler(SamplingParams(), self.vocab, [])
         batch = Batch()
         for slot in range(n):
@@ -301,10 +301,11 @@ class Parts:
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
         self.runner.launch(batch)
-        sampled = sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
-        self.speculator.verify(batch, sampled, self.clock() - started)
+        sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
+        seconds = self.clock() - started
         for slot in range(n):
             self.context.remove(slot)
+        return seconds
 
     def close(self) -> None:
         """Free the contexts and the model. Idempotent."""

@@ -145,7 +145,6 @@ class Speculator:
         self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
         """As of the last step that was learnt from; steps since; and whether that one built a graph."""
         self._listening = bool(self.hidden_drafters)
-        self._rehearsing = False
         if self.hidden_drafters:
             self._keep(True)
 
@@ -333,9 +332,6 @@ class Speculator:
         if self._is_quiet and not self._listening:
             self._unlearnt += 1
             return [chunk.start + 1 for chunk in chunks]
-        if self._rehearsing:
-            self._learn_times(batch, seconds)
-            return [chunk.start + chunk.n_tokens for chunk in chunks]
         started = self._clock()
         if self._listening:
             self._collect(batch, sampled)
@@ -436,23 +432,27 @@ class Speculator:
                 chunk.sequence.drafts.add(drafted, right)
                 self._controller.rates(watched.drafter, kind).add(drafted, right)
 
-    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool = True) -> tuple[bool, bool]:
+    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool) -> tuple[bool, bool]:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""
-        n, lengths = len(batch.chunks), {chunk.n_tokens for chunk in batch.chunks}
+        lengths = {chunk.n_tokens for chunk in batch.chunks}
         even = decodes and len(lengths) == 1
+        return self._book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
+
+    def _book(self, shape: tuple[int, int], seconds: float) -> tuple[bool, bool]:
+        """The same for a shape, (0, 0) for a step without one."""
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._unlearnt + 1
         captured, self._built, self._unlearnt = self._built and not built, built, 0
-        self._shape = (n, lengths.pop()) if even else (0, 0)
-        if even:
-            self._controller.times.add(*self._shape, seconds, built=built, captured=captured)
+        self._shape = shape
+        if shape != (0, 0):
+            self._controller.times.add(*shape, seconds, built=built, captured=captured)
         return built, captured
 
     # --- warming up ----------------------------------------------------------------------------------------
 
     def measure(
         self,
-        rehearse: Callable[[int, int], None],
+        rehearse: Callable[[int, int], float],
         seconds: float,
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
@@ -462,8 +462,8 @@ class Speculator:
 
         A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
         what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
-        tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the
-        slots again; it needs no `propose`.
+        tokens with a row of logits each for each of `n` sequences, empties the slots again, and says how many
+        seconds the batch took.
         """
         self._graphs_reused, self._unlearnt = self._context.graphs_reused, 0
         if known is not None:
@@ -481,7 +481,7 @@ class Speculator:
         return self._controller.times.dump()
 
     def _measure_steps(
-        self, rehearse: Callable[[int, int], None], seconds: float, prompt: tuple[int, float] | None
+        self, rehearse: Callable[[int, int], float], seconds: float, prompt: tuple[int, float] | None
     ) -> None:
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
@@ -489,30 +489,26 @@ class Speculator:
         deadline = self._clock() + seconds
         if prompt is not None:
             self._controller.times.add(1, *prompt)
-        self._rehearsing = True
-        try:
-            self._measure_building(rehearse, longest)
-            for turn in range(TURNS):
-                for n, rows in shapes:
-                    late = self._clock() > deadline and (turn or rows > MEASURED[1])
-                    if not late and rows <= longest and n * rows <= self._most_rows:
-                        for _ in range(STEADY):
-                            rehearse(n, rows)
-            self._measure_building(rehearse, longest)
-        finally:
-            self._rehearsing = False
+        self._measure_building(rehearse, longest)
+        for turn in range(TURNS):
+            for n, rows in shapes:
+                late = self._clock() > deadline and (turn or rows > MEASURED[1])
+                if not late and rows <= longest and n * rows <= self._most_rows:
+                    for _ in range(STEADY):
+                        self._book((n, rows), rehearse(n, rows))
+        self._measure_building(rehearse, longest)
 
-    def _measure_building(self, rehearse: Callable[[int, int], None], longest: int) -> None:
+    def _measure_building(self, rehearse: Callable[[int, int], float], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.
 
         At first, so that it can be taken off what is measured then; and again when the machine is warm.
         """
         self._controller.times.building = Mean()
         for _ in range(STEADY):
-            rehearse(1, 1)
+            self._book((1, 1), rehearse(1, 1))
         for rows in MEASURED[1::-1] * STEADY:
             if rows <= longest:
-                rehearse(1, rows)
+                self._book((1, rows), rehearse(1, rows))
 
     # --- what becomes of sequences -------------------------------------------------------------------------
 

@@ -301,14 +301,14 @@ class World:
         ]
         return max(gains)
 
-    def _rehearse(self, n: int, rows: int) -> None:
+    def _rehearse(self, n: int, rows: int) -> float:
         batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)
             one.slot, one.begun, one.decoding = slot, True, True
             batch.add(one, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
-        self.speculator.verify(batch, [[1] for _ in range(n)], self.card.decode(batch))
+        return self.card.decode(batch)
 
 
 def on_h200(n: int = 1, **changes: Any) -> World:
