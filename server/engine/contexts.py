@@ -1,5 +1,5 @@
-"""The contexts of llama.cpp that settings describe whose sizes are decided: the trunk's, the MTP head's, and
-that of a draft model."""
+"""The models and contexts of llama.cpp that settings describe whose sizes are decided: the trunk's, the MTP
+head's, and those of a draft model."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ def mtp_cells(settings: EngineSettings) -> int:
     and a draft needs no more than what came last."""
     each = max(MTP_SPAN, 2 * settings.mtp_window)
     return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
+
+
+def load_model(settings: EngineSettings, spec: ModelSpec, *, rehearse: bool = False) -> Model:
+    """The model to serve. Raises ModelLoadError."""
+    return Model(
+        settings.model,
+        n_gpu_layers=settings.n_gpu_layers,
+        main_gpu=settings.main_gpu,
+        shares=settings.shares,
+        use_mmap=settings.use_mmap,
+        mlock=settings.mlock,
+        rehearse=rehearse,
+        load_mtp=uses_mtp(settings, spec),
+    )
 
 
 def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:

@@ -17,6 +17,7 @@ from .contexts import (
     draft_context,
     head_options,
     load_draft,
+    load_model,
     scored_rows,
     uses_mtp,
     verified_rows,
@@ -24,7 +25,7 @@ from .contexts import (
 from .errors import DoesNotFit, LlamaError
 from .grammar import GrammarCompiler
 from .hardware import nvidia_cards, physical_cores
-from .llama import Context, Model, patches, supports_gpu
+from .llama import Context, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
 from .measured import Measured, MeasuredFile
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
+    from .llama import Model
     from .llama.draft import DraftContext
     from .memory import MemoryPlan
     from .profile import StartProfile, StepProfile
@@ -112,15 +114,7 @@ class Parts:
         self._file: MeasuredFile | None = None
         self._prompt_seconds = 0.0
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-        self.model = Model(
-            settings.model,
-            n_gpu_layers=settings.n_gpu_layers,
-            main_gpu=settings.main_gpu,
-            shares=settings.shares,
-            use_mmap=settings.use_mmap,
-            mlock=settings.mlock,
-            load_mtp=uses_mtp(settings, spec),
-        )
+        self.model = load_model(settings, spec)
         self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
         self._draft = _draft(plan, self.context) if spec.draft else None

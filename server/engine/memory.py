@@ -20,6 +20,7 @@ from .contexts import (
     draft_context,
     head_options,
     load_draft,
+    load_model,
     mtp_cells,
     padded,
     uses_mtp,
@@ -28,7 +29,7 @@ from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import Context, Device, Model, devices
+from .llama import Context, Device, devices
 from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
@@ -444,15 +445,7 @@ _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB"
 
 def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
-    by_head = uses_mtp(settings, spec)
-    model = Model(
-        settings.model,
-        n_gpu_layers=settings.n_gpu_layers,
-        main_gpu=settings.main_gpu,
-        shares=settings.shares,
-        rehearse=True,
-        load_mtp=by_head,
-    )
+    model = load_model(settings, spec, rehearse=True)
     lines: list[str] = []
     try:
         context = Context(model, context_options(settings))
@@ -460,7 +453,7 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
         if spec.draft is not None:
             lines += _rehearsed_draft(settings, spec.draft, context)
         context.close()
-        if by_head:
+        if uses_mtp(settings, spec):
             head = MtpContext(model, head_options(settings))
             lines += head.log
             head.close()
