@@ -61,9 +61,9 @@ async def begin(
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
     request.messages = []  # they would stay for as long as the answer takes
-    limits = None
-    if thinking:
-        limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
+    limits = (
+        request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
+    )
     constrain = None if wanted is None else await wanted.compiled(service)
     parsers = [
         ReplyParser(

@@ -45,7 +45,6 @@ class Answer:
         self._request = request
         self._served = served
         self._reply = reply
-        self._vocab = vocab
         self._output = Output(ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation))
         self._sent = 0
 
@@ -125,14 +124,12 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens. Those of the reasoning are what the tokenizer makes of its text."""
         generation = self._reply.generation
-        reasoning = self._vocab.tokenize(self._output.reasoning, special=False)
         return {
             "input_tokens": generation.prompt_tokens,
             "input_tokens_details": {"cached_tokens": generation.cached_tokens},
             "output_tokens": generation.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(reasoning)},
+            "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
             "total_tokens": generation.prompt_tokens + generation.completion_tokens,
         }
 
@@ -143,11 +140,6 @@ class Output:
     def __init__(self, logprobs: ResponseLogprobs) -> None:
         self.items: list[Item] = []
         self._logprobs = logprobs
-
-    @property
-    def reasoning(self) -> str:
-        items = [item for item in self.items if item["type"] == "reasoning"]
-        return "".join(part["text"] for item in items for part in item["content"])
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:

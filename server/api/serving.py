@@ -146,8 +146,9 @@ class ServedRequest:
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request; a prompt with several answers counts once.
 
-        `speculation`, an extension: what became of tokens guessed ahead, where there were any. `cache_miss`,
-        where it was asked for: why a prompt had to be computed beyond `cached_tokens`.
+        `completion_tokens_details` comes where an answer thinks. `speculation`, an extension: what became of
+        tokens guessed ahead, where there were any. `cache_miss`, where it was asked for: why a prompt had to
+        be computed beyond `cached_tokens`.
         """
         prompts = self.generations[:: self._per_prompt]
         prompt_tokens = sum(generation.prompt_tokens for generation in prompts)
@@ -160,6 +161,9 @@ class ServedRequest:
                 "cached_tokens": sum(generation.cached_tokens for generation in prompts)
             },
         }
+        thoughts = [generation.reasoning_tokens for generation in self.generations]
+        if reasoning := [count for count in thoughts if count is not None]:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         if self._cache_report:
             usage["prompt_tokens_details"]["cache_miss"] = _misses(prompts)
         drafts = [generation.generation.drafts for generation in self.generations]
