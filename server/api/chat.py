@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import ending, event, merge
+from server.api.sse import encode, ending, event, merge
 from server.api.structured import WantedGrammar, wanted_grammar
 from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
@@ -101,10 +101,10 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
     return ids, prompter.reply_reasons(request.messages, **how)
 
 
-async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
+async def collect(served: ServedRequest, replies: list[Reply]) -> bytes:
     messages = await asyncio.gather(*map(message_of, replies))
 
-    def written() -> dict[str, Any]:
+    def written() -> bytes:
         choices = [
             {
                 "index": index,
@@ -115,7 +115,9 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
             for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
         ]
         scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-        return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+        return encode(
+            {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+        )
 
     return await served.written(written)
 

@@ -11,7 +11,7 @@ from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import ending, event, merge
+from server.api.sse import encode, ending, event, merge
 from server.api.structured import WantedGrammar, wanted_grammar
 
 if TYPE_CHECKING:
@@ -86,10 +86,10 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     return b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")
 
 
-async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+async def collect(served: ServedRequest, answers: Sequence[Answer]) -> bytes:
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
 
-    def written() -> dict[str, Any]:
+    def written() -> bytes:
         choices = [
             {
                 **choice(
@@ -102,7 +102,7 @@ async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str,
             }
             for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
         ]
-        return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+        return encode({**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()})
 
     return await served.written(written)
 

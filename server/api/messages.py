@@ -11,7 +11,7 @@ from sse_starlette import ServerSentEvent
 
 from server.api.chat import begin, prompt_of
 from server.api.request import LARGE_JSON, on_thread, prepared
-from server.api.sse import Dialect, typed_event
+from server.api.sse import Dialect, encode, typed_event
 from server.api.tokens import bounded
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -53,19 +53,15 @@ async def count_tokens(http: Request, service: Service, request: CountTokensRequ
     return await prepared(http, answer, size)
 
 
-async def collect(served: ServedRequest, reply: Reply) -> dict[str, Any]:
+async def collect(served: ServedRequest, reply: Reply) -> bytes:
     message = Message(served)
     async for part in reply:
         for _ in message.add(part):
             pass
     for _ in message.close():
         pass
-    return {
-        **envelope(served),
-        "content": message.content,
-        **ending(served, reply),
-        "usage": usage(reply),
-    }
+    whole = {**envelope(served), "content": message.content, **ending(served, reply), "usage": usage(reply)}
+    return encode(whole)
 
 
 async def stream(served: ServedRequest, reply: Reply) -> AsyncGenerator[bytes, None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from copy import deepcopy
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
 from server.api.request import LARGE_JSON, on_thread
-from server.api.sse import Dialect, typed_event
+from server.api.sse import Dialect, encode, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -48,14 +49,14 @@ class Answer:
         self._output = Output(ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation))
         self._sent = 0
 
-    async def collect(self) -> dict[str, Any]:
+    async def collect(self) -> bytes:
         async for part in self._reply:
             for _ in self._output.add(part):
                 pass
         status = self._status()
         for _ in self._output.close(status):
             pass
-        return self._object(status)
+        return await self._served.written(lambda: encode(self._object(status)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as events, numbered."""
@@ -65,10 +66,13 @@ class Answer:
         ]
         yield self._numbered(begun)
         async for part in self._reply:
-            yield self._numbered(self._output.add(part))
+            write = partial(self._numbered, self._output.add(part))
+            # a call ends the text before it, all of whose log-probabilities are told once more
+            yield await self._served.written(write) if isinstance(part, ToolCall) else write()
         status = self._status()
-        last = self._numbered(self._output.close(status))
-        yield last + self._numbered([{"type": f"response.{status}", "response": self._object(status)}])
+        whole = {"type": f"response.{status}", "response": self._object(status)}
+        last = chain(self._output.close(status), [whole])
+        yield await self._served.written(lambda: self._numbered(last))
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
@@ -188,20 +192,21 @@ class Output:
                 part: Item = {"type": "reasoning_text", "text": ""}
             else:
                 item = {"type": kind, "id": _id("msg"), "role": "assistant"}
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                told = self._logprobs.written([])
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": told}
             yield from self._open({**item, "content": []})
             item = self.items[-1]
             place = {**self._place(), "content_index": 0}
-            yield {"type": "response.content_part.added", **place, "part": deepcopy(part)}
+            yield {"type": "response.content_part.added", **place, "part": part}
             item["content"].append(part)
         [part] = item["content"]
         part["text"] += text
-        told: Item = {}
+        more: Item = {}
         if kind == "message":
-            told = {"logprobs": self._logprobs.of(text)}
-            part["logprobs"] += told["logprobs"]
+            more["logprobs"] = self._logprobs.written(self._logprobs.of(text))
+            part["logprobs"].items += more["logprobs"].items
         place = {**self._place(), "content_index": 0}
-        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **told}
+        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **more}
 
     def _open(self, item: Item) -> Iterator[Event]:
         self.items.append({**item, "status": "in_progress"})
