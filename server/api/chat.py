@@ -57,10 +57,10 @@ async def begin(
         budget = prompt_budget(request, engine.context_size, interrupt)
         ids, thinking = prompt_of(service, request, budget)
         prompt = engine.prompt(truncated(ids, request, engine.context_size))
+        request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
-    request.messages = []  # they would stay for as long as the answer takes
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )

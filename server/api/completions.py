@@ -52,11 +52,11 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
+        request.prompt = []  # they would stay for as long as the answer takes
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
-    request.prompt = []  # they would stay for as long as the answer takes
     constrain = None if wanted is None else await wanted.compiled(service)
     served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]

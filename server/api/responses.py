@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
-from server.api.request import LARGE_JSON, on_thread
+from server.api.request import on_thread
 from server.api.sse import Dialect, encode, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -33,7 +33,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
     """Answers with a response; `size` is the body's, in bytes."""
-    asked = await on_thread(request.chat, size, LARGE_JSON)
+    asked = await on_thread(request.chat, size)
+    request.input = None  # it would stay for as long as the answer takes
     served, [reply] = await begin(http, service, asked, size, "resp_")
     answer = Answer(request, served, reply, service.backend.engine.vocab)
     return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
