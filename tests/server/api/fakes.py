@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from server.engine import (
@@ -118,8 +119,9 @@ class Submission:
 
 def told(token: int, n_top: int | None) -> TokenLogprobs:
     """Made-up log-probabilities: -0.1 for the token itself, where it is even, and for the one below it."""
-    top = [(token - token % 2, -0.1), (token | 1, -2.5)]
-    return TokenLogprobs(token, -2.5 if token % 2 else -0.1, 1 + token % 2, top[:n_top])
+    ids, logprobs = np.array([token - token % 2, token | 1], np.int32), np.array([-0.1, -2.5])
+    own = -2.5 if token % 2 else -0.1
+    return TokenLogprobs(token, own, 1 + token % 2, ids[:n_top], logprobs[:n_top])  # type: ignore[arg-type]
 
 
 class FakeGeneration:
