@@ -158,3 +158,40 @@ def test_a_number_that_is_too_large_is_found(number: str) -> None:
         decode(f'{{"a": [1.5, 2, {{"c": 1e300}}], "b": {number}}}'.encode())
     assert caught.value.param == "b"
     assert decode(b'{"a": [1, [2.5, {"b": [-1e300]}], {}], "c": null}')["c"] is None
+
+
+MARKED: dict[str, Any] = {"role": "x", "content": "Hi", "a mark": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "fields"),
+    [
+        ("/v1/chat/completions", 400, {"messages": [MARKED]}),
+        ("/v1/chat/completions", 400, {"messages": [{**MARKED, "role": "user"}], "echo": True}),
+        ("/v1/chat/completions", 400, {"messages": [{**MARKED, "role": "tool"}]}),  # the template refuses it
+        ("/v1/chat/completions", 200, {"messages": [{**MARKED, "role": "user"}]}),
+        ("/v1/messages", 200, {"messages": [{**MARKED, "role": "user"}], "max_tokens": 9}),
+        ("/v1/responses", 200, {"input": [{**MARKED, "role": "user"}]}),
+        ("/v1/completions", 400, {"prompt": [MARKED], "max_tokens": 1}),
+        ("/v1/messages", 400, {"messages": [MARKED], "max_tokens": 1}),
+        ("/v1/responses", 400, {"input": [MARKED]}),
+        ("/v1/responses", 400, {"input": [{**MARKED, "role": "user"}], "temperature": 1000}),
+    ],
+)
+def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: dict[str, Any]) -> None:
+    """Without the collector, which would free all that has come together at once, on any thread."""
+    server = start("Hi")
+
+    def marked() -> int:
+        return sum(isinstance(found, dict) and "a mark" in found for found in gc.get_objects())
+
+    assert server.post(path, **fields).status_code == status
+    gc.collect()
+    gc.disable()
+    try:
+        before = marked()
+        for _ in range(3):
+            assert server.post(path, **fields).status_code == status
+        assert marked() == before
+    finally:
+        gc.enable()
