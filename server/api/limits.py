@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -23,6 +25,11 @@ others never wait for more than some 0.1 s of work, and no more than one is ther
 _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 # not asyncio's own threads: the end of the loop would wait for those
+
+
+_COUNTING = threading.Lock()
+_resting = 0
+"""Bodies for which the garbage collector rests."""
 
 
 def stopped() -> ApiError:
@@ -57,6 +64,7 @@ class Body:
         self._bodies = bodies
         self._size = 0
         self._alone = False
+        self._resting = False
 
     def grow(self, size: int) -> None:
         """So many bytes more. Raises ApiError 429 where there is no memory for them."""
@@ -82,8 +90,27 @@ class Body:
         await self._bodies._large.acquire()
         self._alone = True
 
+    def rest_collector(self) -> None:
+        """No look for garbage until the body is released: it becomes many objects and none, and each look at
+        them would take some 10 ms in which no other thread runs.
+
+        Of several at once, the last to end lets the collector go on.
+        """
+        global _resting
+        with _COUNTING:
+            _resting += not self._resting
+            self._resting = True
+            gc.disable()
+
     def release(self) -> None:
         """The body has become something smaller. May be called again."""
+        global _resting
+        if self._resting:
+            with _COUNTING:
+                _resting -= 1
+                self._resting = False
+                if not _resting:
+                    gc.enable()
         self._bodies.held -= self._size
         self._size = 0
         if self._alone:
@@ -94,7 +121,20 @@ class Body:
 async def in_thread(work: Callable[[], Result], size: int) -> Result:
     """`work()` for a body of `size` bytes, on a thread."""
     pool = _LARGE_WORK if size >= LARGE else _SMALL_WORK
-    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _freeing, work)
+
+
+def _freeing(work: Callable[[], Result]) -> Result:
+    """`work()`. An error takes nothing along of what a body was made into: it would be freed on the event
+    loop, all of it at once."""
+    try:
+        return work()
+    except BaseException as error:
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+        raise
 
 
 async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, bodies: Bodies) -> Result:

@@ -158,10 +158,8 @@ class ThinkingFields(BaseModel):
             raise bad_request(message, "reasoning_effort", "invalid_value")
         return inner or self.reasoning_effort
 
-    def thinking_limits(
-        self, settings: Settings, vocab: Vocab, token_limit: int | None
-    ) -> ThinkingLimits | None:
-        """How long a reply that thinks may do so; None where nothing is to be watched.
+    def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
+        """How long a reply that thinks may do so.
 
         The request's budget counts, else its effort's, else the server's. It is cut where `token_limit` would
         leave less than a quarter for the answer.
@@ -174,7 +172,7 @@ class ThinkingFields(BaseModel):
         penalty = self.thinking_repetition_penalty or 1.0
         limited = budget is not None and budget >= 0
         if not (limited or settings.loop_guard or penalty != 1.0):
-            return None
+            return ThinkingLimits()
         bridge = vocab.tokenize(BRIDGE.removesuffix("\n") + CLOSE, special=True)
         if limited and token_limit is not None:
             assert budget is not None

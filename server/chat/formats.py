@@ -25,8 +25,9 @@ from .tool_calls import resolve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-WHITE_SPACE = r"( |\n[ ]{0,64}|\n\t{0,16})"
-"""Between the tokens of JSON: enough for every usual style, too little for a small model to get lost in."""
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""Between the tokens of JSON, as llama.cpp allows it (json-schema-to-grammar.cpp, SPACE_RULE): enough for
+every usual style, too little for a small model to get lost in. vLLM's backends set no bound."""
 
 ANY = r"/(.|\n)*/"
 NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"

@@ -174,14 +174,17 @@ class Engine:
                 )
             timings = Timings(submitted=perf_counter())
             logprobs = Logprobs.wanted(params, self.vocab.n_real)
+            watch = None if thinking is None else thinking.begin(self.vocab)
             generation = Generation(
-                len(prompt), timings, self._request_cancel, stream=stream, logprobs=logprobs
+                *(len(prompt), timings, self._request_cancel),
+                stream=stream,
+                logprobs=logprobs,
+                thinking=watch,
             )
             if loop not in self._queues:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            watch = None if thinking is None else thinking.begin(self.vocab)
             add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt)
             self._post(generation, add)
         return generation

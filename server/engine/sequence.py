@@ -177,4 +177,6 @@ class Sequence:
             included = done == "stop" and self.include_stop and new[n] in self.stops
             new = new[: n + included]
         self.tokens += new
+        if self.logprobs is not None:
+            self.logprobs.keep(self.generated + (done == "stop"))
         return new, done

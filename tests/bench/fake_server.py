@@ -452,9 +452,11 @@ def _usage(choices: list[Generation]) -> Body:
     prompts = list({id(choice.prompt): choice for choice in choices}.values())
     prompt = sum(len(choice.prompt) for choice in prompts)
     made = sum(len(choice.pieces) for choice in choices)
+    thoughts = sum(name == "reasoning_content" for choice in choices for name, _ in choice.pieces)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,
+        **({"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}),
         "total_tokens": prompt + made,
         "prompt_tokens_details": {
             "cached_tokens": sum(choice.cached for choice in prompts),

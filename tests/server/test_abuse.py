@@ -106,6 +106,23 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
         CHAT,
         body(messages=[user("x")], chat_template_kwargs={"a": "x" * 7_000_000}),
     ),
+    "60,000 messages": lambda: ("/v1/messages", body(messages=[user("x")] * 60_000)),
+    "60,000 parts": lambda: (
+        CHAT,
+        body(messages=[{**user(""), "content": [{"type": "text", "text": "x"}] * 60_000}]),
+    ),
+    "60,000 calls": lambda: (
+        "/v1/responses",
+        body(input=[{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * 60_000),
+    ),
+    "12,000 literals": lambda: (
+        COMPLETIONS,
+        body(prompt="x", grammar="root ::= " + "|".join(['"a"'] * 12_000)),
+    ),
+    "a long prompt's log-probabilities, eight times": lambda: (
+        COMPLETIONS,
+        body(prompt="word and " * 300, echo=True, logprobs=20, n=8),
+    ),
     "ids to detokenize": lambda: ("/detokenize", body(tokens=[200] * 262_144)),
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from server.api.responses_protocol import ResponsesRequest
 from server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
+from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
@@ -153,9 +155,31 @@ def test_the_clients_response(start: Start, stream: bool) -> None:
         ("weather", {"city": "Paris"})
     ] * 2
     assert response.usage is not None
-    assert response.usage.output_tokens_details.reasoning_tokens == 3
+    assert response.usage.output_tokens_details.reasoning_tokens == len("Hm.\n")
     assert response.error is None
     assert server.engine.submissions[0].text.endswith(OPEN_THINK)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_reasoning_is_counted_as_it_comes(start: Start, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Nobody makes tokens of it once more, on the event loop, to know how many they were."""
+    reply = FakeVocab().tokenize("x" * 50 + "\n</think>\n\nOK.", special=True)
+    server = start(lambda _: [*reply])
+    tokenized: list[str] = []
+    tokenize = server.engine.vocab.tokenize
+
+    def counted(text: str, **how: Any) -> list[int]:
+        tokenized.append(text)
+        return tokenize(text, **how)
+
+    monkeypatch.setattr(server.engine.vocab, "tokenize", counted)
+    fields: Any = (
+        {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    usage = httpx.post(server.url + path, json={**fields, "reasoning": {"effort": "high"}}).json()["usage"]
+    details = usage["output_tokens_details" if path == "/v1/responses" else "completion_tokens_details"]
+    assert details == {"reasoning_tokens": 51}
+    assert not any("x" * 50 in text for text in tokenized)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -72,6 +72,8 @@ async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
         for prompt in PROMPTS:
             generation = engine.submit(engine.prompt(prompt), GREEDY, 400, thinking=limits)
             tokens = [token async for new in generation for token in new]
+            assert generation.thinking is not None
+            assert generation.thinking.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
             if BRIDGE[2] in tokens:
                 end = tokens.index(BRIDGE[2]) - 2
                 assert end % STRIDE == 0
@@ -133,8 +135,10 @@ def test_thoughts_that_end_by_themselves_are_left_alone(vocab: Vocab, special: b
     assert not watch.follow([300] * 20)
     assert not watch.follow(end)
     assert not watch.open
+    assert watch.tokens == 20 + len(end) - 1
     assert watch.horizon is None
     assert not watch.follow([300] * 100)
+    assert watch.tokens == 20 + len(end) - 1
 
 
 def test_thoughts_do_not_break_off_in_a_character(vocab: Vocab) -> None:
