@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.translation import Sharing, blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import FOREIGN, Sharing, blocks_in, object_in, refused, text_in, to_chat
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -64,7 +64,13 @@ class ResponsesRequest(Sharing):
         "prompt": (),
         "background": (False,),
         "context_management": ([],),
+        **{
+            name: values
+            for name, values in FOREIGN.items()
+            if name not in ("top_logprobs", "parallel_tool_calls")
+        },
     }
+    instead: ClassVar[dict[str, str]] = {**NAMES, "messages": "input", "logprobs": "top_logprobs"}
 
     model: str | None = None
     input: Any
