@@ -431,7 +431,7 @@ class MessageInput(BaseModel):
 class TextPart(BaseModel):
     """A piece of a message's text."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
