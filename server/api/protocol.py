@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from server.api.errors import bad_request
 from server.api.structured import StructuredFields, calls_format, check_tool_choice
-from server.api.thinking import ThinkingFields
+from server.api.thinking import BUDGETS, ThinkingFields
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_fields": ([],),
     "lora": ([],),
     "parse_tool_calls": (True,),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "reasoning_control": (False,),
     # vLLM
     "prompt_embeds": (),
     "use_beam_search": (False,),
@@ -101,6 +104,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_params": (),
     "lora_path": (),
     "return_hidden_states": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,),
+    "input_ids": (),
+    "session_params": ({},),
 }
 """Known fields that this server does not act on and that would change the answer: refused, never ignored.
 Field -> the values that ask for nothing special, besides null."""
@@ -112,6 +121,8 @@ class Refusing(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Field -> the values that ask for nothing special, besides null."""
+    instead: ClassVar[dict[str, str]] = {}
+    """Some of these -> what says the same here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,9 +130,10 @@ class Refusing(BaseModel):
         """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
         for field, value in body.items() if isinstance(body, dict) else ():
             if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
-                raise bad_request(
-                    f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
-                )
+                what = "not supported by this server; leave it out"
+                if field in cls.instead:
+                    what = f"this endpoint has {cls.instead[field]} for it"
+                raise bad_request(f"{field}: {what}", field, "unsupported_parameter")
         return body
 
 
@@ -370,9 +382,8 @@ class CompletionRequest(GenerationRequest):
         "thinking": (False, {"type": "disabled"}),
         "reasoning": ({"effort": "none"},),
         "reasoning_effort": ("none",),
-        "thinking_budget": (-1, 0),
-        "thinking_token_budget": (-1, 0),
-        "reasoning_budget": (-1, 0),
+        **dict.fromkeys(BUDGETS, (-1, 0)),
+        "reasoning_budget_message": ("",),
         "thinking_repetition_penalty": (1,),
     }
 
@@ -422,7 +433,7 @@ class MessageInput(BaseModel):
 class TextPart(BaseModel):
     """A piece of a message's text."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 

@@ -74,6 +74,8 @@ def chat_of_response(body: Body) -> Body:
     """The chat that a Responses request asks for."""
     if "previous_response_id" in body:
         raise BadRequest("previous_response_id: nothing is kept", "previous_response_id")
+    if "max_tokens" in body:
+        raise BadRequest("max_tokens: max_output_tokens is its name", "max_tokens")
     if any(tool["type"] != "function" for tool in body.get("tools", [])):
         raise BadRequest("tools: functions only", "tools")
     given = body.get("input")

@@ -113,7 +113,10 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     ),
     "60,000 calls": lambda: (
         "/v1/responses",
-        body(input=[{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * 60_000),
+        body(
+            input=[{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * 60_000,
+            max_tokens=None,
+        ),
     ),
     "12,000 literals": lambda: (
         COMPLETIONS,

@@ -79,6 +79,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     },
     "llama-server's response_format": {"response_format": {"type": "json_object", "schema": PERSON}},
     "json_schema": {"json_schema": PERSON},
+    "json_schema as text": {"json_schema": json.dumps(PERSON)},
     "guided_json": {"guided_json": PERSON},
     "guided_json as text": {"guided_json": json.dumps(PERSON)},
     "structured_outputs": {"structured_outputs": {"json": PERSON}},
@@ -116,6 +117,8 @@ def test_other_formats(http: httpx.Client) -> None:
         {"guided_regex": r"[a-c]{3}-\d{2}/x"},
         {"structured_outputs": {"regex": r"[a-c]{3}-\d{2}/x"}},
         {"grammar": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
+        {"regex": r"[a-c]{3}-\d{2}/x"},
+        {"ebnf": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
         {"guided_grammar": 'start: /[a-c]{3}/ "-" /[0-9]{2}/ "/x"\n'},
     ]
     for fields in spellings:

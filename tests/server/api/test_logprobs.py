@@ -201,7 +201,8 @@ def test_what_is_long_is_encoded_off_the_event_loop(
         return written
 
     monkeypatch.setattr("server.api.sse.to_json", to_json)
-    answer = server.post(path, **{"max_tokens": 250, "max_output_tokens": 250, **fields})
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    answer = server.post(path, **{limit: 250, **fields})
     assert answer.status_code == 200
     on_the_loop = [length for length, thread in encoded if thread in server.engine.loop_threads]
     assert max(length for length, _ in encoded) > 10_000

@@ -327,3 +327,30 @@ def test_many_calls_in_a_row() -> None:
     asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, *[call] * 100_000])
     [_, reply] = asked.chat().messages
     assert len(reply["tool_calls"]) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}], "input[0].arguments"),
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "[]"}], "input[0].arguments"),
+        ([{"role": "user", "content": "x"}] * 17_000, "input"),
+    ],
+)
+def test_errors_speak_of_the_input(start: Start, given: list[Any], param: str) -> None:
+    answer = start("Hi").post(PATH, input=given, instructions="Be brief.")
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_a_call_without_arguments_comes_back(start: Start) -> None:
+    server = start("Hi")
+    call = {"type": "function_call", "name": "f", "call_id": "1", "arguments": " "}
+    items = [
+        {"role": "user", "content": "x"},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "y"},
+    ]
+    assert server.post(PATH, input=items).status_code == 200
+    assert "<function=f>\n</function>" in server.engine.submissions[-1].text
