@@ -526,7 +526,8 @@ def test_a_chats_fields_are_not_passed_over_in_other_formats(
     message = answer.json()["error"]["message"]
     assert message.startswith(f"{field}: ")
     assert instead in message
-    nothing = {"n": 1, "logprobs": False, "best_of": None, "parallel_tool_calls": True, "stream_options": {}}
+    nothing: dict[str, Any] = {"n": 1, "logprobs": False, "best_of": None, "parallel_tool_calls": True}
+    nothing["stream_options"] = {}
     assert server.post(path, **least, **nothing).status_code == 200
 
 
