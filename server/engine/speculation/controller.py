@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .times import Mean, StepTimes, group_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as ListLike
 
     from .base import Drafter
@@ -377,9 +378,9 @@ class Controller:
         self._give_up(self._trial(kind, n), n, untried=REST_LAST)
         return False
 
-    def on_trial(self, drafter: Drafter, n: int) -> bool:
-        """Whether none of its kinds has paid for about `n` sequences since one last did not."""
-        return all(self._trial(kind, n).rest.begun for kind in drafter.kinds)
+    def on_trial(self, kinds: Iterable[str], n: int) -> bool:
+        """Whether none of these has paid for about `n` sequences since it last did not."""
+        return all(self._trial(kind, n).rest.begun for kind in kinds)
 
     def hurry(self) -> None:
         """A request begins: what did not pay for others may pay for it."""

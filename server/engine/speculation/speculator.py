@@ -387,7 +387,7 @@ class Speculator:
     def _reach(self, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since to copy
         the rows of 512 took 37 ms on an H200, and most trials fail."""
-        return min(LISTEN, reader.window) if self._controller.on_trial(reader, n) else reader.window
+        return min(LISTEN, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 
     def _hidden(self, reader: HiddenDrafter, batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
         """What a reader wants of the rows at `places` of the batch."""
