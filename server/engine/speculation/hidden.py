@@ -10,6 +10,8 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from server.engine.llama import Context
@@ -72,6 +74,8 @@ class HiddenDrafter:
     """
 
     instant = False
+    kinds: Mapping[str, float]
+    """Its only kind of drafts; the chance of a first token that is assumed before anything is known."""
     layers: tuple[int, ...] = ()
     """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
 
@@ -80,10 +84,6 @@ class HiddenDrafter:
         self.window = window
         self._context, self._slots = context, slots
         self._readings: dict[int, Reading] = {}
-
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self.window
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
         """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or
