@@ -163,7 +163,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
-        return {**served.envelope(CHUNK, [choice]), **served.usage_of_chunk()}
+        return {**served.envelope(CHUNK, [choice]), **served.of_chunk()}
 
     left = len(replies)
     async for index, part in merge([aiter(reply) for reply in replies]):

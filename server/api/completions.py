@@ -119,7 +119,7 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
     ) -> dict[str, Any]:
         return {
             **served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]),
-            **served.usage_of_chunk(),
+            **served.of_chunk(),
         }
 
     def echo_of(index: int, answer: Answer) -> bytes:

@@ -65,7 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "t_max_predict_ms": (0, -1),
     "return_tokens": (False,),
     "return_progress": (False,),
-    "timings_per_token": (False,),
     "response_fields": ([],),
     "lora": ([],),
     "parse_tool_calls": (True,),
@@ -255,6 +254,7 @@ class GenerationRequest(StructuredFields, Refusing):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     cache_prompt: bool | None = None
     cache_report: bool | None = None
+    timings_per_token: bool | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

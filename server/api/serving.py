@@ -60,6 +60,7 @@ class ServedRequest:
         self._service = service
         self._per_prompt = request.choices
         self._cache_report = bool(request.cache_report)
+        self._timed = bool(request.timings_per_token)
         # what nobody shares is not found, nor is what is kept of this request
         own = uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt
         salt = salt_of(own, by_key=service.settings.prefix_by_key)
@@ -169,11 +170,13 @@ class ServedRequest:
             }
         return usage
 
-    def usage_of_chunk(self) -> dict[str, Any]:
-        """What a chunk has of it: nothing, null before the last one, or the tokens so far."""
-        if not self.include_usage:
-            return {}
-        return {"usage": self.usage() if self.continuous_usage else None}
+    def of_chunk(self) -> dict[str, Any]:
+        """What every chunk has beside its choices, where it was asked for: usage, which is null before the
+        last one or what it is so far, and llama-server's timings so far."""
+        told = self.extras() if self._timed else {}
+        if self.include_usage:
+            told["usage"] = self.usage() if self.continuous_usage else None
+        return told
 
     def extras(self) -> dict[str, Any]:
         """llama-server's `timings` extension, for requests with a single answer."""

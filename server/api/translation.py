@@ -31,6 +31,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True,),
     "parallel_tool_calls": (True,),
     "cache_report": (False,),
+    "timings_per_token": (False,),
 }
 """Fields of a chat request that other formats say in other words, or not at all: refused there. Field -> the
 values that ask for nothing special, besides null."""

@@ -35,8 +35,8 @@ class Timings:
 
     @property
     def decode_ms(self) -> float:
-        """Time from the first generated token to the end."""
-        return _milliseconds(self.first_token, self.finished)
+        """Time from the first generated token to the end, or until now."""
+        return _milliseconds(self.first_token, self.finished or perf_counter())
 
 
 def _milliseconds(start: float, end: float) -> float:

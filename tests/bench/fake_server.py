@@ -318,6 +318,8 @@ class FakeServer:
     async def _events(self, body: Body, choices: list[Generation], head: Body) -> AsyncIterator[Body]:
         chat = "messages" in body
         head = head | ({"object": "chat.completion.chunk"} if chat else {})
+        if body.get("timings_per_token"):
+            head = head | {"timings": {"predicted_n": len(choices[0].pieces)}}
         for index, choice in enumerate(choices):
             if chat:
                 yield head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]}

@@ -120,7 +120,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"return_token_ids": True}, "return_token_ids"),
     ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
     ({"priority": 1}, "priority"),
-    ({"timings_per_token": True}, "timings_per_token"),
+    ({"timings_per_token": "yes"}, "timings_per_token"),
     ({"stop_regex": "a+"}, "stop_regex"),
     ({"mirostat": 2}, "mirostat"),
 ]
