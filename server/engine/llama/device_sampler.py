@@ -352,26 +352,25 @@ class DeviceSamplers:
         blocks = n_blocks(size)
         width, count = size // blocks, blocks * n
         pieces = ggml.reshape_3d(memory, logits, width, count, 1)
-        figures = 0
         if kind in (DeviceSampler.GUESS, DeviceSampler.LOGPROBS):
             best, places = best_places(memory, pieces, width, count)
             values = at_places(memory, pieces, width, count, places)
             chances = at_places(memory, ggml.soft_max(memory, pieces), width, count, places)
             each = [ggml.reshape_3d(memory, tensor, blocks, n, 1) for tensor in (best, values, chances)]
             figures = ggml.concat(memory, ggml.concat(memory, each[0], each[1], 0), each[2], 0)
+        else:
+            figures = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
+        n_figures = ggml.Tensor.from_address(figures).ne[0]
         if kind is DeviceSampler.GUESS:
-            return _Outputs(figures, 3 * blocks)
+            return _Outputs(figures, n_figures)
         constants = self._constants
         if constants is None or size != self._n_vocab:  # the probe again: what is in them does not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
-        if kind is not DeviceSampler.LOGPROBS:
-            sums = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
         if kind is not DeviceSampler.BEST:
             allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
             k = min(N_CANDIDATES, size)
-            first, width = (figures, 3 * blocks) if figures else (sums, blocks)
-            return _Outputs(first, width, *top_k(memory, allowed, constants.ids, k), k)
+            return _Outputs(figures, n_figures, *top_k(memory, allowed, constants.ids, k), k)
         going_on = ggml.add(memory, logits, constants.no_end) if constants.no_end else logits
         best = ggml.argmax(memory, ggml.reshape_3d(memory, going_on, width, count, 1))
         tokens = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.F32), blocks, n, 1)
@@ -386,5 +385,5 @@ class DeviceSamplers:
         places = ggml.reshape_3d(memory, ggml.cast(memory, tokens, ggml.I32), n_tokens, n, 1)
         values = ggml.get_rows(memory, ggml.reshape_3d(memory, logits, 1, size, n), places)
         values = ggml.reshape_3d(memory, values, n_tokens, n, 1)
-        figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), sums, 0)
-        return _Outputs(figures, 2 * n_tokens + blocks)
+        figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), figures, 0)
+        return _Outputs(figures, 2 * n_tokens + n_figures)

@@ -410,6 +410,11 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
     chances = np.exp(logits[:, :n_real].astype(float))
     np.testing.assert_allclose(found, (chances / chances.sum(axis=1, keepdims=True)).max(axis=1), rtol=1e-4)
 
+    exact = np.log(np.exp(logits.astype(float)).sum(axis=1))
+    np.testing.assert_allclose(
+        log_sums(computed(DeviceSampler.LOGPROBS, logits, ends, n_real)), exact, rtol=1e-6
+    )
+
     for spoilt in (np.nan, np.inf, -np.inf):
         logits[1, n_vocab // 3] = spoilt
         for kind in (DeviceSampler.BEST, DeviceSampler.TOP_K):
@@ -417,6 +422,8 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
             assert np.isfinite(sums).all(axis=1).tolist() == [True, False, True]
         if spoilt != -np.inf:
             _, found = guesses(computed(DeviceSampler.GUESS, logits, [], n_vocab), n_vocab // blocks)
+            assert np.isfinite(found).tolist() == [True, False, True]
+            found = log_sums(computed(DeviceSampler.LOGPROBS, logits, ends, n_real))
             assert np.isfinite(found).tolist() == [True, False, True]
     logits[1] = np.nan
     figures = computed(DeviceSampler.BEST, logits, ends, n_real)
