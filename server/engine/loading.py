@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import warmup
 from .batch import Batch
@@ -28,7 +26,7 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
-from .measured import Measured, MeasuredFile
+from .measured import Measured, RecordFile, build, fingerprint
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
@@ -58,8 +56,6 @@ PREFILL_CPU = 128
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
-EDGE = 16 * 1024**2
-"""Bytes from either end of a model file that tell it from others."""
 
 DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
 """Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
@@ -111,7 +107,7 @@ class Parts:
     def __init__(self, plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -> None:
         settings, spec = plan.settings, plan.spec
         self._plan, self.stages = plan, stages
-        self._file: MeasuredFile | None = None
+        self._file: RecordFile[Measured] | None = None
         self._prompt_seconds = 0.0
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = load_model(settings, spec)
@@ -175,7 +171,7 @@ class Parts:
     def warm_up(self) -> None:
         """Touch every shape that the first requests need, and measure what is chosen by measurement."""
         settings, context, on_gpu = self._plan.settings, self.context, self._plan.on_gpu
-        self._file = MeasuredFile(self._circumstances()) if settings.remember else None
+        self._file = self._measured_file() if settings.remember else None
         known = self._file.read() if self._file else None
         if known:
             log.debug("measured at an earlier start: %s", self._file.path if self._file else "")
@@ -219,17 +215,11 @@ class Parts:
             step_times = self.speculator.step_times()
             self._file.write(Measured(prompt_seconds=self._prompt_seconds, step_times=step_times))
 
-    def _circumstances(self) -> dict[str, Any]:
-        """All that what is measured depends on, but for the driver."""
-        settings = self._plan.settings
-        return {
-            "model": fingerprint(settings.model),
-            "build": _build(),
-            "devices": [(usage.device.name, usage.device.description) for usage in self._plan.usages],
-            "cores": physical_cores(),
-            "clock": self.clock.__name__,
-            **settings.model_dump(exclude={"model", "prefix_file", "max_queue"}),
-        }
+    def _measured_file(self) -> RecordFile[Measured]:
+        places = [usage.device for usage in self._plan.usages]
+        return RecordFile(
+            Measured, self._plan.settings, places, cores=physical_cores(), clock=self.clock.__name__
+        )
 
     def read_prefixes(self) -> None:
         """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
@@ -263,7 +253,7 @@ class Parts:
         settings = self._plan.settings
         made_by = {
             "model": fingerprint(settings.model),
-            "build": _build(),
+            "build": build(),
             "device": [usage.device.description for usage in self._plan.usages],
             **{name: getattr(settings, name) for name in STATE_SETTINGS},
             "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
@@ -312,20 +302,6 @@ class Parts:
             model.close()
         self.context.close()
         self.model.close()
-
-
-def _build() -> str:
-    return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
-
-
-def fingerprint(model: Path) -> str:
-    """What tells a model file from others: its size, its header and the end of its last tensor."""
-    digest, size = hashlib.sha256(), model.stat().st_size
-    with model.open("rb") as file:
-        digest.update(file.read(EDGE))
-        file.seek(max(0, size - EDGE))
-        digest.update(file.read(EDGE))
-    return f"{size} bytes, {digest.hexdigest()}"
 
 
 def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:

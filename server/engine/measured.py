@@ -1,4 +1,4 @@
-"""What a start measured, kept for the next one of the same card, driver, build, model and settings.
+"""What a start found out, kept for the next one of the same card, driver, build, model and settings.
 
 Each has a small JSON file in the cache folder. Whatever is wrong with it costs what it would have saved, no
 more.
@@ -10,21 +10,29 @@ import hashlib
 import json
 import logging
 import os
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from server.about import cache_folder
 
+from .llama import patches
 from .speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
+
+    from .llama import Device
+    from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
 DRIVER = Path("/proc/driver/nvidia/version")
+
+EDGE = 16 * 1024**2
+"""Bytes from either end of a model file that tell it from others."""
 
 
 class Measured(BaseModel):
@@ -36,30 +44,57 @@ class Measured(BaseModel):
     """As corrected by every step until the server ended."""
 
 
-class MeasuredFile:
-    """The file of one set of circumstances."""
+class Buffers(BaseModel):
+    """What a rehearsal finds out."""
 
-    def __init__(self, circumstances: Mapping[str, Any]) -> None:
-        text = json.dumps({**circumstances, "driver": driver()}, sort_keys=True, default=str)
+    sizes: dict[str, int]
+    """Bytes of compute and output buffers, by ggml's name of the device."""
+
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+class RecordFile(Generic[Record]):
+    """The file of one kind of record, for one set of circumstances.
+
+    These are the settings and devices, the model files by their content, the build and the driver; `more` is
+    what else the record depends on.
+    """
+
+    def __init__(
+        self, kind: type[Record], settings: EngineSettings, places: Iterable[Device], **more: Any
+    ) -> None:
+        circumstances = {
+            "kind": kind.__name__,
+            "model": fingerprint(settings.model),
+            "draft": settings.draft_model and fingerprint(settings.draft_model),
+            "build": build(),
+            "devices": [(place.name, place.description) for place in places],
+            "driver": driver(),
+            **settings.model_dump(exclude={"model", "draft_model", "prefix_file", "max_queue"}),
+            **more,
+        }
+        text = json.dumps(circumstances, sort_keys=True, default=str)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.path = cache_folder() / "measured" / f"{name}.json"
+        self._kind = kind
 
-    def read(self) -> Measured | None:
+    def read(self) -> Record | None:
         """What an earlier start left; None where there is nothing that can be used."""
         try:
-            return Measured.model_validate_json(self.path.read_bytes())
+            return self._kind.model_validate_json(self.path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
             log.warning("%s: %s; it is measured again", self.path, error)
             return None
 
-    def write(self, measured: Measured) -> None:
+    def write(self, record: Record) -> None:
         """Puts it in the place of what was there before; a failure is logged."""
         part = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(measured.model_dump_json(), encoding="utf-8")
+            part.write_text(record.model_dump_json(), encoding="utf-8")
             part.replace(self.path)
         except OSError as error:
             log.debug("%s is not written: %s", self.path, error)
@@ -71,3 +106,18 @@ def driver() -> str:
         return DRIVER.read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
         return ""
+
+
+def build() -> str:
+    """llama.cpp, as far as it tells what it is."""
+    return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
+
+
+def fingerprint(model: Path) -> str:
+    """What tells a model file from others: its size, its header and the end of its last tensor."""
+    digest, size = hashlib.sha256(), model.stat().st_size
+    with model.open("rb") as file:
+        digest.update(file.read(EDGE))
+        file.seek(max(0, size - EDGE))
+        digest.update(file.read(EDGE))
+    return f"{size} bytes, {digest.hexdigest()}"

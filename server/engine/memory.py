@@ -31,6 +31,7 @@ from .gguf import read_header
 from .hardware import available_memory
 from .llama import Context, Device, devices
 from .llama.mtp import MtpContext
+from .measured import Buffers, RecordFile
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
@@ -435,7 +436,7 @@ def _on_the_line(a: tuple[int, list[int]], b: tuple[int, list[int]], cells: int)
 
 
 def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
-    sizes = _rehearse(settings, spec)
+    sizes = _rehearse(settings, spec, places)
     # on the host plain ones, or pinned for the GPU's sake (CUDA_Host)
     host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
     return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]
@@ -444,8 +445,12 @@ def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Devic
 _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
 
 
-def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
-    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
+def _rehearse(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
+    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them, now
+    or at an earlier start."""
+    file = RecordFile(Buffers, settings, places) if settings.remember else None
+    if file is not None and (known := file.read()) is not None:
+        return known.sizes
     model = load_model(settings, spec, rehearse=True)
     lines: list[str] = []
     try:
@@ -466,6 +471,8 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     for line in lines:
         if match := _BUFFER.search(line):
             sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * MIB)
+    if file is not None:
+        file.write(Buffers(sizes=sizes))
     return sizes
 
 

@@ -127,8 +127,8 @@ class SchedulerSettings(Section, title="scheduler"):
     (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
     fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
     remember: bool = True
-    """keep what a start measures (steps by rows) for the next one with the same card, driver, build, model
-    and settings, in a file of the cache folder"""
+    """keep what a start finds out (seconds of steps, sizes of buffers) for the next one with the same card,
+    driver, build, model and settings, in files of the cache folder"""
     tokenizer_cache: int = Field(2**20, ge=0)
     """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 

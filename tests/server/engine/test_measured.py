@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.measured import Measured, MeasuredFile
+from server.engine import memory
+from server.engine.gguf import read_header
+from server.engine.loading import decide
+from server.engine.measured import Buffers, Measured, RecordFile
+from server.engine.memory import plan_memory
+from server.engine.settings import EngineSettings
 from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.times import StepTimes
 from server.engine.warmup import time_prompt
@@ -71,13 +77,15 @@ def test_a_damaged_file_costs_what_it_would_have_saved(
 ) -> None:
     with running(nano_q4_k_m, speculation="ngram"):
         pass
-    (path,) = (tmp_path / "measured").iterdir()
-    path.write_text(damage)
+    paths = [*(tmp_path / "measured").iterdir()]
+    assert len(paths) == 2, "buffers, steps"
+    for path in paths:
+        path.write_text(damage)
     measurings.clear()
     with running(nano_q4_k_m, speculation="ngram"):
         pass
     assert measurings == ["prompt", "steps"]
-    assert path.read_text() != damage
+    assert damage not in [path.read_text() for path in paths]
 
 
 def test_a_folder_that_can_not_be_written_costs_nothing(
@@ -90,13 +98,39 @@ def test_a_folder_that_can_not_be_written_costs_nothing(
     assert measurings
 
 
-def test_each_kind_of_start_has_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_kind_of_start_has_its_own(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
-    one, other = (MeasuredFile({"number": number}) for number in range(2))
+    model = tmp_path / "model.gguf"
+    shutil.copy(nano_q4_k_m, model)
+    settings = EngineSettings(model=model)
+    one, more = RecordFile(Measured, settings, []), RecordFile(Measured, settings, [], number=1)
+    longer = RecordFile(Measured, settings.replace(ctx_size=4096), [])
     measured = Measured(prompt_seconds=0.5, step_times=StepTimes().dump())
     one.write(measured)
-    assert (one.read(), other.read()) == (measured, None)
+    assert [file.read() for file in (one, more, longer)] == [measured, None, None]
+    assert RecordFile(Buffers, settings, []).read() is None
     assert list((tmp_path / "measured").iterdir()) == [one.path]
+    with model.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    assert RecordFile(Measured, settings, []).read() is None, "of another file"
+
+
+def test_the_next_start_rehearses_nothing(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    settings, header = decide(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
+    plan = plan_memory(settings, header)
+    assert sum(usage.compute for usage in plan.usages) > 0
+    monkeypatch.setattr(memory, "load_model", lambda *_, **__: pytest.fail("a rehearsal"))
+    assert plan_memory(settings, header) == plan
+    with pytest.raises(pytest.fail.Exception):
+        plan_memory(settings.replace(parallel=3), header)
+    with pytest.raises(pytest.fail.Exception):
+        plan_memory(settings.replace(remember=False), header)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,9 +374,9 @@ def test_a_context_that_can_not_be_is_refused_at_once_with_one_that_fits(
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)
     rehearse, rehearsed = memory._rehearse, []
 
-    def watched(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
+    def watched(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
         rehearsed.append(settings.ctx_size)
-        return rehearse(settings, spec)
+        return rehearse(settings, spec, places)
 
     monkeypatch.setattr(memory, "_rehearse", watched)
     wanted = decided(nano_q4_k_m, speculation="both", ctx_size=cells)
@@ -400,7 +401,7 @@ def test_advice_counts_the_buffers_that_grow_with_the_context(
 ) -> None:
     card(12 * GIB)
 
-    def buffers(settings: EngineSettings, _: ModelSpec) -> dict[str, int]:
+    def buffers(settings: EngineSettings, *_: object) -> dict[str, int]:
         cells = settings.ctx_size
         return {"CUDA0": 300 * MIB + 16 * 1024 * cells + 16 * 1024 * max(0, cells - bend)}
 
