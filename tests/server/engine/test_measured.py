@@ -112,9 +112,8 @@ def test_each_kind_of_start_has_its_own(
     assert [file.read() for file in (one, more, longer)] == [measured, None, None]
     assert RecordFile(Buffers, settings, []).read() is None
     assert list((tmp_path / "measured").iterdir()) == [one.path]
-    with model.open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"?")
+    content = model.read_bytes()
+    model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert RecordFile(Measured, settings, []).read() is None, "of another file"
 
 
