@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.servers.launch import free_port
 from tests.chroot_image import Stage, build, instructions, start
 
 ROOT = Path(__file__).parent.parent
@@ -48,9 +48,7 @@ def _described(root: Path) -> Stage:
 @contextmanager
 def running(image: Stage, *arguments: str, model: Path | None = None) -> Iterator[tuple[httpx.Client, int]]:
     """A client of the started image, and the server's process id."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {"QWEN_PORT": str(port), "QWEN_THREADS": "1"}
     process = start(image, *arguments, model=model, **variables)
     try:
