@@ -135,7 +135,7 @@ verify: $(VENV)/.bench ## a running server, as it will be judged: contract, late
 	$(PY) -m bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
-	DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 
 lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
