@@ -3,7 +3,7 @@
 #
 #     patches/measure.sh BIN MODEL.gguf OUT [PART...]
 #
-# BIN has libraries and programs of a build with all patches of llama.cpp/ (and next/) and with switches.patch, and
+# BIN has libraries and programs of a build with all patches of llama.cpp/ (and next/, if any) and with switches.patch, and
 # mul-mat-speed and held-speed (their sources lie beside this script). PARTs, in this order by default:
 #
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s

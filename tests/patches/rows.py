@@ -4,7 +4,8 @@
 
 The script is drawn from a seed and never looks at a logit, so that two builds run the same one: prompts of
 unequal length, steps of several sequences in changing order, prefill beside them, checkpoints by seq_cp and
-restores, seq_rm. It speaks to the C API itself: nothing of the server may hide a difference.
+restores, seq_rm, ways back to snapshots. It speaks to the C API itself: nothing of the server may hide a
+difference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ N_SEQ = 12
 class Engine:
     """A context, and which sequence holds how many tokens."""
 
-    def __init__(self, model: Path, *, n_ctx: int, gpu: bool, flash: bool, unified: bool, f32: bool) -> None:
+    def __init__(
+        self, model: Path, *, n_ctx: int, gpu: bool, flash: bool, unified: bool, f32: bool, snapshots: int
+    ) -> None:
         C.llama_backend_init()
         options = C.llama_model_default_params()
         options.n_gpu_layers = 999 if gpu else 0
@@ -35,6 +38,7 @@ class Engine:
         params = C.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 64
         params.n_seq_max = 2 * N_SEQ
+        params.n_rs_seq = snapshots
         params.kv_unified = unified
         params.flash_attn_type = int(flash)
         params.n_threads = params.n_threads_batch = 2
@@ -79,13 +83,22 @@ class Engine:
         C.llama_memory_seq_cp(self.memory, source, target, -1, -1)
         self.held[target] = self.held[source]
 
+    def rewind(self, sequence: int, n_tokens: int) -> None:
+        """Take the last tokens back, of a sequence that was alone in the last call: to a snapshot."""
+        self.held[sequence] -= n_tokens
+        if not C.llama_memory_seq_rm(self.memory, sequence, self.held[sequence], -1):
+            raise SystemExit(f"no way back by {n_tokens}")
+
     def remove(self, sequence: int) -> None:
         C.llama_memory_seq_rm(self.memory, sequence, -1, -1)
         self.held[sequence] = 0
 
 
-def play(engine: Engine, seed: int, n_actions: int, n_ctx: int) -> None:
+def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) -> None:
     """The script."""
+    actions = ["prompt", "step", "steps", "mixed", "verify", "save", "restore", "drop"]
+    if snapshots:
+        actions.append("rewind")
     draw = np.random.default_rng(seed)
     longest = n_ctx // (2 * N_SEQ) - 1
 
@@ -93,7 +106,7 @@ def play(engine: Engine, seed: int, n_actions: int, n_ctx: int) -> None:
         return draw.integers(0, min(engine.n_vocab, 1000), n)
 
     for _ in range(n_actions):
-        action = draw.choice(["prompt", "step", "steps", "mixed", "verify", "save", "restore", "drop"])
+        action = draw.choice(actions)
         for sequence, held in enumerate(engine.held):
             if held > longest - 40:
                 engine.remove(sequence)
@@ -115,6 +128,13 @@ def play(engine: Engine, seed: int, n_actions: int, n_ctx: int) -> None:
             engine.decode({**{s: ids(1) for s in some}, resting[0]: ids(int(draw.integers(2, 30)))})
         elif action == "verify" and some:
             engine.decode({s: ids(4) for s in some})
+        elif action == "rewind" and some:
+            sequence = some[0]
+            for n_tokens in (1, 2, int(draw.integers(3, 7))):
+                engine.decode({sequence: ids(n_tokens)})
+                if back := min(n_tokens - 1, int(draw.integers(0, snapshots + 1))):
+                    engine.rewind(sequence, back)
+                    engine.decode({sequence: ids(1)})
         elif action == "save" and running:
             for sequence in running[:3]:
                 engine.copy(sequence, N_SEQ + int(draw.integers(0, N_SEQ)))
@@ -138,6 +158,7 @@ def main() -> None:
         "--streams", action="store_true", help="a KV stream for each sequence, not one for all"
     )
     parser.add_argument("--f32", action="store_true", help="the KV cache in F32")
+    parser.add_argument("--snapshots", type=int, default=0, help="of each recurrent state, to go back to")
     options = parser.parse_args()
     n_ctx = 2 * N_SEQ * 256
     engine = Engine(
@@ -147,8 +168,9 @@ def main() -> None:
         flash=options.flash,
         unified=not options.streams,
         f32=options.f32,
+        snapshots=options.snapshots,
     )
-    play(engine, options.seed, options.actions, n_ctx)
+    play(engine, options.seed, options.actions, n_ctx, options.snapshots)
     rows = np.stack(engine.rows)
     with options.out.open("wb") as file:
         np.savez(file, rows=rows)

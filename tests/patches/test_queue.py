@@ -68,6 +68,7 @@ def rows(
     [
         ("--f32 --actions 300", 1e-5),
         ("--f32 --streams --seed 2", 1e-5),
+        ("--f32 --snapshots 2 --seed 5", 1e-5),
         ("--flash --seed 3", 2e-3),  # attention in F16: the noise of another batch shape
         ("--flash --streams --seed 4", 2e-3),
     ],

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .times import Mean, StepTimes, group_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as ListLike
 
     from .base import Drafter
@@ -152,9 +153,9 @@ class Backoff:
         """Steps from step `now` on until it is time to try."""
         return max(0, self._until - now)
 
-    def begin(self, now: int, most: int = 10**9) -> None:
-        """It did not pay in step `now`; `most` steps are enough for it."""
-        steps, self._next = min(self._next, most), min(self._last, self._growth * self._next)
+    def begin(self, now: int, most: int = 10**9, least: int = 0) -> None:
+        """It did not pay in step `now`; `most` steps are enough for it, and it takes `least`."""
+        steps, self._next = max(least, min(self._next, most)), min(self._last, self._growth * self._next)
         self._until, self._early = now + steps, now + steps // REST_ALONE
 
     def hurry(self, now: int) -> None:
@@ -185,9 +186,9 @@ class Trial:
     fresh: bool = True
     """Nothing was drafted yet: the first time, kernels are loaded."""
 
-    def give_up(self, now: int, most: int) -> None:
-        """It did not pay; rest for at most so many steps."""
-        self.rest.begin(now, most)
+    def give_up(self, now: int, most: int, least: int = 0) -> None:
+        """It did not pay; rest for at most so many steps, and for `least` of them."""
+        self.rest.begin(now, most, least)
         self.in_a_row = self.steps = 0
         self.seconds = self.plain = 0.0
 
@@ -355,14 +356,31 @@ class Controller:
                     if trial.in_a_row >= PROVEN:
                         trial.rest.end()
                 elif plan is None and longest >= min(JUDGED, option.drafter.depth):
-                    self._give_up(trial, n)
+                    self._give_up(trial, n, untried=0 if n == 1 or option.drafter.instant else REST_LAST)
 
-    def _give_up(self, trial: Trial, n: int) -> None:
+    def _give_up(self, trial: Trial, n: int, *, untried: int = 0) -> None:
+        """Rest: at least so many steps if that was to be seen without a draft."""
         most = REST_LAST  # where even the hopeful do not pay
         if trial.steps:  # the way back to the graph without drafts is still to come
             lost = max(0.0, trial.seconds - trial.plain) + self.times.building.value
             most = max(REST_FIRST, round(REST_ALONE * lost / (TRIALS * self.times.of(n, 1))))
-        trial.give_up(self.now, most)
+        trial.give_up(self.now, most, 0 if trial.steps else untried)
+
+    def promises(self, drafter: Drafter, n: int, most_rows: int) -> bool:
+        """Whether drafts of at most `most_rows` rows in all could pay for `n` sequences, by what is known
+        before any is made. What could not rests from now on."""
+        [kind] = drafter.kinds
+        if n == 1:  # may be hoped for
+            return True
+        option = Option(drafter, [kind] * n, [drafter.depth] * n)
+        if self._best([option], Step([1] * n, most_rows, most_rows)) is not None:
+            return True
+        self._give_up(self._trial(kind, n), n, untried=REST_LAST)
+        return False
+
+    def on_trial(self, kinds: Iterable[str], n: int) -> bool:
+        """Whether none of these has paid for about `n` sequences since it last did not."""
+        return all(self._trial(kind, n).rest.begun for kind in kinds)
 
     def hurry(self) -> None:
         """A request begins: what did not pay for others may pay for it."""

@@ -82,10 +82,6 @@ class HiddenDrafter:
         self._context, self._slots = context, slots
         self._readings: dict[int, Reading] = {}
 
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        """Whether rows up to position `end` will ever be read: not those far from a prompt's end."""
-        return len(sequence.tokens) - end < self.window
-
     def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
         """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or
         [n, len(layers) * n_embd], at most `window` of them, to be kept."""

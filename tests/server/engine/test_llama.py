@@ -90,6 +90,22 @@ def test_a_full_cache_is_an_error_of_its_own_and_changes_nothing(context: Contex
     decode(context, [300], 0, sequence=1)
 
 
+def test_what_goes_into_layers_is_there_after_it_was_switched_off_for_a_while(context: Context) -> None:
+    """A graph without it, which every step of one token could use, must not be taken for one with it."""
+    layers, tokens = [1, 2], [5, 6, 7, 8, 9, 10]
+    context.keep_layers(layers)
+    decode(context, tokens)
+    expected = context.layer_inputs(layers, range(len(tokens)))
+    for keep in (False, True, True, False, True):
+        context.keep_layers(layers, keep)
+        context.clear()
+        for at, token in enumerate(tokens):
+            decode(context, [token], at)
+            if keep:
+                [given] = context.layer_inputs(layers, [0])
+                assert given == pytest.approx(expected[at], abs=1e-4)
+
+
 def test_a_batch_that_does_not_continue_its_sequence_is_refused(context: Context) -> None:
     decode(context, [300, 301], 0)
     with pytest.raises(LlamaError, match="returned -1"):

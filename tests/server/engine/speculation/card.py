@@ -190,9 +190,6 @@ class Head(HiddenDrafter):
     def measure(self) -> None:
         pass
 
-    def wants(self, sequence: Sequence, end: int) -> bool:
-        return False
-
 
 class World:
     """Steps of `n` sequences that decode for ever; whether a draft is right is up to a die."""
@@ -237,6 +234,23 @@ class World:
         one.begun = one.decoding = True
         return one
 
+    def admit(self, slot: int) -> None:
+        """A request takes the place of another, and its prompt is read."""
+        for other in [other for other in self.speculator._alive if other.slot == slot]:
+            self.speculator.forget(other)
+        self.sequences = [other for other in self.sequences if other.slot != slot]
+        one = self.newcomer(slot)
+        one.computed, one.decoding = 0, False
+        batch = Batch(draft_room=2000)
+        batch.add(one, one.pending)
+        batch.chunks[0].places = list(range(one.pending))
+        self.speculator.propose(batch)
+        self.card.now += PREFILL
+        [one.computed] = self.speculator.verify(batch, [[1]], PREFILL)
+        one.tokens.append(1)
+        one.decoding = self.card.moved = True  # there is no graph for one row
+        self.sequences.append(one)
+
     def propose(self) -> Batch:
         """The next batch, with its drafts."""
         batch = Batch(draft_room=2000)
@@ -263,16 +277,8 @@ class World:
 
     def answer(self, n_tokens: int) -> float:
         """A request comes after another: the gain over no speculation until it has so many tokens."""
-        self.speculator.forget(self.sequences[0])
-        one = self.newcomer(0)
-        one.computed, one.decoding = 0, False
-        self.sequences, batch = [one], Batch(draft_room=2000)
-        batch.add(one, one.pending)
-        self.speculator.propose(batch)
-        self.card.now += PREFILL
-        [one.computed] = self.speculator.verify(batch, [[1]], PREFILL)
-        one.tokens.append(1)
-        one.decoding = self.card.moved = True  # there is no graph for one row
+        self.sequences = []
+        self.admit(0)
         self.head.reads, started, tokens = READ, self.card.now, self.tokens
         while self.tokens < tokens + n_tokens:
             self.step()

@@ -288,6 +288,41 @@ def test_nothing_is_kept_in_a_crowd_that_the_head_does_not_draft_for(n: int) -> 
     assert world.card.keeps_hidden
 
 
+def test_prompts_of_a_crowd_for_which_drafts_could_not_pay_are_not_read_along() -> None:
+    world = on_h200(8, draft=4e-3)
+    world.head.most, kept = 8, []
+    for number in range(24):
+        world.gain(40)
+        world.admit(number % 8)
+        kept.append(world.card.keeps_hidden)
+    assert world.head.rounds == 0
+    assert sum(kept) <= 1, "not after the first verdict"
+
+
+def test_a_drafter_on_trial_reads_the_end_of_a_prompt_only() -> None:
+    world, read = on_h200(), []
+    collect = world.head.collect
+    world.head.collect = lambda slot, start, rows: (read.append(len(rows)), collect(slot, start, rows))[1]
+
+    def rows_read() -> int:
+        """Of a prompt of 300 tokens."""
+        read.clear()
+        one = world.newcomer(0)
+        one.tokens[:] = range(300)
+        world.newcomer, newcomer = lambda slot: one, world.newcomer
+        world.admit(0)
+        world.newcomer = newcomer
+        return sum(read)
+
+    assert rows_read() == 300
+    world.head.right = 0.0
+    world.gain(1500)  # it rests
+    assert rows_read() <= LISTEN
+    world.head.right = 1.0
+    world.gain(1500)
+    assert rows_read() == 300
+
+
 def repeating(world: World, right: float) -> None:
     """Every text repeats itself, and goes on so with a chance of `right` for each token."""
     world.head.right = right
