@@ -266,7 +266,7 @@ class DraftCheckpoint:
             planned.append(PlannedTensor("d2t", ids, ids.shape, "I64", None, None))
         if missing := sorted(set(expected) - set(given) - lent):
             raise CheckpointError(f"{self.folder}: tensor {missing[0]} is missing")
-        return TensorPlan(tuple(planned), self.config.n_layers, 0, 0)
+        return TensorPlan(tuple(planned), n_blocks=self.config.n_layers, n_mtp_layers=0)
 
     def _target_ids(self, offsets: StoredTensor) -> Table:
         """The target's token of each row of the head. What is stored is how much larger its id is.

@@ -262,7 +262,6 @@ class TensorPlan:
     tensors: tuple[PlannedTensor, ...]
     n_blocks: int
     n_mtp_layers: int
-    skipped_vision: int
     kept_tokens: NDArray[np.int64] | None = field(default=None, compare=False)
     """Ids of the tokens whose rows stay, ascending; None for all."""
 
@@ -336,7 +335,6 @@ def plan_tensors(
         tensors=tuple(tensor for name in checkpoint.tensors for tensor in planned.get(name, ())),
         n_blocks=len(kept_layers) + int(has_mtp),
         n_mtp_layers=int(has_mtp),
-        skipped_vision=len(vision),
         kept_tokens=kept_tokens,
     )
 

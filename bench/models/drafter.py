@@ -101,7 +101,7 @@ class Drafter:
             made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
             kind: FloatType = outtype if dtype == "F16" else dtype
             tensors.append(PlannedTensor(name, made, shape, kind, reorder=None, compute=None))
-        return TensorPlan(tuple(tensors), self.config.n_layers, 0, 0)
+        return TensorPlan(tuple(tensors), n_blocks=self.config.n_layers, n_mtp_layers=0)
 
     # --- what is planted -----------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def write_header(
     """
     writer = gguf.GGUFWriter(path=None, arch=config.arch)
     writer.add_type(gguf.GGUFType.MODEL)
-    blocks = TensorPlan((), n_blocks=config.n_layers + 1, n_mtp_layers=1, skipped_vision=0)
+    blocks = TensorPlan((), n_blocks=config.n_layers + 1, n_mtp_layers=1)
     add_hyperparameters(writer, config, blocks, tuple(range(config.n_layers)), "F16")
     if vocab:
         add_tokenizer(writer, make_vocab(config.vocab_size, np.random.default_rng(0)).vocab)

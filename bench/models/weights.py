@@ -125,9 +125,7 @@ class Weights:
             made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
             float_type = outtype if dtype == "F16" else dtype
             tensors.append(PlannedTensor(name, made, shape, float_type, reorder=None, compute=None))
-        return TensorPlan(
-            tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1, skipped_vision=0
-        )
+        return TensorPlan(tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1)
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> float:
         """Of the tensor's noise."""

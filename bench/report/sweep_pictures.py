@@ -107,14 +107,20 @@ def draw_divergence(rows: pd.DataFrame, path: Path) -> Path:
             point = (found["bits_per_weight"], found["kld_mean"], found.get("kld_p99", 0.0))
             points.setdefault(point, []).append(name)
     ordered = sorted(points)
-    with figure(path, width=8, height=4.2) as (axis,):
+    with figure(path, width=9, height=4.6) as (axis,):
         bits = [point[0] for point in ordered]
-        axis.plot(bits, [point[1] for point in ordered], "o-", color=PALETTE[0], label="mean")
-        axis.plot(bits, [point[2] for point in ordered], "o--", color=PALETTE[1], label="99% of tokens below")
+        axis.plot(bits, [point[1] for point in ordered], "o", color=PALETTE[0], label="mean")
+        axis.plot(bits, [point[2] for point in ordered], "^", color=PALETTE[1], label="99% of tokens below")
         axis.set_yscale("log")
-        for point in ordered:
+        for number, point in enumerate(ordered):
+            left = number % 2 == 0  # neighbours in size are labelled on different sides
             axis.annotate(
-                ", ".join(points[point]), point[:2], xytext=(5, 5), textcoords="offset points", fontsize=8
+                ", ".join(points[point]),
+                point[:2],
+                xytext=(-6 if left else 6, -9 if left else 4),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                fontsize=7,
             )
         axis.set_xlabel("bits per weight")
         axis.set_ylabel("KL divergence from the whole model, nats, every position", fontsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,6 @@ class Law:
     def cost(self, error: float) -> float:
         """Of one tensor at a type of this error."""
         return float(self.scale * max(error, 0.0) ** self.power)
-
-    def scaled(self, factor: float) -> Law:
-        return replace(self, scale=self.scale * factor)
 
 
 def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> Law:

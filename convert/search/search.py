@@ -1,4 +1,4 @@
-"""The search: probe every group, fit the additive model, solve, measure what came out, look again there."""
+"""The search: probe every group, fit the additive model, solve, measure what came out."""
 
 from __future__ import annotations
 
@@ -34,17 +34,11 @@ PROBES: Final = 3
 DRAFT_WEIGHT: Final = 0.1
 """Of the divergence of drafts beside that of answers: they decide acceptance, never an answer."""
 
-TOLERANCE: Final = 0.15
-"""A recipe that was foreseen less well, as a share of what was measured, has its groups measured again."""
-
-ROUNDS: Final = 2
-"""How often, at most: around the recipe that was found, where groups cost less or more than alone."""
-
 HEADER_EXTRA: Final = 1024
 """Bytes that quantization adds to the header at most: which imatrix there was."""
 
 CLOSE: Final = 0.9
-"""A file under a divergence is small enough where it uses so much of it."""
+"""A recipe that missed the divergence that was asked for is solved for again under so much of it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,8 @@ class Paths:
 class Found:
     """A recipe, and how well it was foreseen.
 
-    `predicted` is the additive model's divergence, `reading` what was measured on the search's text;
+    `predicted` is the additive model's divergence of the next token, without what the MTP block adds to
+    drafts; `reading` is what was measured on the search's text;
     `shares` are each tensor's part of the prediction (of drafts' divergence for the MTP block's).
     """
 
@@ -73,7 +68,6 @@ class Found:
     reading: Reading
     shares: Mapping[str, float]
     left_out: float
-    rounds: int
     probes: int
     tokens: int
     seconds: float
@@ -153,15 +147,6 @@ def check_reach(gguf: Path, target: Target, used_experts: int | None) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """Types, what was measured with them, and the laws by which they were chosen."""
-
-    types: dict[str, Type]
-    reading: Reading
-    laws: dict[str, Law]
-
-
 class _Search:
     """One search; the model is loaded when the first thing has to be measured."""
 
@@ -183,60 +168,27 @@ class _Search:
     def run(self) -> Found:
         self._measure_errors()
         laws, left_out = self._fit()
-        tried = [self._try("recipe", laws, self._solve(laws))]
-        for number in range(1, ROUNDS + 1):
-            last = tried[-1]
-            if self._off(last) <= TOLERANCE:
-                break
-            laws = self._refit(last.laws, last.types, last.reading, number)
-            types = self._solve(laws)
-            if types == last.types:
-                break
-            tried.append(self._try(f"recipe, round {number}", laws, types))
-        rounds = len(tried) - 1
-        tighter = 1.0
-        while not any(map(self._keeps, tried)):
-            assert self._target.divergence is not None, "other limits hold before anything is measured"
-            last = tried[-1]
-            tighter *= CLOSE * min(1.0, self._target.divergence / last.reading.mean)
-            tried.append(
-                self._try(f"recipe for {tighter:.2f} of the divergence", laws, self._solve(laws, tighter))
-            )
-        best = min(filter(self._keeps, tried), key=self._objective)
+        types, tighter = self._solve(laws), 1.0
+        reading = self._measure("recipe", types)
+        limit = self._target.divergence
+        while limit is not None and reading.mean > limit:
+            tighter *= CLOSE * limit / reading.mean
+            types = self._solve(laws, tighter)
+            reading = self._measure(f"recipe for {tighter:.2f} of the divergence", types)
         layout, card = self._layout, self._target.card
         return Found(
-            types=best.types,
-            n_bytes=layout.file_bytes(best.types),
-            bits_per_weight=layout.bits_per_weight(best.types),
-            milliseconds=milliseconds(layout, best.types, card) if card is not None else None,
-            predicted=self._predict(best.laws, best.types),
-            reading=best.reading,
-            shares={m.name: self._cost(best.laws, m, best.types[m.name]) for m in layout.matrices},
+            types=types,
+            n_bytes=layout.file_bytes(types),
+            bits_per_weight=layout.bits_per_weight(types),
+            milliseconds=milliseconds(layout, types, card) if card is not None else None,
+            predicted=sum(self._cost(laws, m, types[m.name]) for m in layout.matrices if not m.mtp),
+            reading=reading,
+            shares={m.name: self._cost(laws, m, types[m.name]) for m in layout.matrices},
             left_out=left_out,
-            rounds=rounds,
             probes=self._record.count,
             tokens=self._record.tokens,
             seconds=self._record.seconds,
         )
-
-    def _try(self, what: str, laws: dict[str, Law], types: dict[str, Type]) -> _Tried:
-        return _Tried(types, self._measure(what, types), laws)
-
-    def _off(self, tried: _Tried) -> float:
-        """How badly it was foreseen."""
-        return abs(self._predict(tried.laws, tried.types) / max(tried.reading.mean, FLOOR) - 1)
-
-    def _keeps(self, tried: _Tried) -> bool:
-        limit = self._target.divergence
-        return limit is None or tried.reading.mean <= limit
-
-    def _objective(self, tried: _Tried) -> float:
-        """What is to be least."""
-        if self._target.divergence is None:
-            return tried.reading.mean
-        if self._target.card is not None:
-            return self._layout.read_bytes(tried.types)
-        return self._layout.file_bytes(tried.types)
 
     # measuring
 
@@ -303,45 +255,8 @@ class _Search:
             for kind in _probed(matrices[0]):
                 yield f"{group} at {kind.name}", {m.name: kind for m in matrices}
 
-    def _refit(
-        self, laws: dict[str, Law], types: dict[str, Type], reading: Reading, number: int
-    ) -> dict[str, Law]:
-        """The laws with each group weighed by what it costs beside the others at these types.
-
-        A group's part is how much the divergence falls when it alone is whole; the parts are scaled to add
-        up to what was measured.
-        """
-        without = {
-            group: {name: kind for name, kind in types.items() if name not in {m.name for m in matrices}}
-            for group, matrices in self._layout.groups.items()
-            if not matrices[0].mtp
-        }
-        self._measure_all(
-            f"Sensitivity, round {number}", ((f"all but {group}", rest) for group, rest in without.items())
-        )
-        parts = {
-            group: reading.mean - self._measure(f"all but {group}", rest).mean
-            for group, rest in without.items()
-        }
-        alone = {
-            group: sum(self._cost(laws, m, types[m.name]) for m in self._layout.groups[group])
-            for group in without
-        }
-        # noise may make a part negative; none is taken for less than a tenth of what it was before
-        parts = {group: max(part, alone[group] / 10, FLOOR) for group, part in parts.items()}
-        scale = reading.mean / sum(parts.values())
-        changed = {
-            group: laws[group].scaled(scale * part / max(alone[group], FLOOR))
-            for group, part in parts.items()
-        }
-        return {**laws, **changed}
-
     def _cost(self, laws: Mapping[str, Law], matrix: Matrix, kind: Type) -> float:
         return laws[matrix.group].cost(self._record.errors[matrix.name][kind])
-
-    def _predict(self, laws: Mapping[str, Law], types: Mapping[str, Type]) -> float:
-        """Divergence of the next token: what the MTP block adds to drafts is left out."""
-        return sum(self._cost(laws, m, types[m.name]) for m in self._layout.matrices if not m.mtp)
 
     # solving
 

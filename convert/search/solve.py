@@ -53,8 +53,3 @@ def choose(
     return [
         int(np.argmax(found.x[start : start + count])) for start, count in zip(starts, counts, strict=True)
     ]
-
-
-def total(amounts: Sequence[Sequence[float]], choices: Sequence[int]) -> float:
-    """The sum that a choice comes to."""
-    return float(sum(row[i] for row, i in zip(amounts, choices, strict=True)))

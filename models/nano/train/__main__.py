@@ -6,8 +6,17 @@ import argparse
 from pathlib import Path
 
 from models.nano.train.heldout import FAMILIES
+from models.nano.train.shape import Shape
 
 NANO = Path(__file__).resolve().parents[1]
+
+
+def sizes(text: str) -> Shape:
+    """--shape."""
+    try:
+        return Shape().with_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def make_tokenizer(args: argparse.Namespace) -> None:
@@ -33,6 +42,7 @@ def run_fit(args: argparse.Namespace) -> None:
             heldout=args.heldout,
             out=args.out,
             minutes=args.minutes,
+            shape=args.shape,
             start_from=args.start_from,
             batch_tokens=args.batch_tokens,
             accumulate=args.accumulate,
@@ -100,7 +110,17 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--minutes", type=float, default=8.0, help="training time, data and compilation not counted"
     )
-    verb.add_argument("--start-from", type=Path, help="a checkpoint to go on from, instead of random weights")
+    begin = verb.add_mutually_exclusive_group()
+    begin.add_argument(
+        "--start-from", type=Path, help="a checkpoint to go on from, instead of random weights"
+    )
+    begin.add_argument(
+        "--shape",
+        type=sizes,
+        default=Shape(),
+        metavar="SIZE=NUMBER,...",
+        help="another shape than nano's: hidden=512,layers=4,ffn=1024,heads=8",
+    )
     verb.add_argument("--batch-tokens", type=int, default=32_768)
     verb.add_argument("--accumulate", type=int, default=2, help="batches a step")
     verb.add_argument("--workers", type=int, default=14, help="processes that draw documents")

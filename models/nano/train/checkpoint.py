@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +13,22 @@ from torch import Tensor, nn
 
 from models.nano.train.model import Trunk, initialise
 from models.nano.train.mtp import MTP
-from models.nano.train.shape import Shape, VisionShape, generation_config, model_config, tokenizer_config
+from models.nano.train.shape import (
+    Shape,
+    VisionShape,
+    generation_config,
+    model_config,
+    shape_of,
+    tokenizer_config,
+)
 from models.nano.train.tokenizer import PRETOKENIZE_REGEX, save_tokenizer, special_ids
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors")
+CHAT_TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
 TRUNK_PREFIX = "model.language_model."
 # kept in float32 by the official checkpoints: they steer a recurrence over the whole context
 FLOAT32 = (".A_log", ".linear_attn.norm.weight")
@@ -77,7 +85,7 @@ def stored(name: str, tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(folder: Path, trunk: Trunk, mtp: MTP, tokenizer: Tokenizer) -> None:
-    """Write everything but the chat template into `folder`, each file under a temporary name first."""
+    """Write all that a converter reads into `folder`, weights and JSON under a temporary name first."""
     shape, vision = trunk.shape, VisionShape()
     folder.mkdir(parents=True, exist_ok=True)
     language = {TRUNK_PREFIX + name: tensor for name, tensor in trunk.state_dict().items()}
@@ -106,6 +114,7 @@ def save_checkpoint(folder: Path, trunk: Trunk, mtp: MTP, tokenizer: Tokenizer) 
     write_json(folder / "generation_config.json", generation_config(ids))
     write_json(folder / "tokenizer_config.json", tokenizer_config(shape, ids, PRETOKENIZE_REGEX))
     save_tokenizer(tokenizer, folder)
+    copyfile(CHAT_TEMPLATE, folder / "chat_template.jinja")
 
 
 def load_checkpoint(folder: Path) -> tuple[Trunk, MTP]:
@@ -116,7 +125,8 @@ def load_checkpoint(folder: Path) -> tuple[Trunk, MTP]:
     tensors: dict[str, Tensor] = {}
     for file in SHARDS:
         tensors |= load_file(folder / file)
-    trunk, mtp = Trunk(Shape()), MTP(Shape())
+    shape = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    trunk, mtp = Trunk(shape), MTP(shape)
     load_prefixed(trunk, tensors, TRUNK_PREFIX)
     load_prefixed(mtp, tensors, "mtp.")
     return trunk, mtp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,16 @@ COMPILE_PATIENCE = 75.0
 
 @dataclass(frozen=True)
 class FitSettings:
-    """minutes: time for the steps; batch_tokens: of a micro-batch, `accumulate` make a step."""
+    """minutes: time for the steps; batch_tokens: of a micro-batch, `accumulate` make a step.
+
+    `shape` is that of a model from random weights; with `start_from` the checkpoint has its own.
+    """
 
     tokenizer: Path
     heldout: Path
     out: Path
     minutes: float
+    shape: Shape = field(default_factory=Shape)
     start_from: Path | None = None
     batch_tokens: int = 32_768
     accumulate: int = 2
@@ -88,7 +92,9 @@ def fit(settings: FitSettings) -> None:
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_file(str(settings.tokenizer))
     trunk, mtp = (
-        load_checkpoint(settings.start_from) if settings.start_from else new_model(Shape(), settings.seed)
+        load_checkpoint(settings.start_from)
+        if settings.start_from
+        else new_model(settings.shape, settings.seed)
     )
     trunk.to(device)
     mtp.to(device)

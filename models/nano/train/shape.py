@@ -5,7 +5,7 @@ Field names and nesting are those of the official Qwen3.5 repositories, so any r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from models.nano.train.tokenizer import SPECIAL_TOKENS
@@ -49,6 +49,17 @@ class Shape:
 
     def layer_type(self, layer: int) -> str:
         return "full_attention" if self.is_full_attention(layer) else "linear_attention"
+
+    def with_sizes(self, text: str) -> Shape:
+        """This shape with other whole numbers, as in `hidden=512,layers=4`. Raises ValueError."""
+        known = [field.name for field in fields(self) if isinstance(field.default, int)]
+        sizes = {}
+        for part in text.split(","):
+            name, _, number = part.partition("=")
+            if name not in known or not number.isdecimal() or not int(number):
+                raise ValueError(f"{part!r}: want SIZE=NUMBER, of {', '.join(known)}")
+            sizes[name] = int(number)
+        return replace(self, **sizes)
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,29 @@ def model_config(shape: Shape, vision: VisionShape, ids: dict[str, int]) -> dict
         "vision_end_token_id": ids["<|vision_end|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
     }
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """The shape that `model_config` wrote."""
+    text = config["text_config"]
+    return Shape(
+        vocab_size=text["vocab_size"],
+        hidden=text["hidden_size"],
+        layers=text["num_hidden_layers"],
+        full_attention_interval=text["full_attention_interval"],
+        ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text["head_dim"],
+        linear_key_heads=text["linear_num_key_heads"],
+        linear_value_heads=text["linear_num_value_heads"],
+        linear_head_dim=text["linear_key_head_dim"],
+        conv_kernel=text["linear_conv_kernel_dim"],
+        rope_theta=float(text["rope_parameters"]["rope_theta"]),
+        partial_rotary=text["rope_parameters"]["partial_rotary_factor"],
+        norm_eps=text["rms_norm_eps"],
+        context=text["max_position_embeddings"],
+    )
 
 
 def generation_config(ids: dict[str, int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from server.engine.errors import LlamaError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
@@ -73,6 +74,7 @@ class HiddenDrafter:
     """
 
     instant = False
+    kinds: Mapping[str, float]
     layers: tuple[int, ...] = ()
     """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
 
