@@ -10,6 +10,7 @@ CACHE_VARIABLE = "QWEN_SERVE_CACHE"
 
 
 def own_version() -> str:
+    """Of qwen-serve; "0" in a checkout that was never installed."""
     try:
         return version("qwen-serve")
     except PackageNotFoundError:  # run from a checkout that was never installed
@@ -17,6 +18,7 @@ def own_version() -> str:
 
 
 def llama_version() -> str:
+    """Of llama-cpp-python."""
     try:
         return version("llama-cpp-python")
     except PackageNotFoundError:

@@ -82,6 +82,7 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def answers(self) -> bool:
+        """Whether its /health is 200."""
         try:
             return requests.get(f"{self.url}/health", timeout=2, proxies=NO_PROXY).status_code == 200
         except requests.RequestException:
@@ -94,6 +95,7 @@ class Child:
             self.process.wait()
 
     def last_words(self) -> str:
+        """The end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-15:])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_the_c_api_is_touched_behind_its_doors_alone() -> None:
         if used and not name.startswith(DOORS):
             found[name] = used
     assert found == REASONS
+
+
+def test_the_architecture_page_names_every_module_of_the_server_and_no_other() -> None:
+    page = (ROOT / "server" / "README.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`([a-z_/]+(?:/|\.py))`", table))
+    folders = tuple(name for name in named if name.endswith("/"))
+    there = {path.relative_to(ROOT / "server").as_posix() for path in sources("server")}
+    modules = {name for name in there if not name.endswith("__init__.py")}
+    assert {name for name in modules - named if not name.startswith(folders)} == set()
+    assert {name for name in named if name.endswith(".py")} - there == set()
 
 
 @pytest.mark.parametrize("room", OTHERS)

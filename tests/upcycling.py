@@ -49,7 +49,7 @@ def upcycle(dense: Path, out: Path) -> Path:
     for name in [name for name in tensors if name.endswith(".mlp.gate_proj.weight")]:
         prefix = name.removesuffix("gate_proj.weight")
         gate, up, down = (tensors.pop(f"{prefix}{role}_proj.weight") for role in ("gate", "up", "down"))
-        tensors |= _block(prefix, (gate, up, down / 2), rng)
+        tensors |= _block(prefix, (gate, up, np.float32(0.5) * down), rng)
     write_file(out / "model.safetensors", [(name, "F32", values) for name, values in tensors.items()], {})
     return out
 

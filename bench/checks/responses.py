@@ -102,10 +102,15 @@ async def logprobs(target: Target) -> None:
         expect(found == sorted(found, reverse=True), f"top_logprobs: want the likeliest first, got {found}")
 
 
-@check("refused: what would need a memory of earlier responses, and tools that are no functions")
+@check("refused: what would need a memory of responses, tools that are no functions, a chat's own fields")
 async def refusals(target: Target) -> None:
     await target.needs("POST", PATH)
-    for fields in ({"previous_response_id": "resp_1"}, {"tools": [{"type": "web_search"}]}, {"input": None}):
+    for fields in (
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "web_search"}]},
+        {"input": None},
+        {"max_tokens": 5},
+    ):
         reply = await target.client.request("POST", PATH, body=body_of(**fields))
         equal(reply.status, 400, f"status for {next(iter(fields))}")
         expect(next(iter(fields)) in reply.text, f"the error does not name {next(iter(fields))}")

@@ -74,6 +74,15 @@ async def no_usage(target: Target) -> None:
         expect(all(chunk["choices"] for chunk in chunks), f"{path}: a chunk has no choices")
 
 
+@check("timings_per_token: every chunk of a single answer has llama-server's timings so far")
+async def timings(target: Target) -> None:
+    for path, _, body in BODIES:
+        chunks = await target.chunks(path, **body, **GREEDY, timings_per_token=True)
+        counts = [chunk.get("timings", {}).get("predicted_n") for chunk in chunks]
+        expect(all(type(count) is int for count in counts), f"{path}: predicted_n: got {counts}")
+        expect(counts == sorted(counts) and counts[-1] > 0, f"{path}: predicted_n does not grow: {counts}")
+
+
 @check("a stop string never shows, not even in part")
 async def stop(target: Target) -> None:
     text = await target.text(max_tokens=48)

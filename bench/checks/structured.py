@@ -31,6 +31,8 @@ CODE = r"[ab]{2}-[0-9]"
 OTHERS: tuple[dict[str, Any], ...] = (
     {"guided_regex": CODE},
     {"structured_outputs": {"regex": CODE}},
+    {"regex": CODE},
+    {"ebnf": 'root ::= [ab] [ab] "-" [0-9]'},
     {"grammar": 'root ::= [ab] [ab] "-" [0-9]'},
     {"guided_grammar": 'start: /[ab]{2}/ "-" /[0-9]/'},
     {"guided_choice": ["aa-1", "bb-2"]},
@@ -116,6 +118,8 @@ async def budget(target: Target) -> None:
         {"thinking_budget": 4},
         {"thinking_token_budget": 4},
         {"reasoning_budget": 4},
+        {"thinking_budget_tokens": 4},
+        {"reasoning_budget_tokens": 4},
         {"thinking": {"type": "enabled", "budget_tokens": 4}},
     )
     for fields in spellings:

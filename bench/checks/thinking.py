@@ -77,6 +77,14 @@ async def counted(target: Target) -> None:
     claimed = answer["usage"]["completion_tokens"]
     expect(claimed >= text * 0.98 - 2, f"completion_tokens: {text} tokens of text, {claimed} claimed")
     expect(claimed <= text + 8, f"completion_tokens: {text} tokens of text and tags, {claimed} claimed")
+    thought = await vocabulary.count(message.get("reasoning_content") or "")
+    told: Any = (answer["usage"].get("completion_tokens_details") or {}).get("reasoning_tokens")
+    expect(
+        type(told) is int, f"usage.completion_tokens_details.reasoning_tokens: want an integer, got {told!r}"
+    )
+    expect(
+        thought * 0.98 - 2 <= told <= thought + 8, f"reasoning_tokens: {told}, {thought} tokens of reasoning"
+    )
     expect(without > 0, "an answer without thinking has no tokens")
 
 

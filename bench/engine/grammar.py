@@ -12,7 +12,7 @@ from bench.analysis.statistics import interval
 from bench.arguments import Positive, Positives, StoreOptions
 from bench.engine.recording import Recorder, recorded
 from bench.terminal import Cell, Table
-from server.chat.constraints import compose, json_format
+from server.chat.formats import compose, json_format
 from server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
 from server.engine.batch import Batch
 from server.engine.llama import Rows

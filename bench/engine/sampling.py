@@ -52,7 +52,8 @@ def sampling_cost(
             else:
                 each("device sampler BEST", lambda n: _take(decode(context, n)))
                 _one_other(context, recorder, most, times)
-                for kind in (DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
+                others = (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS, DeviceSampler.GUESS, DeviceSampler.ROW)
+                for kind in others:
                     context.set_samplers(kind)
                     each(f"device sampler {kind.name}", lambda n: _take(decode(context, n)))
         with _context(model, most, samplers=False) as context, _greedy_chains(context, most):
@@ -110,7 +111,7 @@ def _sampled_by_llama_cpp(context: Context, n: int) -> None:
 def _take(rows: Rows) -> None:
     """What a sampler reads of each row."""
     for row, kind in enumerate(rows.kinds):
-        if kind is DeviceSampler.TOP_K:
+        if kind in (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS):
             rows.candidates(row)
         elif kind is DeviceSampler.GUESS:
             rows.best(row)

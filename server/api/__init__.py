@@ -2,7 +2,7 @@
 
 A request's way: `routes` reads its body (`request`) as one of `protocol`'s models; `chat` or `completions`
 makes a prompt of it and submits its choices (`serving`, `sampling`), and answers with an object or a stream
-(`sse`). Around it: `connection` and `intake`, what clients may send and what that may take; `service`, the
+(`sse`). Around it: `connection` and `limits`, what clients may send and what that may take; `service`, the
 model's life from loading to drained; `metrics`, `middleware`, `errors`.
 """
 

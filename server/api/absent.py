@@ -28,6 +28,8 @@ router = APIRouter()
 
 
 def refuse(what: str, path: str) -> None:
+    """Have `path` answer 501, whatever the method."""
+
     @router.api_route(path, methods=METHODS, include_in_schema=False)
     async def absent(http: Request) -> None:
         message = f"{http.method} {http.url.path}: {what}: not supported by this server"

@@ -12,9 +12,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from server.about import own_version
 from server.api import errors, page
-from server.api.description import describe
 from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
+from server.api.openapi import describe
 from server.api.origin import KnownSites
 from server.api.routes import ROUTERS, paths
 from server.api.service import Backend, Service

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.api.logprobs import ChatLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import ending, event, merge
+from server.api.sse import encode, ending, event, merge
 from server.api.structured import WantedGrammar, wanted_grammar
 from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
@@ -57,13 +57,13 @@ async def begin(
         budget = prompt_budget(request, engine.context_size, interrupt)
         ids, thinking = prompt_of(service, request, budget)
         prompt = engine.prompt(truncated(ids, request, engine.context_size))
+        request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
     prompt, thinking, stops, wanted = await prepared(http, prepare, size)
-    request.messages = []  # they would stay for as long as the answer takes
-    limits = None
-    if thinking:
-        limits = request.thinking_limits(service.settings, engine.vocab, request.token_limit)
+    limits = (
+        request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
+    )
     constrain = None if wanted is None else await wanted.compiled(service)
     parsers = [
         ReplyParser(
@@ -101,10 +101,10 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
     return ids, prompter.reply_reasons(request.messages, **how)
 
 
-async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]:
+async def collect(served: ServedRequest, replies: list[Reply]) -> bytes:
     messages = await asyncio.gather(*map(message_of, replies))
 
-    def written() -> dict[str, Any]:
+    def written() -> bytes:
         choices = [
             {
                 "index": index,
@@ -115,7 +115,9 @@ async def collect(served: ServedRequest, replies: list[Reply]) -> dict[str, Any]
             for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
         ]
         scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-        return {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+        return encode(
+            {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
+        )
 
     return await served.written(written)
 
@@ -161,7 +163,7 @@ async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[
             started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
-        return {**served.envelope(CHUNK, [choice]), **served.usage_of_chunk()}
+        return {**served.envelope(CHUNK, [choice]), **served.of_chunk()}
 
     left = len(replies)
     async for index, part in merge([aiter(reply) for reply in replies]):

@@ -11,7 +11,7 @@ from server.api.errors import bad_request
 from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from server.api.request import prepared
 from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import ending, event, merge
+from server.api.sse import encode, ending, event, merge
 from server.api.structured import WantedGrammar, wanted_grammar
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
             ]
             if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
+        request.prompt = []  # they would stay for as long as the answer takes
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
-    request.prompt = []  # they would stay for as long as the answer takes
     constrain = None if wanted is None else await wanted.compiled(service)
     served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
@@ -86,10 +86,10 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
     return b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")
 
 
-async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+async def collect(served: ServedRequest, answers: Sequence[Answer]) -> bytes:
     texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
 
-    def written() -> dict[str, Any]:
+    def written() -> bytes:
         choices = [
             {
                 **choice(
@@ -102,7 +102,7 @@ async def collect(served: ServedRequest, answers: Sequence[Answer]) -> dict[str,
             }
             for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
         ]
-        return {**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()}
+        return encode({**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()})
 
     return await served.written(written)
 
@@ -119,7 +119,7 @@ async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGener
     ) -> dict[str, Any]:
         return {
             **served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]),
-            **served.usage_of_chunk(),
+            **served.of_chunk(),
         }
 
     def echo_of(index: int, answer: Answer) -> bytes:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SLICE = 16 * 1024
 """Bytes of headers that are parsed before they are counted."""
 
-MOST_HEADERS = 256
+MAX_HEADERS = 256
 
 LINGER_S = 2.0
 """What a client that was refused still sends is dropped for so long; closed at once, its system would forget
@@ -161,8 +161,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > MOST_HEADERS:
-            self._refuse_head(f"a request may have {MOST_HEADERS} headers")
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse_head(f"a request may have {MAX_HEADERS} headers")
             raise ValueError  # ends the parser's work
 
     def on_headers_complete(self) -> None:

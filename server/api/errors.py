@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RETRY_AFTER_S = 1
 
-MOST_SAID = 2000
+MAX_MESSAGE = 2000
 """Characters of a message, which may quote what the client sent, of any length."""
 
 
@@ -87,7 +87,7 @@ class ApiError(Exception):
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_SAID else text[:MOST_SAID] + "..."
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
 class ClientLeft(Exception):
@@ -95,6 +95,7 @@ class ClientLeft(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400, for a field that is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left, bisect_right
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from server.api.sse import Lazily
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +44,11 @@ class TokenNames:
         }
         return {"id": token, **found} if with_id else found
 
+    def scored(self, told: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
+        """The same, with the likeliest ones at its place."""
+        top = [self.entry(*other, with_id=with_id) for other in told.top[:n_top]]
+        return {**self.entry(told.token, told.logprob, with_id=with_id), "top_logprobs": top}
+
 
 class ChatLogprobs:
     """Of one choice: `{"content": [...]}`, a token of the reply each, its reasoning and tags included.
@@ -71,17 +79,8 @@ class ChatLogprobs:
         """Of the tokens since the last time; None where there are none, or none were asked for."""
         if self._n_top is None or not (found := self._generation.new_logprobs()):
             return None
-        content = [
-            {
-                **self._entry(told.token, told.logprob),
-                "top_logprobs": [self._entry(*other) for other in told.top[: self._n_top]],
-            }
-            for told in found
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return self._names.entry(token, logprob, with_id=self._with_id)
+        write = partial(self._names.scored, n_top=self._n_top, with_id=self._with_id)
+        return {"content": Lazily(write, found), "refusal": None}
 
 
 class ResponseLogprobs:
@@ -102,22 +101,18 @@ class ResponseLogprobs:
         self._place = self._told = 0
         """Bytes and tokens that were shown, or told."""
 
-    def of(self, text: str) -> list[dict[str, Any]]:
+    def written(self, found: list[TokenLogprobs]) -> Lazily[TokenLogprobs]:
+        """Tokens as clients are told of them."""
+        return Lazily(partial(self._names.scored, n_top=self._n_top or 0), found)
+
+    def of(self, text: str) -> list[TokenLogprobs]:
         """The tokens of a text, which comes next."""
         if self._n_top is None:
             return []
         start = self.skip(text)
         first = max(self._told, bisect_right(self._ends, start))
         self._told = max(first, bisect_left(self._ends, self._place) + 1)
-        return [
-            {
-                **self._names.entry(told.token, told.logprob, with_id=False),
-                "top_logprobs": [
-                    self._names.entry(*other, with_id=False) for other in told.top[: self._n_top]
-                ],
-            }
-            for told in self._tokens[first : self._told]
-        ]
+        return self._tokens[first : self._told]
 
     def skip(self, text: str) -> int:
         """Something else comes next: where it begins."""
@@ -180,22 +175,29 @@ class CompletionLogprobs:
         return [(told.token, told) for told in found]
 
     def _written(self, found: Iterable[tuple[int, TokenLogprobs | None]]) -> dict[str, Any] | None:
-        result: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[TokenLogprobs | None] = []
+        offsets: list[int] = []
         for token, told in found:
-            result["tokens"].append(self._names.name(token))
-            result["token_logprobs"].append(None if told is None else max(told.logprob, LOWEST))
-            result["top_logprobs"].append(None if told is None else self._top(told))
-            result["text_offset"].append(self._offset)
+            names.append(self._names.name(token))
+            logprobs.append(None if told is None else max(told.logprob, LOWEST))
+            tops.append(told)
+            offsets.append(self._offset)
             self._offset += len(self._decoder.decode(self._names.bytes(token)))
-        return result if result["tokens"] else None
+        if not names:
+            return None
+        return {
+            "tokens": names,
+            "token_logprobs": logprobs,
+            "top_logprobs": Lazily(self._top, tops),
+            "text_offset": offsets,
+        }
 
-    def _top(self, told: TokenLogprobs) -> dict[str, float]:
+    def _top(self, told: TokenLogprobs | None) -> dict[str, float] | None:
         """The likeliest, and the token itself; of several that are called the same, the likeliest."""
+        if told is None:
+            return None
         top: dict[str, float] = {}
         for token, logprob in [*told.top[: self._n_top], (told.token, told.logprob)]:
             top.setdefault(self._names.name(token), max(logprob, LOWEST))
@@ -207,20 +209,16 @@ def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGe
     told = generation.generation.logprobs
     if request.prompt_logprobs is None or told is None:
         return {}
-    names = TokenNames(vocab)
-    found: list[dict[str, Any] | None] = [None]
-    for at in told.prompt:
-        top = at.top[: request.prompt_logprobs]
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(top, 1)}
+    names, n_top = TokenNames(vocab), request.prompt_logprobs
+
+    def write(at: TokenLogprobs | None) -> dict[str, Any] | None:
+        if at is None:
+            return None
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(at.top[:n_top], 1)}
         ranked = {at.token: (at.logprob, at.rank), **ranked}
-        found.append(
-            {
-                str(token): {
-                    "logprob": max(logprob, LOWEST),
-                    "rank": rank,
-                    "decoded_token": names.name(token),
-                }
-                for token, (logprob, rank) in ranked.items()
-            }
-        )
-    return {"prompt_logprobs": found}
+        return {
+            str(token): {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": names.name(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+    return {"prompt_logprobs": Lazily(write, [None, *told.prompt])}

@@ -10,8 +10,8 @@ from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
 from server.api.chat import begin, prompt_of
-from server.api.request import LARGE_JSON, on_thread, prepared
-from server.api.sse import Dialect, typed_event
+from server.api.request import on_thread, prepared
+from server.api.sse import Dialect, encode, typed_event
 from server.api.tokens import bounded
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -36,7 +36,8 @@ Event = dict[str, Any]
 
 async def messages(http: Request, service: Service, request: MessagesRequest, size: int) -> Response:
     """Answers with a message; `size` is the body's, in bytes."""
-    asked = await on_thread(request.chat, size, LARGE_JSON)
+    asked = await on_thread(request.chat, size)
+    request.messages = []  # they would stay for as long as the answer takes
     served, [reply] = await begin(http, service, asked, size, "msg_")
     return await served.respond(
         http, partial(stream, served, reply), partial(collect, served, reply), DIALECT
@@ -53,19 +54,15 @@ async def count_tokens(http: Request, service: Service, request: CountTokensRequ
     return await prepared(http, answer, size)
 
 
-async def collect(served: ServedRequest, reply: Reply) -> dict[str, Any]:
+async def collect(served: ServedRequest, reply: Reply) -> bytes:
     message = Message(served)
     async for part in reply:
         for _ in message.add(part):
             pass
     for _ in message.close():
         pass
-    return {
-        **envelope(served),
-        "content": message.content,
-        **ending(served, reply),
-        "usage": usage(reply),
-    }
+    whole = {**envelope(served), "content": message.content, **ending(served, reply), "usage": usage(reply)}
+    return encode(whole)
 
 
 async def stream(served: ServedRequest, reply: Reply) -> AsyncGenerator[bytes, None]:

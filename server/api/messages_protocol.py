@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.translation import Sharing, blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import FOREIGN, Sharing, blocks_in, object_in, refused, text_in, to_chat
 from server.chat import plain_text
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class CountTokensRequest(Sharing):
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+    instead: ClassVar[dict[str, str]] = NAMES
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(fail_fast=True)
@@ -162,6 +163,11 @@ class CountTokensRequest(Sharing):
 
 class MessagesRequest(CountTokensRequest):
     """A conversation to answer."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **CountTokensRequest.unsupported,
+        **{name: values for name, values in FOREIGN.items() if name not in ("messages", "max_tokens")},
+    }
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = Field(None, fail_fast=True)

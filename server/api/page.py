@@ -35,6 +35,8 @@ def is_page(path: str) -> bool:
 
 
 class PageFiles(StaticFiles):
+    """The page's files, with HEADERS."""
+
     def file_response(
         self,
         full_path: str | os.PathLike[str],
@@ -48,6 +50,8 @@ class PageFiles(StaticFiles):
 
 
 def install(app: FastAPI) -> None:
+    """Adds the page and its files to the app."""
+
     @app.get("/", include_in_schema=False)
     @app.head("/", include_in_schema=False)
     async def page() -> FastAPIResponse:

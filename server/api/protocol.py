@@ -9,31 +9,31 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from server.api.errors import bad_request
 from server.api.structured import StructuredFields, calls_format, check_tool_choice
-from server.api.thinking import ThinkingFields
+from server.api.thinking import BUDGETS, ThinkingFields
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.api.sampling import Mode
-    from server.chat.constraints import AnswerFormat, ToolFormat
+    from server.chat.formats import AnswerFormat, ToolFormat
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
-MOST_STOPS = 64
-MOST_STOP_CHARACTERS = 4096
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
 """What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
 
-MOST_PROMPTS = 2048
-MOST_MESSAGES = 16_384
-MOST_TOOLS = 1024
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
 
-MOST_TOKEN_RULES = 16_384
+MAX_TOKEN_RULES = 16_384
 """Tokens that a field names. Every answer goes through them as it begins, in some milliseconds."""
 
-MOST_WORDS = 1024
-MOST_WORD_CHARACTERS = 16_384
+MAX_WORDS = 1024
+MAX_WORD_CHARACTERS = 16_384
 """Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
 
 LONGEST_NAME = 256
@@ -65,10 +65,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "t_max_predict_ms": (0, -1),
     "return_tokens": (False,),
     "return_progress": (False,),
-    "timings_per_token": (False,),
     "response_fields": ([],),
     "lora": ([],),
     "parse_tool_calls": (True,),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "reasoning_control": (False,),
     # vLLM
     "prompt_embeds": (),
     "use_beam_search": (False,),
@@ -101,6 +103,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_params": (),
     "lora_path": (),
     "return_hidden_states": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,),
+    "input_ids": (),
+    "session_params": ({},),
 }
 """Known fields that this server does not act on and that would change the answer: refused, never ignored.
 Field -> the values that ask for nothing special, besides null."""
@@ -112,6 +120,8 @@ class Refusing(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Field -> the values that ask for nothing special, besides null."""
+    instead: ClassVar[dict[str, str]] = {}
+    """Some of these -> what says the same here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,9 +129,10 @@ class Refusing(BaseModel):
         """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
         for field, value in body.items() if isinstance(body, dict) else ():
             if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
-                raise bad_request(
-                    f"{field}: not supported by this server; leave it out", field, "unsupported_parameter"
-                )
+                what = "not supported by this server; leave it out"
+                if field in cls.instead:
+                    what = f"this endpoint has {cls.instead[field]} for it"
+                raise bad_request(f"{field}: {what}", field, "unsupported_parameter")
         return body
 
 
@@ -140,24 +151,24 @@ def _stop_list(value: Any) -> list[str]:
         raise ValueError("must be a string or a list of strings")
     if not all(stops):
         raise ValueError("a stop string cannot be empty")
-    if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         raise ValueError(
-            f"must be at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS:,} characters together"
+            f"must be at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS:,} characters together"
         )
     return stops
 
 
 StopInput = (
-    Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+    Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
 )
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
     pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
-    if isinstance(pairs, list) and len(pairs) > MOST_TOKEN_RULES:
-        raise ValueError(f"must be at most {MOST_TOKEN_RULES:,} tokens")
+    if isinstance(pairs, list) and len(pairs) > MAX_TOKEN_RULES:
+        raise ValueError(f"must be at most {MAX_TOKEN_RULES:,} tokens")
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) for pair in pairs):
         raise ValueError("must be an object of token ids and numbers")
     found: dict[int, float] = {}
@@ -179,17 +190,19 @@ def _words(value: Any) -> list[str]:
     words = [] if value is None else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise ValueError("must be a list of strings, none of them empty")
-    if len(words) > MOST_WORDS or sum(map(len, words)) > MOST_WORD_CHARACTERS:
+    if len(words) > MAX_WORDS or sum(map(len, words)) > MAX_WORD_CHARACTERS:
         raise ValueError(
-            f"must be at most {MOST_WORDS:,} strings of {MOST_WORD_CHARACTERS:,} characters together"
+            f"must be at most {MAX_WORDS:,} strings of {MAX_WORD_CHARACTERS:,} characters together"
         )
     return words
 
 
-TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MOST_TOKEN_RULES)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKEN_RULES)]
 
 
 class StreamOptions(BaseModel):
+    """OpenAI's, and vLLM's."""
+
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
@@ -241,6 +254,7 @@ class GenerationRequest(StructuredFields, Refusing):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     cache_prompt: bool | None = None
     cache_report: bool | None = None
+    timings_per_token: bool | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -338,7 +352,7 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 AnyPrompt = (
     NonEmptyText
     | NonEmptyIds
-    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 
 
@@ -353,8 +367,8 @@ def _prompt_list(value: Any) -> list[PromptInput]:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not prompts or not all(prompts):
         raise ValueError("must not be empty")
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f"at most {MOST_PROMPTS:,} prompts can be sent at once")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS:,} prompts can be sent at once")
     return prompts
 
 
@@ -368,9 +382,8 @@ class CompletionRequest(GenerationRequest):
         "thinking": (False, {"type": "disabled"}),
         "reasoning": ({"effort": "none"},),
         "reasoning_effort": ("none",),
-        "thinking_budget": (-1, 0),
-        "thinking_token_budget": (-1, 0),
-        "reasoning_budget": (-1, 0),
+        **dict.fromkeys(BUDGETS, (-1, 0)),
+        "reasoning_budget_message": ("",),
         "thinking_repetition_penalty": (1,),
     }
 
@@ -420,7 +433,7 @@ class MessageInput(BaseModel):
 class TextPart(BaseModel):
     """A piece of a message's text."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -454,9 +467,9 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
-    ] = Field(fail_fast=True, max_length=MOST_MESSAGES)
+    ] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = Field(
-        None, fail_fast=True, max_length=MOST_TOOLS
+        None, fail_fast=True, max_length=MAX_TOOLS
     )
     tool_choice: Annotated[
         str | dict[str, Any] | None,
@@ -533,11 +546,12 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-# --- /tokenize and /detokenize, as llama-server has them ---------------------------------------------------
+# --- /tokenize and /detokenize -----------------------------------------------------------------------------
 
 
 class TokenizeRequest(BaseModel):
-    """Text to ids. `add_special` puts the beginning-of-sequence token first, where the model has one."""
+    """Text to ids, as llama-server has it. `add_special` puts the beginning-of-sequence token first, where
+    the model has one."""
 
     model_config = ConfigDict(strict=True)
 
@@ -545,6 +559,23 @@ class TokenizeRequest(BaseModel):
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+
+
+class TokenizePromptRequest(BaseModel):
+    """A text to ids, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
+
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):

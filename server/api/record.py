@@ -80,6 +80,7 @@ class Figures:
 
     @classmethod
     def of(cls, served: ServedRequest) -> Figures:
+        """Those of a request that has ended, or of one that has got so far."""
         usage = served.usage()
         timings = [generation.generation.timings for generation in served.generations]
         first = min((t.first_token for t in timings if t.first_token), default=0.0)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
-import threading
 from email.message import Message
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
-from server.api.intake import Visit, in_thread, interruptible
+from server.api.limits import Body, in_thread, interruptible
 from server.api.service import service_of
 
 if TYPE_CHECKING:
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 Schema = TypeVar("Schema", bound=BaseModel)
-Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 LARGE_JSON = 128 * 1024
@@ -32,13 +28,9 @@ LONG_TEXT = 4 * 1024
 """Bytes from which on a body is decoded, or its text tokenised, off the event loop: a millisecond or two that
 every stream would wait for. Below, the way to a thread and back costs as much as the work."""
 
-MOST_VALUES = 2**19
+MAX_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
 all are made with the GIL held, some 50 ns each."""
-
-_COUNTING = threading.Lock()
-_uncollected = 0
-"""Calls of `without_collection` under way."""
 
 
 async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
@@ -59,19 +51,21 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
-    visit: Visit = request.state.visit
-    body = await read(request, max_bytes, visit)
-    if visit.must_wait:
-        await until_gone(request, visit.turn())
-    return await on_thread(lambda: decode(body), len(body), LARGE_JSON), len(body)
+    held: Body = request.state.body
+    body = await read(request, max_bytes, held)
+    if held.must_wait:
+        await until_gone(request, held.wait_turn())
+    if len(body) >= LARGE_JSON:
+        held.rest_collector()
+    return await on_thread(lambda: decode(body), len(body)), len(body)
 
 
 def decode(body: bytes) -> dict[str, Any]:
     """The object that `body` is in JSON. Raises ApiError 400."""
-    if len(body) > MOST_VALUES and sum(map(body.count, b"[{,")) > MOST_VALUES:
-        raise bad_request(f"the body has more than {MOST_VALUES:,} JSON values", None, "invalid_json")
+    if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
+        raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
     try:
-        decoded = without_collection(partial(from_json, allow_inf_nan=False), body)
+        decoded = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):
@@ -83,35 +77,24 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def all_finite(value: Any) -> bool:
-    """Whether no number in a JSON value was too large for a float: infinity could not be written back."""
-    unread = [value]
+    """Whether no number in a JSON value was too large for a float: infinity could not be written back.
+
+    The decoder reads 1e400 as infinity, whatever `allow_inf_nan` says. (orjson refuses it, but does not say
+    in which field, takes as long to decode, and reads integers above 64 bits as floats.)
+    """
+    unread: list[list[Any]] = [[value]]
     while unread:
         part = unread.pop()
-        if isinstance(part, dict):
-            unread += part.values()
-        elif isinstance(part, list):
-            unread += part
-        elif isinstance(part, float) and math.isinf(part):
+        kinds = set(map(type, part))
+        if float in kinds and (math.inf in part or -math.inf in part):
             return False
+        if dict in kinds or list in kinds:
+            for inner in part:
+                if isinstance(inner, dict):
+                    unread.append(list(inner.values()))
+                elif isinstance(inner, list):
+                    unread.append(inner)
     return True
-
-
-def without_collection(work: Callable[[Argument], Result], argument: Argument) -> Result:
-    """`work(argument)`, which makes many objects and no garbage: each look for some would take longer.
-
-    Of several at once, on several threads, the last to end lets the collector go on.
-    """
-    global _uncollected
-    with _COUNTING:
-        _uncollected += 1
-        gc.disable()
-    try:
-        return work(argument)
-    finally:
-        with _COUNTING:
-            _uncollected -= 1
-            if not _uncollected:
-                gc.enable()
 
 
 async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
@@ -119,16 +102,16 @@ async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Sch
 
     def work() -> Schema:
         try:
-            return without_collection(schema.model_validate, body)
+            return schema.model_validate(body)
         except ValidationError as error:
             raise from_validation(error) from error
 
-    return await on_thread(work, size, LARGE_JSON)
+    return await on_thread(work, size)
 
 
-async def on_thread(work: Callable[[], Result], size: int, limit: int) -> Result:
-    """`work()`, on a thread where there are `limit` bytes of work or more."""
-    return await in_thread(work, size) if size >= limit else work()
+async def on_thread(work: Callable[[], Result], size: int) -> Result:
+    """`work()`, which makes objects of a body of `size` bytes; on a thread where they are many."""
+    return await in_thread(work, size) if size >= LARGE_JSON else work()
 
 
 async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
@@ -140,9 +123,9 @@ async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], 
     if size < LONG_TEXT:
         return work(lambda: None)
     try:
-        return await until_gone(http, interruptible(work, size, service_of(http).intake))
+        return await until_gone(http, interruptible(work, size, service_of(http).bodies))
     finally:
-        http.state.visit.leave()
+        http.state.body.release()
 
 
 def check_content_type(header: str | None) -> None:
@@ -161,7 +144,7 @@ def check_content_type(header: str | None) -> None:
         raise ApiError(415, f"the body must be UTF-8, not {charset}", code="unsupported_media_type")
 
 
-async def read(request: Request, max_bytes: int, visit: Visit) -> bytes:
+async def read(request: Request, max_bytes: int, held: Body) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`, and 429."""
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
@@ -172,7 +155,7 @@ async def read(request: Request, max_bytes: int, visit: Visit) -> bytes:
         async for chunk in request.stream():
             if len(body) + len(chunk) > max_bytes:
                 raise too_large
-            visit.take(len(chunk))
+            held.grow(len(chunk))
             body += chunk
     except ClientDisconnect as error:
         raise ClientLeft from error

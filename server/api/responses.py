@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from copy import deepcopy
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
-from server.api.request import LARGE_JSON, on_thread
-from server.api.sse import Dialect, typed_event
+from server.api.request import on_thread
+from server.api.sse import Dialect, encode, typed_event
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
     """Answers with a response; `size` is the body's, in bytes."""
-    asked = await on_thread(request.chat, size, LARGE_JSON)
+    asked = await on_thread(request.chat, size)
+    request.input = None  # it would stay for as long as the answer takes
     served, [reply] = await begin(http, service, asked, size, "resp_")
     answer = Answer(request, served, reply, service.backend.engine.vocab)
     return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
@@ -45,18 +47,17 @@ class Answer:
         self._request = request
         self._served = served
         self._reply = reply
-        self._vocab = vocab
         self._output = Output(ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation))
         self._sent = 0
 
-    async def collect(self) -> dict[str, Any]:
+    async def collect(self) -> bytes:
         async for part in self._reply:
             for _ in self._output.add(part):
                 pass
         status = self._status()
         for _ in self._output.close(status):
             pass
-        return self._object(status)
+        return await self._served.written(lambda: encode(self._object(status)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as events, numbered."""
@@ -66,10 +67,13 @@ class Answer:
         ]
         yield self._numbered(begun)
         async for part in self._reply:
-            yield self._numbered(self._output.add(part))
+            write = partial(self._numbered, self._output.add(part))
+            # a call ends the text before it, all of whose log-probabilities are told once more
+            yield await self._served.written(write) if isinstance(part, ToolCall) else write()
         status = self._status()
-        last = self._numbered(self._output.close(status))
-        yield last + self._numbered([{"type": f"response.{status}", "response": self._object(status)}])
+        whole = {"type": f"response.{status}", "response": self._object(status)}
+        last = chain(self._output.close(status), [whole])
+        yield await self._served.written(lambda: self._numbered(last))
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
@@ -125,14 +129,12 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens. Those of the reasoning are what the tokenizer makes of its text."""
         generation = self._reply.generation
-        reasoning = self._vocab.tokenize(self._output.reasoning, special=False)
         return {
             "input_tokens": generation.prompt_tokens,
             "input_tokens_details": {"cached_tokens": generation.cached_tokens},
             "output_tokens": generation.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(reasoning)},
+            "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
             "total_tokens": generation.prompt_tokens + generation.completion_tokens,
         }
 
@@ -143,11 +145,6 @@ class Output:
     def __init__(self, logprobs: ResponseLogprobs) -> None:
         self.items: list[Item] = []
         self._logprobs = logprobs
-
-    @property
-    def reasoning(self) -> str:
-        items = [item for item in self.items if item["type"] == "reasoning"]
-        return "".join(part["text"] for item in items for part in item["content"])
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:
@@ -196,20 +193,21 @@ class Output:
                 part: Item = {"type": "reasoning_text", "text": ""}
             else:
                 item = {"type": kind, "id": _id("msg"), "role": "assistant"}
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                told = self._logprobs.written([])
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": told}
             yield from self._open({**item, "content": []})
             item = self.items[-1]
             place = {**self._place(), "content_index": 0}
-            yield {"type": "response.content_part.added", **place, "part": deepcopy(part)}
+            yield {"type": "response.content_part.added", **place, "part": part}
             item["content"].append(part)
         [part] = item["content"]
         part["text"] += text
-        told: Item = {}
+        more: Item = {}
         if kind == "message":
-            told = {"logprobs": self._logprobs.of(text)}
-            part["logprobs"] += told["logprobs"]
+            more["logprobs"] = self._logprobs.written(self._logprobs.of(text))
+            part["logprobs"].items += more["logprobs"].items
         place = {**self._place(), "content_index": 0}
-        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **told}
+        yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **more}
 
     def _open(self, item: Item) -> Iterator[Event]:
         self.items.append({**item, "status": "in_progress"})

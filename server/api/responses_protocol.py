@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from server.api.errors import bad_request
-from server.api.translation import Sharing, blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import FOREIGN, Sharing, blocks_in, object_in, refused, text_in, to_chat
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from server.api.protocol import ChatRequest
 
 NAMES = {
+    "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "verbosity": "text.verbosity",
@@ -64,7 +66,13 @@ class ResponsesRequest(Sharing):
         "prompt": (),
         "background": (False,),
         "context_management": ([],),
+        **{
+            name: values
+            for name, values in FOREIGN.items()
+            if name not in ("top_logprobs", "parallel_tool_calls")
+        },
     }
+    instead: ClassVar[dict[str, str]] = {**NAMES, "logprobs": "top_logprobs"}
 
     model: str | None = None
     input: Any
@@ -186,7 +194,8 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
         case "function_call":
             names = ("name", "arguments", "call_id")
             name, arguments, id_ = (text_in(item.get(key), f"{where}.{key}") for key in names)
-            call = {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+            given = _arguments(arguments, f"{where}.arguments")
+            call = {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
             return {"role": "assistant", "tool_calls": [call]}, set()
         case "function_call_output":
             id_ = text_in(item.get("call_id"), f"{where}.call_id")
@@ -195,6 +204,14 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
     if kind == "item_reference":
         raise refused(f"{where}.type", "this server keeps no items to refer to; send the item itself")
     raise refused(f"{where}.type", f"{kind!r} items are not supported by this server")
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """A call's arguments; none at all are none. Raises ApiError 400."""
+    try:
+        return dict(object_in(from_json(text) if text.strip() else {}, where))
+    except ValueError as error:
+        raise bad_request(f"{where}: is not valid JSON: {error}", where, "invalid_value") from None
 
 
 def _texts(content: Any, where: str) -> list[str]:

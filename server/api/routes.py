@@ -13,23 +13,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from server.api import absent, tokens
 from server.api.chat import chat
 from server.api.completions import complete
-from server.api.description import AnthropicErrorAnswer, documented, errors
 from server.api.errors import ApiError, bad_request
-from server.api.intake import stopped
+from server.api.limits import stopped
 from server.api.messages import count_tokens, messages
 from server.api.messages_protocol import CountTokensRequest, MessagesRequest
+from server.api.openapi import AnthropicErrorAnswer, documented, errors
 from server.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
     TokenizeRequest,
 )
 from server.api.request import request_of
 from server.api.responses import respond
 from server.api.responses_protocol import ResponsesRequest
 from server.api.service import Service, service_of
-from server.api.tokens import TokenizeChatRequest, TokenizePromptRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -43,7 +44,7 @@ class PlainRoute(APIRoute):
         endpoint = self.endpoint
 
         async def answer(http: Request) -> Response:
-            http.state.visit = visit = service_of(http).intake.visit()
+            http.state.body = body = service_of(http).bodies.begin()
             try:
                 response: Response = await endpoint(http)
                 return response
@@ -54,7 +55,7 @@ class PlainRoute(APIRoute):
                     raise stopped() from None
                 raise
             finally:
-                visit.leave()
+                body.release()
 
         return answer
 

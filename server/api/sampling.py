@@ -36,6 +36,7 @@ class SamplingDefaults:
     thinking: SamplingParams
 
     def of(self, mode: Mode) -> SamplingParams:
+        """Those of a mode."""
         found: SamplingParams = getattr(self, mode)
         return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.api.errors import ApiError
-from server.api.intake import Intake
+from server.api.limits import Bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class Service:
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0
-        self.intake = Intake(settings.max_bodies_mib * 1024**2)
+        self.bodies = Bodies(settings.max_bodies_mib * 1024**2)
         self.open: set[ServedRequest] = set()
         """Requests whose answers are being generated."""
         self.is_cut = False
@@ -63,6 +63,7 @@ class Service:
         """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
 
     def start(self) -> None:
+        """Begins to load the model."""
         threading.Thread(target=self._run_load, name="load", daemon=True).start()
 
     def _run_load(self) -> None:
@@ -126,7 +127,7 @@ class Service:
         """Ends whatever is being answered, so that its client is told. Whether this is the first call."""
         if self.is_cut:
             return False
-        self.is_cut = self.intake.closed = True
+        self.is_cut = self.bodies.closed = True
         for served in self.open:
             served.cancel()
         return True

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
-from fastapi.responses import JSONResponse
-from pydantic_core import to_json
 
 from server.api.errors import bad_request
-from server.api.intake import in_thread, stopped
+from server.api.limits import in_thread, stopped
 from server.api.record import record_of
 from server.api.request import until_gone
 from server.api.sampling import of_choice, sampling_params
@@ -22,16 +20,13 @@ from server.chat import StopStrings, TextGeneration, generate
 from server.engine import TokenBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from fastapi import Request
 
     from server.api.protocol import GenerationRequest
     from server.api.service import Service
     from server.engine import Constraint, Prompt, ThinkingLimits
-
-
-Written = TypeVar("Written")
 
 
 class ServedRequest:
@@ -65,6 +60,7 @@ class ServedRequest:
         self._service = service
         self._per_prompt = request.choices
         self._cache_report = bool(request.cache_report)
+        self._timed = bool(request.timings_per_token)
         # what nobody shares is not found, nor is what is kept of this request
         own = uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt
         salt = salt_of(own, by_key=service.settings.prefix_by_key)
@@ -97,10 +93,10 @@ class ServedRequest:
         self,
         http: Request,
         stream: Callable[[], AsyncGenerator[bytes, None]],
-        collect: Callable[[], Awaitable[Mapping[str, Any]]],
+        collect: Callable[[], Awaitable[bytes]],
         dialect: Dialect = OPENAI,
     ) -> Response:
-        """The response: events where the request asks for a stream, else one object.
+        """The response: events where the request asks for a stream, else one object, in JSON.
 
         Nothing is generated any longer than the client waits for it, however the response ends.
         """
@@ -110,19 +106,16 @@ class ServedRequest:
             return EventStream(stream(), self.close, dialect)
 
         async def whole() -> Response:
-            content = await collect()
-            if self._scored:  # megabytes, perhaps: in a fraction of the time that `json` holds everybody up
-                return Response(to_json(content), media_type="application/json")
-            return JSONResponse(content)
+            return Response(await collect(), media_type="application/json")
 
         try:
             return await until_gone(http, whole())
         finally:
             self.close()
 
-    async def written(self, work: Callable[[], Written]) -> Written:
-        """`work()`, which writes all of an answer; on a thread where it has log-probabilities, some dozens of
-        objects for each token."""
+    async def written(self, work: Callable[[], bytes]) -> bytes:
+        """`work()`, which encodes all of an answer; on a thread where it has log-probabilities, some dozens
+        of objects for each token."""
         return await in_thread(work, 0) if self._scored else work()
 
     def cancel(self) -> None:
@@ -146,8 +139,9 @@ class ServedRequest:
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request; a prompt with several answers counts once.
 
-        `speculation`, an extension: what became of tokens guessed ahead, where there were any. `cache_miss`,
-        where it was asked for: why a prompt had to be computed beyond `cached_tokens`.
+        `completion_tokens_details` comes where an answer thinks. `speculation`, an extension: what became of
+        tokens guessed ahead, where there were any. `cache_miss`, where it was asked for: why a prompt had to
+        be computed beyond `cached_tokens`.
         """
         prompts = self.generations[:: self._per_prompt]
         prompt_tokens = sum(generation.prompt_tokens for generation in prompts)
@@ -160,6 +154,9 @@ class ServedRequest:
                 "cached_tokens": sum(generation.cached_tokens for generation in prompts)
             },
         }
+        thoughts = [generation.reasoning_tokens for generation in self.generations]
+        if reasoning := [count for count in thoughts if count is not None]:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         if self._cache_report:
             usage["prompt_tokens_details"]["cache_miss"] = _misses(prompts)
         drafts = [generation.generation.drafts for generation in self.generations]
@@ -173,11 +170,13 @@ class ServedRequest:
             }
         return usage
 
-    def usage_of_chunk(self) -> dict[str, Any]:
-        """What a chunk has of it: nothing, null before the last one, or the tokens so far."""
-        if not self.include_usage:
-            return {}
-        return {"usage": self.usage() if self.continuous_usage else None}
+    def of_chunk(self) -> dict[str, Any]:
+        """What every chunk has beside its choices, where it was asked for: usage, which is null before the
+        last one or what it is so far, and llama-server's timings so far."""
+        told = self.extras() if self._timed else {}
+        if self.include_usage:
+            told["usage"] = self.usage() if self.continuous_usage else None
+        return told
 
     def extras(self) -> dict[str, Any]:
         """llama-server's `timings` extension, for requests with a single answer."""

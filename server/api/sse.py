@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -19,7 +19,7 @@ from server.api.errors import ApiError, from_exception
 from server.api.record import record_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -29,18 +29,32 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 """Legal in JSON, but line ends to clients that split a stream with `str.splitlines`."""
+
+
+class Lazily(Generic[Item]):
+    """A long list in JSON, each value of which is made as it is written: all of them together would take much
+    memory, and their encoding in one piece would let no other thread run."""
+
+    def __init__(self, write: Callable[[Item], Any], items: list[Item]) -> None:
+        self._write, self.items = write, items
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._write(item) for item in self.items)
 
 
 def encode(value: Any) -> bytes:
     """One line of JSON, in UTF-8 rather than escapes."""
-    written = to_json(value)
-    return written if written.isascii() else written.decode().translate(LINE_BREAKS).encode()
+    written = to_json(value, fallback=iter)
+    if not written.isascii():
+        for char, escaped in LINE_BREAKS.items():
+            written = written.replace(char, escaped)
+    return written
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + encode(data) + b"\n\n"
+    return b"".join((b"data: ", encode(data), b"\n\n"))
 
 
 def typed_event(data: Mapping[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from server.api.errors import bad_request
-from server.chat.constraints import (
+from server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
     ToolFormat,
@@ -75,18 +75,35 @@ def _structural_tag(value: Any) -> Any:
     return value
 
 
+FORMATS: dict[str, Callable[[Any, str], AnswerFormat]] = {
+    "json_schema": json_format,
+    "grammar": grammar_format,
+    "guided_regex": regex_format,
+    "guided_choice": choice_format,
+    "guided_grammar": grammar_format,
+    "regex": regex_format,
+    "ebnf": grammar_format,
+}
+"""Fields that are a format as they stand: llama-server's, vLLM's, SGLang's."""
+
+NOTHING: dict[str, tuple[Any, ...]] = {"json_schema": ({}, ""), "grammar": ("",)}
+"""Values of theirs that ask for nothing, beside null."""
+
+
 class StructuredFields(BaseModel):
     """What every generating endpoint takes. At most one may ask for something."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     response_format: Annotated[dict[str, Any] | None, BeforeValidator(_response_format)] = None
-    json_schema: dict[str, Any] | bool | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
     grammar: str | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     guided_whitespace_pattern: str | None = None
     structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_structured_outputs)] = None
     structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_structural_tag)] = None
@@ -100,20 +117,14 @@ class StructuredFields(BaseModel):
             wanted.append(
                 ("response_format", lambda _: _of_response_format(self.response_format or {}, special))
             )
-        if self.json_schema not in (None, {}):
-            wanted.append(("json_schema", lambda param: json_format(self.json_schema, param)))
-        if self.grammar:
-            wanted.append(("grammar", lambda param: grammar_format(self.grammar or "", param)))
+        for param, make in FORMATS.items():
+            value = getattr(self, param)
+            if value not in (None, *NOTHING.get(param, ())):
+                wanted.append((param, partial(make, value)))
         if self.guided_json is not None:
             wanted.append(
                 ("guided_json", lambda param: json_format(self.guided_json, param, white_space=space))
             )
-        if self.guided_regex is not None:
-            wanted.append(("guided_regex", lambda param: regex_format(self.guided_regex or "", param)))
-        if self.guided_choice is not None:
-            wanted.append(("guided_choice", lambda param: choice_format(self.guided_choice or [], param)))
-        if self.guided_grammar is not None:
-            wanted.append(("guided_grammar", lambda param: grammar_format(self.guided_grammar or "", param)))
         if self.structured_outputs is not None:
             wanted.append(("structured_outputs", lambda _: _of_vllm(self.structured_outputs or {}, special)))
         if self.structural_tag is not None:

@@ -26,6 +26,15 @@ EFFORTS: dict[str, int | None] = {
 }
 """Budgets in tokens. "max" thinks as long as the model likes to."""
 
+BUDGETS = (
+    *("thinking_budget", "thinking_token_budget", "reasoning_budget"),
+    *("thinking_budget_tokens", "reasoning_budget_tokens"),
+)
+"""Qwen's name for a budget in tokens, vLLM's, and llama-server's."""
+
+LONGEST_MESSAGE = 4096
+"""Characters put into the model's mouth at the end of its budget."""
+
 ANSWER_SHARE = 4
 """A budget leaves this part of `max_tokens`, one in so many, for the answer."""
 
@@ -114,6 +123,10 @@ class ThinkingFields(BaseModel):
     thinking_budget: int | None = Field(None, ge=-1)
     thinking_token_budget: int | None = Field(None, ge=-1)
     reasoning_budget: int | None = Field(None, ge=-1)
+    thinking_budget_tokens: int | None = Field(None, ge=-1)
+    reasoning_budget_tokens: int | None = Field(None, ge=-1)
+    reasoning_budget_message: str | None = Field(None, max_length=LONGEST_MESSAGE)
+    """Said in the think block before it is closed for its budget."""
     thinking_repetition_penalty: float | None = Field(None, ge=0.01, le=100)
 
     def thinks(self, default: bool) -> bool:
@@ -139,7 +152,7 @@ class ThinkingFields(BaseModel):
         """The most tokens that a request grants its think block in so many words; None where it says nothing,
         -1 for as many as the model likes. Raises ApiError 400 where it says two things."""
         found: dict[str, int] = {}
-        for field in ("thinking_budget", "thinking_token_budget", "reasoning_budget"):
+        for field in BUDGETS:
             if (value := getattr(self, field)) is not None:
                 found[field] = value
         if isinstance(self.thinking, dict) and self.thinking.get("budget_tokens") is not None:
@@ -158,10 +171,8 @@ class ThinkingFields(BaseModel):
             raise bad_request(message, "reasoning_effort", "invalid_value")
         return inner or self.reasoning_effort
 
-    def thinking_limits(
-        self, settings: Settings, vocab: Vocab, token_limit: int | None
-    ) -> ThinkingLimits | None:
-        """How long a reply that thinks may do so; None where nothing is to be watched.
+    def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
+        """How long a reply that thinks may do so.
 
         The request's budget counts, else its effort's, else the server's. It is cut where `token_limit` would
         leave less than a quarter for the answer.
@@ -174,8 +185,11 @@ class ThinkingFields(BaseModel):
         penalty = self.thinking_repetition_penalty or 1.0
         limited = budget is not None and budget >= 0
         if not (limited or settings.loop_guard or penalty != 1.0):
-            return None
+            return ThinkingLimits()
         bridge = vocab.tokenize(BRIDGE.removesuffix("\n") + CLOSE, special=True)
+        if self.reasoning_budget_message is not None:
+            said = vocab.tokenize(self.reasoning_budget_message, special=False)
+            bridge = [*said, *vocab.tokenize(CLOSE, special=True)]
         if limited and token_limit is not None:
             assert budget is not None
             room = token_limit - -(-token_limit // ANSWER_SHARE)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 
 from server.api.chat import prompt_of
 from server.api.errors import bad_request
-from server.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from server.api.protocol import TokenizeChatRequest, TokenizePromptRequest, TokenizeRequest
 from server.api.request import prepared
 from server.api.service import service_of
 from server.engine import TokenBudget
@@ -22,29 +21,13 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
+    from server.api.protocol import ChatRequest, DetokenizeRequest
     from server.api.service import Service
     from server.engine import Vocab
 
 
-MOST_TOKENS = 2**18
+MAX_TOKENS = 2**18
 """What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
-
-
-class TokenizePromptRequest(BaseModel):
-    """A text to ids, as vLLM has it."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class TokenizeChatRequest(ChatRequest):
-    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
-
-    return_token_strs: bool | None = None
 
 
 def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest]:
@@ -57,9 +40,9 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
 
 
 def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
-    """ApiError 400 for more than `MOST_TOKENS`."""
-    message = f"{field}: more than {MOST_TOKENS:,} tokens; send it in parts"
-    return TokenBudget(MOST_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
+    """ApiError 400 for more than `MAX_TOKENS`."""
+    message = f"{field}: more than {MAX_TOKENS:,} tokens; send it in parts"
+    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
 
 
 async def tokenize(
@@ -95,8 +78,8 @@ async def detokenize(http: Request, request: DetokenizeRequest, size: int) -> Re
     vocab = service_of(http).backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
-        if len(request.tokens) > MOST_TOKENS:
-            raise bad_request(f"tokens: more than {MOST_TOKENS:,}; send them in parts", "tokens")
+        if len(request.tokens) > MAX_TOKENS:
+            raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
             message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
             raise bad_request(message, "tokens")

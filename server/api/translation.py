@@ -13,17 +13,32 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-SHARED = (
-    *("request_id", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "repeat_last_n"),
-    *("cache_salt", "cache_prompt", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "guided_whitespace_pattern", "json_schema", "grammar", "structural_tag"),
-    *("chat_template_kwargs", "enable_thinking", "thinking_budget", "thinking_token_budget"),
-    *("reasoning_budget", "thinking_repetition_penalty", "include_reasoning", "truncate_prompt_tokens"),
-    *UNSUPPORTED,
-)
-"""Fields of a chat request that other formats' clients send as well, most of them vLLM's."""
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "n_predict": (-1,),
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "n_probs": (0,),
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "response_format": ({"type": "text"},),
+    "reasoning_effort": (),
+    "reasoning_format": ("auto", "deepseek"),
+    "separate_reasoning": (True,),
+    "parallel_tool_calls": (True,),
+    "cache_report": (False,),
+    "timings_per_token": (False,),
+}
+"""Fields of a chat request that other formats say in other words, or not at all: refused there. Field -> the
+values that ask for nothing special, besides null."""
+
+SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
+"""Fields of a chat request that mean in other formats what they mean there: their clients send them as well,
+most of them vLLM's. (Usage is always told.)"""
 
 
 class Sharing(Refusing):
@@ -37,7 +52,7 @@ class Sharing(Refusing):
     def _keep_shared(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         made = handler(body)
         own = cls.model_fields.keys() | cls.unsupported.keys()
-        made._shared = {name: body[name] for name in SHARED if name in body and name not in own}
+        made._shared = {name: value for name, value in body.items() if name in SHARED and name not in own}
         return made
 
 

@@ -82,6 +82,12 @@ class TextGeneration:
         """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
         return self._detokenizer.completion_tokens
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many of them stand in a think block, its closing tag not counted; None where there is none."""
+        watch = self.generation.thinking  # which may know of tokens that are not a part of the text
+        return None if watch is None else min(watch.tokens, self.completion_tokens)
+
     def new_logprobs(self) -> list[TokenLogprobs]:
         """Of the tokens of the text so far those that were not given out before; none if not asked for."""
         if self.generation.logprobs is None:

@@ -11,6 +11,10 @@ from .errors import PromptError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEEDS_CONTENT = ("system", "user")
 
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of a content that are text -> what holds it; also those that come back from OpenAI's APIs, as in
+vLLM."""
+
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
@@ -102,15 +106,18 @@ def _content(content: object, where: str, *, required: bool) -> str | list[dict[
         return content
     if not isinstance(content, Sequence):
         raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
+    texts = []
     for index, part in enumerate(content):
         kind = _mapping(part, f"{where}[{index}]").get("type")
-        if kind != "text":
+        key = _TEXTS.get(kind) if isinstance(kind, str) else None
+        if key is None:
             raise PromptError(
                 f"{where}[{index}].type is {kind!r}; only 'text' is served", f"{where}[{index}].type"
             )
-        if not isinstance(part.get("text"), str):
-            raise PromptError(f"{where}[{index}].text must be a string", f"{where}[{index}].text")
-    return [{"type": "text", "text": part["text"]} for part in content]
+        if not isinstance(part.get(key), str):
+            raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")
+        texts.append(part[key])
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:

@@ -24,11 +24,15 @@ _END_THINK = "</think>"
 
 @dataclass(frozen=True)
 class Reasoning:
+    """Text of the think block."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
+    """Text of the answer."""
+
     text: str
 
 

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .constraints import (
+from .errors import PromptError
+from .formats import (
     ANY,
     AnswerFormat,
     check_length,
@@ -24,7 +25,6 @@ from .constraints import (
     lark_literal,
     lark_regex,
 )
-from .errors import PromptError
 
 KEYS = {
     "const_string": {"value"},
@@ -45,8 +45,8 @@ KEYS = {
 }
 """The formats that are enforced, and what may be said about each."""
 
-MOST_REPEATS = 100_000
-MOST_MARKS = 256
+MAX_REPEATS = 100_000
+MAX_MARKS = 256
 
 
 def structural_tag_format(value: object, param: str, special: Sequence[str]) -> AnswerFormat:
@@ -282,8 +282,8 @@ class _Builder:
 
     def _check_marks(self, texts: Sequence[str], where: str) -> None:
         """Raises PromptError where a mark lies in another: the shorter would always come first."""
-        if len(texts) > MOST_MARKS:
-            raise PromptError(f"{where} has more than {MOST_MARKS:,} triggers and ends", where)
+        if len(texts) > MAX_MARKS:
+            raise PromptError(f"{where} has more than {MAX_MARKS:,} triggers and ends", where)
         for index, text in enumerate(texts):
             for place, other in enumerate(texts):
                 if index != place and text in other:
@@ -381,8 +381,8 @@ class _Builder:
             return {"optional": "?", "plus": "+", "star": "*"}[kind]
         least, most = given.get("min"), given.get("max")
         for key, value in (("min", least), ("max", most)):
-            if type(value) is not int or not -1 <= value <= MOST_REPEATS:
-                message = f"{where}.{key} must be a number up to {MOST_REPEATS:,}"
+            if type(value) is not int or not -1 <= value <= MAX_REPEATS:
+                message = f"{where}.{key} must be a number up to {MAX_REPEATS:,}"
                 raise PromptError(message, f"{where}.{key}")
         assert isinstance(least, int) and isinstance(most, int)
         if least < 0 or -1 < most < least:

@@ -61,9 +61,11 @@ class ChatTemplate:
             parts.append(part)
         return "".join(parts)
 
-    def _parts(self, context: dict[str, Any]) -> Iterator[str]:
+    def _parts(self, variables: dict[str, Any]) -> Iterator[str]:
+        context = self._template.new_context(variables)
         try:
-            yield from self._template.generate(**context)
+            # not `generate`, whose way with errors makes frames that hold one another and all messages
+            yield from self._template.root_render_func(context)
         except jinja2.UndefinedError as error:
             raise PromptError(f"the chat template misses something: {error}", "messages") from error
         except jinja2.TemplateError as error:
@@ -72,6 +74,9 @@ class ChatTemplate:
             raise PromptError(
                 f"the chat template can not render these messages: {error}", "messages"
             ) from error
+        finally:  # the template's macros hold the context and it holds them: all would wait for the collector
+            context.vars.clear()
+            context.parent.clear()
 
 
 def _raise_exception(message: str) -> NoReturn:

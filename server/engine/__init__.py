@@ -5,7 +5,6 @@ iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator`
 decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
-from .budget import TokenBudget
 from .constraint import Constraint
 from .engine import Engine
 from .errors import (
@@ -26,12 +25,11 @@ from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
 from .sampling import MAX_LOGPROBS, SamplingParams
-from .sequence import CacheMiss, FinishReason, Prompt, Timings
+from .sequence import CacheMiss, DraftCounts, FinishReason, Prompt, Timings
 from .settings import EngineSettings
-from .speculation import DraftCounts
 from .stats import EngineStats
 from .thinking import ThinkingLimits
-from .vocab import Vocab
+from .vocab import TokenBudget, Vocab
 
 __all__ = [
     "LONGEST_GRAMMAR",

@@ -31,8 +31,6 @@ class Chunk:
     """It takes part in a step that decodes, where drafts may be verified: all that is pending gives a token,
     and of a prompt only the last token is."""
     draft: list[int] = field(default_factory=list)
-    drafter: str = ""
-    """Who proposed the draft."""
     places: list[int] = field(default_factory=list)
     """Where its tokens are in llama.cpp's batch; the runner writes this."""
     rows: list[int] = field(default_factory=list)
@@ -92,9 +90,9 @@ class Batch:
         self.n_rows += chunk.n_rows
         self.prompt_tokens += count if chunk.is_prompt else 0
 
-    def add_draft(self, chunk: Chunk, tokens: list[int], drafter: str) -> None:
+    def add_draft(self, chunk: Chunk, tokens: list[int]) -> None:
         """Have `tokens` verified behind the chunk's own; it has no draft yet, and samples."""
-        chunk.draft, chunk.drafter = tokens, drafter
+        chunk.draft = tokens
         self.n_tokens += len(tokens)
         self.n_rows += len(tokens)
         self.draft_room -= len(tokens)
@@ -103,7 +101,7 @@ class Batch:
         """Verify nothing after all."""
         for chunk in self.chunks:
             n = len(chunk.draft)
-            chunk.draft, chunk.drafter = [], ""
+            chunk.draft = []
             self.n_tokens -= n
             self.n_rows -= n
             self.draft_room += n

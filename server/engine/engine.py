@@ -28,11 +28,10 @@ from .loading import Parts, decide
 from .logprobs import Logprobs
 from .memory import plan_memory
 from .outputs import Generation, OutputQueue
-from .profile import StepProfile
+from .profile import StartProfile, StepProfile
 from .sampling import Sampler
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
-from .stages import Stages
 from .stats import EngineStats
 from .verification import sample
 
@@ -61,7 +60,7 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        stages = Stages()
+        stages = StartProfile()
         settings = decide(settings)
         self.plan = plan_memory(settings, read_header(settings.model))
         self.settings = self.plan.settings
@@ -95,7 +94,7 @@ class Engine:
         self._closing = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
-        self._news: list[Output] = []
+        self._unsent: list[Output] = []
         """What the last step gave those who go on; told while the device computes the next."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
@@ -175,14 +174,17 @@ class Engine:
                 )
             timings = Timings(submitted=perf_counter())
             logprobs = Logprobs.wanted(params, self.vocab.n_real)
+            watch = None if thinking is None else thinking.begin(self.vocab)
             generation = Generation(
-                len(prompt), timings, self._request_cancel, stream=stream, logprobs=logprobs
+                *(len(prompt), timings, self._request_cancel),
+                stream=stream,
+                logprobs=logprobs,
+                thinking=watch,
             )
             if loop not in self._queues:
                 self._queues[loop] = OutputQueue(loop)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            watch = None if thinking is None else thinking.begin(self.vocab)
             add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt)
             self._post(generation, add)
         return generation
@@ -314,7 +316,7 @@ class Engine:
         for output in outputs:
             self._generated_tokens += len(output.tokens)
             if output.done is None:
-                self._news.append(output)
+                self._unsent.append(output)
             elif isinstance(output.done, RequestFault):
                 self._finish(output.sequence, output.done, [])
             elif isinstance(output.done, Exception):
@@ -325,8 +327,8 @@ class Engine:
 
     def _flush(self) -> None:
         """Tell listeners what their sequences have gained; whoever listened on a closed loop is cancelled."""
-        news, self._news = self._news, []
-        for output in news:
+        outputs, self._unsent = self._unsent, []
+        for output in outputs:
             generation = self._listeners.get(output.sequence)
             if generation is not None and generation.stream:
                 generation.cached_tokens = output.sequence.reused or 0
@@ -373,7 +375,7 @@ class Engine:
             self._finish(sequence, done, forced)
             return
         if forced:
-            self._news.append(Output(sequence, forced, None))
+            self._unsent.append(Output(sequence, forced, None))
         self._scheduler.add(sequence)
 
     def _end(self, generation: Generation, done: FinishReason | Exception) -> None:
@@ -385,9 +387,9 @@ class Engine:
             self._close(generation, done, [])
             return
         self._scheduler.remove(sequence, failed=isinstance(done, Exception))
-        unsent = [token for output in self._news if output.sequence is sequence for token in output.tokens]
-        self._news = [output for output in self._news if output.sequence is not sequence]
-        self._finish(sequence, done, unsent)
+        tokens = [token for output in self._unsent if output.sequence is sequence for token in output.tokens]
+        self._unsent = [output for output in self._unsent if output.sequence is not sequence]
+        self._finish(sequence, done, tokens)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
         """A sequence has left the scheduler: free what it has, and tell its listener, of `tokens` too."""

@@ -33,7 +33,7 @@ _SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
 """Value types, as the `struct` module calls them."""
 _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
 
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
 
 I64 = 27
@@ -169,7 +169,7 @@ class _Reader:
     def _tensor(self, name: str) -> tuple[int, int, int]:
         """Its size in bytes, where it begins, and its type."""
         at, n_dims = self._at, self._integer(_U32)
-        if not 1 <= n_dims <= MOST_DIMENSIONS:
+        if not 1 <= n_dims <= MAX_DIMENSIONS:
             raise ValueError(f"at byte {at:,}: tensor {name} has {n_dims:,} dimensions; 1 to 4 are possible")
         shape = [self._integer(_U64) for _ in range(n_dims)]
         ggml_type, offset = self._integer(_U32), self._integer(_U64)

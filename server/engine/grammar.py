@@ -35,7 +35,7 @@ LONGEST_GRAMMAR = 512 * 1024
 SLOWEST_MASK = 0.25
 """Seconds of a core for the first mask of a grammar: all answers wait for each other's."""
 
-MOST_SAID = 600
+MAX_MESSAGE = 600
 """Characters of a complaint: llguidance's go on with the grammar."""
 
 CACHED = 64
@@ -123,7 +123,7 @@ class GrammarConstraint:
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _fail(self) -> None:
-        why = self._matcher.get_error()[:MOST_SAID]
+        why = self._matcher.get_error()[:MAX_MESSAGE]
         raise FormatTooComplex(self._param, f"it is too complex to be followed any further: {why}")
 
 
@@ -171,9 +171,9 @@ class GrammarCompiler:
             mask = b"" if matcher.is_error() else matcher.compute_bitmask()
             took = thread_time() - began
         except BaseException as error:  # a panic is no Exception
-            raise InvalidGrammar(f"llguidance failed: {error}"[:MOST_SAID]) from error
+            raise InvalidGrammar(f"llguidance failed: {error}"[:MAX_MESSAGE]) from error
         if matcher.is_error():
-            raise InvalidGrammar(matcher.get_error()[:MOST_SAID])
+            raise InvalidGrammar(matcher.get_error()[:MAX_MESSAGE])
         if took > SLOWEST_MASK:
             raise InvalidGrammar("what may come first takes too long to tell")
         if not any(mask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from time import perf_counter, thread_time
@@ -11,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from . import warmup
 from .batch import Batch
-from .errors import DoesNotFit, LlamaError
-from .grammar import GrammarCompiler
-from .hardware import nvidia_cards, physical_cores
-from .llama import Context, Model, patches, supports_gpu
-from .llama.mtp import MtpContext
-from .llama.tokenizer import llguidance_tokenizer
-from .measured import Measured, MeasuredFile
-from .memory import (
+from .contexts import (
     context_options,
     draft_context,
     head_options,
     load_draft,
+    load_model,
     scored_rows,
     uses_mtp,
     verified_rows,
 )
+from .errors import DoesNotFit, LlamaError
+from .grammar import GrammarCompiler
+from .hardware import nvidia_cards, physical_cores
+from .llama import Context, patches, supports_gpu
+from .llama.mtp import MtpContext
+from .llama.tokenizer import llguidance_tokenizer
+from .measured import Measured, MeasuredFile
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
@@ -34,7 +36,6 @@ from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
 from .sequence_ids import SequenceIds
 from .speculation import build_speculator
-from .stages import Stages
 from .states import StateStore
 from .verification import sample
 from .vocab import Vocab
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
+    from .llama import Model
     from .llama.draft import DraftContext
     from .memory import MemoryPlan
-    from .profile import StepProfile
+    from .profile import StartProfile, StepProfile
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -106,28 +108,20 @@ class Parts:
     Raises ModelLoadError when the file is no good, DoesNotFit without memory.
     """
 
-    def __init__(self, plan: MemoryPlan, profile: StepProfile, stages: Stages | None = None) -> None:
+    def __init__(self, plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -> None:
         settings, spec = plan.settings, plan.spec
-        self._plan, self.stages = plan, stages or Stages()
+        self._plan, self.stages = plan, stages
         self._file: MeasuredFile | None = None
         self._prompt_seconds = 0.0
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-        self.model = Model(
-            settings.model,
-            n_gpu_layers=settings.n_gpu_layers,
-            main_gpu=settings.main_gpu,
-            shares=settings.shares,
-            use_mmap=settings.use_mmap,
-            mlock=settings.mlock,
-            load_mtp=uses_mtp(settings, spec),
-        )
+        self.model = load_model(settings, spec)
         self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
         self._draft = _draft(plan, self.context) if spec.draft else None
         self.stages.done("contexts")
-        self.device_runs_alone = plan.leaves_the_host_alone
+        self.device_runs_alone = plan.fully_offloaded
         """llama_decode returns before what it started is computed."""
-        self.clock = perf_counter if self._on_gpu else thread_time
+        self.clock = perf_counter if plan.on_gpu else thread_time
         """What steps are compared by. Without a GPU it is this thread's own time: programs beside it hold up
         a long step, and a short one slips past them. On two cores shared by twelve processes, nano's repeated
         text was never drafted from by wall time, and came 2.0 to 2.6 times as fast by this."""
@@ -136,8 +130,8 @@ class Parts:
         self.grammars = GrammarCompiler(
             partial(llguidance_tokenizer, self.model), self.model.eos, self.vocab.added_tokens
         )
-        cut = _chunk(settings, on_gpu=self._on_gpu) if settings.deterministic else 1
-        copied = _longest_draft(plan) if self._on_gpu else 0
+        cut = _chunk(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
+        copied = _longest_draft(plan) if plan.on_gpu else 0
         self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
         self.speculator = build_speculator(
             settings,
@@ -149,7 +143,7 @@ class Parts:
             clock=self.clock,
             draft=(self._draft[1], spec.draft) if self._draft and spec.draft else None,
         )
-        self.states.followers += self.speculator.readers
+        self.states.hidden_drafters += self.speculator.hidden_drafters
         self.cache = PrefixCache(
             self.states,
             ids=ids.checkpoints,
@@ -178,13 +172,9 @@ class Parts:
             place=self.runner.place,
         )
 
-    @property
-    def _on_gpu(self) -> bool:
-        return len(self._plan.usages) > 1
-
     def warm_up(self) -> None:
         """Touch every shape that the first requests need, and measure what is chosen by measurement."""
-        settings, context, on_gpu = self._plan.settings, self.context, self._on_gpu
+        settings, context, on_gpu = self._plan.settings, self.context, self._plan.on_gpu
         self._file = MeasuredFile(self._circumstances()) if settings.remember else None
         known = self._file.read() if self._file else None
         if known:
@@ -282,33 +272,34 @@ class Parts:
 
     def _check_rows(self, counts: ListLike[int]) -> None:
         """See whether a row has the same bits in any company; if not, each is computed by itself."""
+        assert self.scheduler.reproducible is not None
         sizes = sorted({*range(2, min(8, self._plan.settings.parallel) + 1), *counts} - {1})
         alone = bool(sizes) and not warmup.rows_are_the_same(self.context, sizes)
-        chunk = _chunk(self._plan.settings, on_gpu=self._on_gpu)
-        self.scheduler.reproducible = Reproducible(chunk, alone)
+        self.scheduler.reproducible = replace(self.scheduler.reproducible, alone=alone)
         log.info(
             "deterministic: prompts are cut every %d tokens; %s",
-            chunk,
+            self.scheduler.reproducible.chunk,
             "rows depend on how many are computed together, so each is computed by itself"
             if alone
             else "rows are the same however many are computed together",
         )
 
-    def _rehearse(self, n: int, rows: int) -> None:
-        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all."""
+    def _rehearse(self, n: int, rows: int) -> float:
+        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all; in seconds."""
         sampler = Sampler(SamplingParams(), self.vocab, [])
         batch = Batch()
         for slot in range(n):
             sequence = Sequence([0], rows, sampler)
             sequence.slot, sequence.begun = slot, True
             batch.add(sequence, 1)
-            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
         self.runner.launch(batch)
-        sampled = sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
-        self.speculator.verify(batch, sampled, self.clock() - started)
+        sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
+        seconds = self.clock() - started
         for slot in range(n):
             self.context.remove(slot)
+        return seconds
 
     def close(self) -> None:
         """Free the contexts and the model. Idempotent."""

@@ -55,6 +55,7 @@ class LogitRules:
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
+        """Whether a request says anything about single tokens."""
         some = params.logit_bias or params.bad_words or params.min_tokens
         return bool(some) or params.allowed_token_ids is not None
 

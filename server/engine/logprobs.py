@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .llama import DeviceSampler
 from .sampling import best_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from .llama import Rows
     from .sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
     """Natural logarithms of probabilities at one place of a text."""
 
@@ -24,16 +26,46 @@ class TokenLogprobs:
     logprob: float
     rank: int
     """1 where no token is likelier, 2 where one is."""
-    top: list[tuple[int, float]]
-    """The likeliest tokens at this place and theirs, best first."""
+    best: npt.NDArray[np.int32]
+    """The likeliest tokens at this place, best first."""
+    best_logprobs: npt.NDArray[np.float32]
+    """Theirs. Arrays: pairs would take ten times the memory, and that much longer to be freed."""
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The likeliest tokens and theirs, best first."""
+        return list(zip(self.best.tolist(), self.best_logprobs.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of tokens at one place; every other token has at most the least of theirs."""
+
+    ids: npt.NDArray[np.int32] | None
+    """The tokens; None for those of the whole vocabulary, in order."""
+    logprobs: npt.NDArray[np.float32]
+
+    def of(self, token: int, n_top: int, n_real: int) -> TokenLogprobs:
+        """What is told of a token, which must be among them. The first `n_real` of the vocabulary count."""
+        if self.ids is None:
+            logprobs = self.logprobs[:n_real]
+            logprob = logprobs[token]
+            ids = (best_of(logprobs, n_top) if n_top else np.arange(0)).astype(np.int32)
+            best = logprobs[ids]
+        else:
+            logprobs, ids, best = self.logprobs, self.ids, self.logprobs
+            logprob = logprobs[ids == token][0]
+        order = np.lexsort((ids, -best))[:n_top]  # of several as likely the lowest first, as everywhere
+        rank = 1 + int(np.count_nonzero(logprobs > logprob))
+        return TokenLogprobs(token, float(logprob), rank, ids[order], best[order])
 
 
 class Logprobs:
     """Of one request, as they become known. The engine's thread writes, the listener reads.
 
     They are of the model's own distribution, the softmax over the whole row of logits, as transformers and
-    vLLM (`raw_logprobs`) have them: before temperature, penalties and whatever bans tokens. Among the `top`
-    there is no token that only pads the vocabulary.
+    vLLM (`raw_logprobs`) have them: before temperature, penalties and whatever bans tokens. Ranks, and the
+    `best`, leave out tokens that only pad the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, n_real: int) -> None:
@@ -61,29 +93,28 @@ class Logprobs:
         """Whether those of what is generated are wanted."""
         return self._n_top is not None
 
-    def add(self, row: npt.NDArray[np.float32], token: int) -> None:
-        """`token` was generated from a row of log-probabilities [n_vocab]."""
-        assert self._n_top is not None
-        self.tokens.append(self._at(row, token, self._n_top))
+    def scores(self, rows: Rows, row: int) -> Scores:
+        """What a row of what was decoded says, whose device sampler gives LOGPROBS or ROW. Raises
+        FloatingPointError where it holds no usable logits."""
+        if rows.kinds[row] is DeviceSampler.ROW:
+            return Scores(None, log_softmax(rows.logits(row)))
+        ids, logits = rows.candidates(row)
+        return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
 
-    def add_prompt(self, row: npt.NDArray[np.float32], token: int) -> None:
-        """`token` is the next of the prompt."""
+    def add(self, scores: Scores, token: int) -> None:
+        """`token` was generated from a row with these scores, and must be among them."""
+        assert self._n_top is not None
+        self.tokens.append(scores.of(token, self._n_top, self._n_real))
+
+    def add_prompt(self, logits: npt.NDArray[np.float32], token: int) -> None:
+        """`token` is the next of the prompt, after a row of logits [n_vocab]."""
         assert self._n_prompt_top is not None
-        self.prompt.append(self._at(row, token, self._n_prompt_top))
+        scores = Scores(None, log_softmax(logits))
+        self.prompt.append(scores.of(token, self._n_prompt_top, self._n_real))
 
     def keep(self, generated: int) -> None:
         """Of what was generated in the last step only so much is a part of the answer, or ends it."""
         del self.tokens[generated:]
-
-    def _at(self, row: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
-        logprob = row[token]
-        top: list[tuple[int, float]] = []
-        if n_top:
-            ids = best_of(row[: self._n_real], n_top)
-            values = row[ids]
-            order = np.lexsort((ids, -values))  # of several as likely the lowest first, as everywhere
-            top = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
-        return TokenLogprobs(token, float(logprob), 1 + int(np.count_nonzero(row > logprob)), top)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -28,6 +28,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Measured(BaseModel):
+    """What a start measures, in seconds."""
+
     prompt_seconds: float
     """Of a prompt as long as the warm-up's."""
     step_times: StepTimesRecord
@@ -43,6 +45,7 @@ class MeasuredFile:
         self.path = cache_folder() / "measured" / f"{name}.json"
 
     def read(self) -> Measured | None:
+        """What an earlier start left; None where there is nothing that can be used."""
         try:
             return Measured.model_validate_json(self.path.read_bytes())
         except FileNotFoundError:

@@ -13,18 +13,29 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from .contexts import (
+    CELL_PADDING,
+    context_options,
+    draft_cells,
+    draft_context,
+    head_options,
+    load_draft,
+    load_model,
+    mtp_cells,
+    padded,
+    uses_mtp,
+)
 from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import Context, ContextOptions, Device, DeviceSampler, Model, devices
-from .llama.draft import DraftContext
+from .llama import Context, Device, devices
 from .llama.mtp import MtpContext
 from .model_spec import ModelSpec
 from .sequence_ids import SequenceIds
 from .settings import MAX_SEQUENCES
 from .speculation import dflash
-from .speculation.mtp import WIDEST, host_bytes
+from .speculation.mtp import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,9 +47,6 @@ log = logging.getLogger(__name__)
 
 MIB = 1024**2
 
-CELL_PADDING = 256
-"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
-
 CELL_ENTRY = 48
 """Bytes of host memory that llama.cpp takes for what it knows of a cell: its position, what is to be added to
 it, its place in an image, and the sequences that share it (llama-kv-cells.h)."""
@@ -46,7 +54,7 @@ it, its place in an image, and the sequences that share it (llama-kv-cells.h).""
 TOKENS_PER_SEQUENCE = 16_384
 """What each sequence gets of the cache when nobody says how large it should be."""
 
-MOST_CELLS = 262_144
+MAX_CELLS = 262_144
 """What all of them together get at most, if nobody says: every copy and removal looks at each cell."""
 
 SMALLEST_CONTEXT = 2_048
@@ -59,7 +67,7 @@ SLOWDOWN = 0.1
 """How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
 such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
 
-LEAST_CELLS = 9_216
+MIN_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
 
 SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
@@ -83,15 +91,8 @@ PASSES, BATCH_CPU = 4, 2_048
 llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
 two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200."""
 
-SCORED_ROWS = 64
-"""Prompt tokens of a step whose rows come back where log-probabilities are asked for: they bound what the
-host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the memory for the rows."""
-
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""
-
-MTP_SPAN, MTP_LEAST = 2048, 16_384
-"""Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
 
 
 # --- the plan ----------------------------------------------------------------------------------------------
@@ -190,7 +191,12 @@ class MemoryPlan:
         return f"{n} sequences and {ids - n} states, {self.settings.ctx_size // ids:,} each,"
 
     @property
-    def leaves_the_host_alone(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Whether layers may be on a GPU."""
+        return len(self.usages) > 1
+
+    @property
+    def fully_offloaded(self) -> bool:
         """Whether every layer is on a GPU, so that the host only starts what that computes."""
         return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
 
@@ -216,7 +222,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     settings = _with_snapshots(settings, spec)
     if wanted.ctx_size == 0:
         each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
-        cells = min(settings.parallel * each, MOST_CELLS)
+        cells = min(settings.parallel * each, MAX_CELLS)
         settings = settings.replace(ctx_size=cells + (0 if settings.deterministic else settings.prefix_cells))
     settings = settings.replace(ctx_size=_in_streams(settings))
     plan = _rehearsed_plan(settings, spec, places)
@@ -238,14 +244,14 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings
     if not wanted.ctx_size:
-        smaller = smaller.replace(ctx_size=_padded(settings.ctx_size * 3 // 4))
+        smaller = smaller.replace(ctx_size=padded(settings.ctx_size * 3 // 4))
     if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
         smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
     if settings.deterministic:
         each = settings.ctx_size // len(SequenceIds.of(settings))
         each = each if wanted.ctx_size else each * 3 // 4
-        smaller = smaller.replace(ctx_size=_padded(each) * len(SequenceIds.of(smaller)))
-    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.usages[0].device.is_gpu)
+        smaller = smaller.replace(ctx_size=padded(each) * len(SequenceIds.of(smaller)))
+    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.on_gpu)
     return settings if smaller.ctx_size < SMALLEST_CONTEXT else smaller
 
 
@@ -320,7 +326,7 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
     checkpoints = min(settings.prefix_checkpoints or usual, room)
     weights = sum(spec.layer_weights) + spec.output_weights
-    cells = settings.prefix_cells or max(LEAST_CELLS, _padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    cells = settings.prefix_cells or max(MIN_CELLS, padded(int(SLOWDOWN * weights / spec.cell(settings))))
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
@@ -413,7 +419,7 @@ def _buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]
     """
     if _arrange(settings, spec, places, [0] * len(places)).fits:
         return _rehearsed(settings, spec, places)
-    few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MOST_CELLS))
+    few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MAX_CELLS))
     buffers = _rehearsed(few, spec, places)
     if settings.ctx_size == few.ctx_size:
         return buffers
@@ -440,15 +446,7 @@ _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB"
 
 def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them."""
-    by_head = uses_mtp(settings, spec)
-    model = Model(
-        settings.model,
-        n_gpu_layers=settings.n_gpu_layers,
-        main_gpu=settings.main_gpu,
-        shares=settings.shares,
-        rehearse=True,
-        load_mtp=by_head,
-    )
+    model = load_model(settings, spec, rehearse=True)
     lines: list[str] = []
     try:
         context = Context(model, context_options(settings))
@@ -456,7 +454,7 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec) -> dict[str, int]:
         if spec.draft is not None:
             lines += _rehearsed_draft(settings, spec.draft, context)
         context.close()
-        if by_head:
+        if uses_mtp(settings, spec):
             head = MtpContext(model, head_options(settings))
             lines += head.log
             head.close()
@@ -482,16 +480,12 @@ def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) 
     return lines
 
 
-def _padded(cells: int) -> int:
-    return -(-cells // CELL_PADDING) * CELL_PADDING
-
-
 def _in_streams(settings: EngineSettings) -> int:
     """Cells of the context: what is asked for or, with `deterministic`, a running sequence's share of that
     for every sequence id."""
     if not settings.deterministic:
-        return _padded(settings.ctx_size)
-    return _padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
+        return padded(settings.ctx_size)
+    return padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
 
 
 def _size(size: int) -> str:
@@ -577,7 +571,7 @@ def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
     def fits(cells: int, buffers: list[int]) -> bool:
         return does(_arrange(settings.replace(ctx_size=cells), spec, places, buffers))
 
-    most = min(settings.ctx_size, MOST_CELLS)
+    most = min(settings.ctx_size, MAX_CELLS)
     a, b = rehearsed(most // 2), rehearsed(most)
     for _ in range(TRIALS):
         cells = CELL_PADDING * _largest(
@@ -599,117 +593,3 @@ def _largest(low: int, high: int, does: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if does(middle) else (low, middle - 1)
     return low
-
-
-# --- the contexts of llama.cpp -----------------------------------------------------------------------------
-
-
-def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
-    """Whether the multi-token-prediction head is loaded."""
-    return settings.speculation in ("both", "mtp") and spec.mtp_weights > 0
-
-
-def mtp_cells(settings: EngineSettings) -> int:
-    """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
-    and a draft needs no more than what came last."""
-    each = max(MTP_SPAN, 2 * settings.mtp_window)
-    return min(settings.ctx_size, max(settings.parallel * each, MTP_LEAST))
-
-
-def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
-    """The draft model, where the output of the model is. Raises ModelLoadError."""
-    return Model(
-        spec.path,
-        n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
-        main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
-        use_mmap=settings.use_mmap,
-        mlock=settings.mlock,
-        rehearse=rehearse,
-    )
-
-
-def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
-    """Its context beside the trunk's. Raises LlamaError."""
-    return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
-
-
-def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
-    """Tokens that the draft model's own cache holds."""
-    most = len(SequenceIds.of(settings).rollback)
-    held = dflash.cells(
-        settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
-    )
-    return _padded(min(held, settings.ctx_size + most * spec.block))
-
-
-def verified_rows(settings: EngineSettings) -> int:
-    """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
-    if not (drafting := len(SequenceIds.of(settings).rollback)):
-        return 0
-    rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
-    return min(settings.ubatch_size, settings.batch_size, rows)
-
-
-def scored_rows(settings: EngineSettings) -> int:
-    """Most tokens of prompts that leave their rows in one step, where log-probabilities are asked for."""
-    return min(SCORED_ROWS, settings.ubatch_size, settings.batch_size)
-
-
-def context_options(settings: EngineSettings) -> ContextOptions:
-    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
-    n_seq, rows, scored = len(SequenceIds.of(settings)), verified_rows(settings), scored_rows(settings)
-    return ContextOptions(
-        n_ctx=settings.ctx_size,
-        n_seq=n_seq,
-        n_batch=settings.batch_size,
-        n_ubatch=settings.ubatch_size,
-        # llama.cpp reserves a row for each id, whatever is asked for
-        n_outputs=max(n_seq, rows, settings.parallel + scored),
-        n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
-        threads=settings.threads,
-        threads_batch=settings.threads_batch,
-        flash_attn=settings.flash_attn,
-        type_k=settings.cache_type_k,
-        type_v=settings.cache_type_v,
-        n_samplers=0 if settings.sampling == "host" else settings.parallel,
-        n_snapshots=settings.mtp_snapshots,
-        unified=not settings.deterministic,
-    )
-
-
-def head_options(settings: EngineSettings) -> ContextOptions:
-    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
-
-    Its batches are short but for the first of a sequence, and its buffers grow with them.
-    """
-    options = context_options(settings)
-    return replace(
-        options,
-        n_ctx=mtp_cells(settings),
-        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
-        n_ubatch=min(settings.ubatch_size, 256),
-        n_outputs=max(options.n_seq, WIDEST),
-        n_outputs_per_seq=WIDEST,
-        n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
-    )
-
-
-def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
-    """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
-
-    Who looks in both directions must do so in one pass. Every row of it is an output.
-    """
-    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
-    rows = max(options.n_seq, most * spec.block)
-    return replace(
-        options,
-        n_ctx=draft_cells(settings, spec),
-        n_batch=rows,
-        n_ubatch=rows,
-        n_outputs=rows,
-        n_outputs_per_seq=spec.block,
-        n_samplers=min(options.n_samplers, most),
-        n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
-    )

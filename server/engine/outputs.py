@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from .errors import GenerationError
 from .llama import wake
-from .speculation import DraftCounts
+from .sequence import DraftCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .logprobs import Logprobs
     from .sequence import CacheMiss, FinishReason, Timings
+    from .thinking import ThinkingWatch
 
 
 class Generation:
@@ -34,6 +35,7 @@ class Generation:
         *,
         stream: bool = True,
         logprobs: Logprobs | None = None,
+        thinking: ThinkingWatch | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.drafts = DraftCounts()
@@ -45,6 +47,8 @@ class Generation:
         self.timings = timings
         self.logprobs = logprobs
         """What was asked for of the tokens beside them: at least that of those that have arrived."""
+        self.thinking = thinking
+        """Of an answer that begins in a think block: at least the thoughts that have arrived."""
         self.stream = stream
         """Tokens are delivered as they come, rather than all at the end."""
         self.finish_reason: FinishReason | None = None

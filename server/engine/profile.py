@@ -1,10 +1,28 @@
-"""Where the time of steps goes, by phase and by the number of rows, since the start."""
+"""Where the time goes: of a start, and since then of steps, by phase and by the number of rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, get_args
+
+
+class StartProfile:
+    """How long each stage of a start took, in the order that they were done."""
+
+    def __init__(self) -> None:
+        self._last = perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, stage: str) -> None:
+        """The time since the one before was spent on this one."""
+        now = perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
+
 
 Phase = Literal[
     "receive",
@@ -75,6 +93,7 @@ class StepProfile:
         self.start()
 
     def times(self) -> tuple[StepTotals, ...]:
+        """All steps so far, by kind and rows."""
         return tuple(
             StepTotals(kind, rows, int(total[0]), int(total[1]), tuple(total[2:]))
             for (kind, rows), total in sorted(self._totals.copy().items())

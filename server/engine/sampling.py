@@ -167,14 +167,18 @@ class Sampler:
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
         if self._penalties is not None or self._thoughts is not None:
             return DeviceSampler.ROW  # any token may become the best
-        if params.logprobs is not None or params.prompt_logprobs is not None:
-            return DeviceSampler.ROW  # all of it is added up
         if self._banned is not None and len(self._banned) < n_ends:
             return DeviceSampler.ROW  # the device bans all ends or none
-        if params.is_greedy:
+        told = params.logprobs is not None
+        if params.prompt_logprobs is not None or (told and self._constraint is not None):
+            return DeviceSampler.ROW  # a token of a prompt, or a forced one, need not be among the best
+        if params.is_greedy and not told:
             return DeviceSampler.BEST if self._constraint is None else DeviceSampler.TOP_K
-        candidates = params.top_k + (n_ends if params.ignore_eos else 0)
-        return DeviceSampler.TOP_K if params.top_k > 0 and candidates <= N_CANDIDATES else DeviceSampler.ROW
+        top_k = 1 if params.is_greedy else params.top_k
+        candidates = top_k + (n_ends if params.ignore_eos else 0)
+        if not top_k or candidates > N_CANDIDATES:
+            return DeviceSampler.ROW
+        return DeviceSampler.LOGPROBS if told else DeviceSampler.TOP_K
 
     def sample(self, rows: Rows, row: int) -> int:
         """The next token, from a row of what was decoded, whose device sampler must serve `need`.
@@ -184,14 +188,17 @@ class Sampler:
         """
         if self._failed is not None:
             raise self._failed
+        kind = rows.kinds[row]
         if self._forced:
+            if self._params.logprobs is not None and kind is not DeviceSampler.ROW:
+                self.need = DeviceSampler.ROW
+                raise RowNotKept
             return self._forced.popleft()
         if self._constraint is not None:
             return self._constrained(rows, row, self._constraint)
-        kind = rows.kinds[row]
         if kind is DeviceSampler.ROW:
             return self.choose(rows.logits(row))
-        if kind is DeviceSampler.TOP_K:
+        if kind is not DeviceSampler.BEST:
             return self.choose_among(*rows.candidates(row))
         token = rows.best(row)
         if self._banned is not None and token in self._banned:
@@ -209,7 +216,7 @@ class Sampler:
         if self._banned is not None:
             logits[np.isin(ids, self._banned)] = -np.inf
         if self._chain is None:
-            return int(ids[logits.argmax()])
+            return int(ids[logits == logits.max()].min())
         return self._chain.draw(ids, logits)
 
     def forced(self, new: Sequence[int]) -> list[int]:

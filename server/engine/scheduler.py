@@ -74,6 +74,7 @@ class Reproducible:
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
+    """The first free slot, whichever sequence it is for."""
     return free[0]
 
 
@@ -195,8 +196,6 @@ class Scheduler:
                 continue
             sequence.timings.first_token = sequence.timings.first_token or now
             new, done = sequence.extend(tokens, self._ends)
-            if sequence.logprobs is not None:
-                sequence.logprobs.keep(sequence.generated + (done == "stop"))
             alone = alone and len(new) == 1  # nothing was forced beside
             (finished if done else outputs).append(Output(sequence, new, done))
         steady = alone and not finished and batch.is_decode and len(batch.chunks) == len(self.running)

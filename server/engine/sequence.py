@@ -6,8 +6,6 @@ from dataclasses import InitVar, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from .speculation import DraftCounts
-
 if TYPE_CHECKING:
     from .logprobs import Logprobs
     from .sampling import Sampler
@@ -37,12 +35,30 @@ class Timings:
 
     @property
     def decode_ms(self) -> float:
-        """Time from the first generated token to the end."""
-        return _milliseconds(self.first_token, self.finished)
+        """Time from the first generated token to the end, or until now."""
+        return _milliseconds(self.first_token, self.finished or perf_counter())
 
 
 def _milliseconds(start: float, end: float) -> float:
     return max(0.0, end - start) * 1000 if start else 0.0
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts: of one request, or of one drafter and all requests."""
+
+    steps: int = 0
+    """Steps that verified a draft."""
+    drafted: int = 0
+    """Tokens in those drafts."""
+    accepted: int = 0
+    """Those that were right."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens was verified."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +177,6 @@ class Sequence:
             included = done == "stop" and self.include_stop and new[n] in self.stops
             new = new[: n + included]
         self.tokens += new
+        if self.logprobs is not None:
+            self.logprobs.keep(self.generated + (done == "stop"))
         return new, done

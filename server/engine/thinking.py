@@ -27,10 +27,11 @@ ENDS = (b"</think>", b"<tool_call>")
 
 @dataclass(frozen=True)
 class ThinkingLimits:
-    """What one request allows; every answer is followed by a watch of its own."""
+    """What one request allows, which may be anything; every answer that thinks is followed by a watch of its
+    own, which counts its thoughts at least."""
 
-    bridge: tuple[int, ...]
-    """The tokens that close the block; none of them ends a generation."""
+    bridge: tuple[int, ...] = ()
+    """The tokens that close the block; none of them ends a generation. Needed for a budget and the guard."""
     budget: int | None = None
     """Most tokens of the block before the bridge."""
     loop_guard: bool = False
@@ -51,7 +52,8 @@ class ThinkingWatch:
         """The block is not closed yet."""
         self._text = ""
         """Of the guard: a character for each token."""
-        self._n = 0
+        self.tokens = 0
+        """Of the block so far, without the one that closes it."""
         self._tail = b""
 
     @property
@@ -59,9 +61,9 @@ class ThinkingWatch:
         """Tokens until it has to be asked again: what is drafted must not reach further. None: never."""
         if not self.open:
             return None
-        ahead = [] if self.limits.budget is None else [self.limits.budget - self._n]
+        ahead = [] if self.limits.budget is None else [self.limits.budget - self.tokens]
         if self.limits.loop_guard:
-            ahead.append(STRIDE - self._n % STRIDE)
+            ahead.append(STRIDE - self.tokens % STRIDE)
         return max(1, min(ahead)) if ahead else None
 
     def follow(self, tokens: Sequence[int]) -> bool:
@@ -73,15 +75,15 @@ class ThinkingWatch:
             if any(end in self._tail for end in ENDS):
                 self.open = False
                 return False
-        self._n += len(tokens)
+            self.tokens += 1
         limits = self.limits
         if limits.loop_guard:
             self._text += "".join(map(chr, tokens))
         if _within_character(self._tail):
             return False  # but after the next token
-        if limits.budget is not None and self._n >= limits.budget:
+        if limits.budget is not None and self.tokens >= limits.budget:
             return True
-        return limits.loop_guard and self._n % STRIDE == 0 and goes_in_circles(self._text)
+        return limits.loop_guard and self.tokens % STRIDE == 0 and goes_in_circles(self._text)
 
 
 def _within_character(text: bytes) -> bool:

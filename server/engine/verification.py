@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .logprobs import log_softmax
 from .sampling import RowNotKept
 
 if TYPE_CHECKING:
@@ -46,15 +45,14 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
     try:
         if logprobs is not None:
             for position, row in zip(chunk.scored, chunk.scored_rows, strict=True):
-                logprobs.add_prompt(log_softmax(rows.logits(row)), chunk.sequence.tokens[position + 1])
+                logprobs.add_prompt(rows.logits(row), chunk.sequence.tokens[position + 1])
             if not chunk.samples:
                 return None
         for row, proposed in zip(chunk.rows, [*chunk.draft, None], strict=True):
             if logprobs is not None and logprobs.of_answer:
-                # first: the sampler changes the row
-                distribution = log_softmax(rows.logits(row))
+                told = logprobs.scores(rows, row)  # first: the sampler changes the row
                 token = sampler.sample(rows, row)
-                logprobs.add(distribution, token)
+                logprobs.add(told, token)
             else:
                 token = sampler.sample(rows, row)
             new.append(token)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from .errors import InvalidPrompt
+from .errors import InvalidPrompt, PromptTooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +42,30 @@ _BETWEEN_WORDS = rf"{_LETTER}(?=[\x00-@\[-`{{-\x7f、。，])|[0-9]|\n(?=[!-~一
 """The character before a place that no word of those pre-tokenizers lies across, whatever surrounds it: words
 of letters hold nothing but letters behind their first character, a digit is a word, and nothing but white
 space follows a line break. Cut there, both parts have the words that they have in the whole."""
+
+
+class TokenBudget:
+    """Told of a prompt's ids as they come; the `check` that `Vocab.tokenize` takes.
+
+    Raises PromptTooLong, or what `error` makes, once there are `limit` of them, so that no work is done for
+    the rest, and whatever `interrupt`, called each time, raises.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        interrupt: Callable[[], None],
+        error: Callable[[int, int], Exception] = PromptTooLong,
+    ) -> None:
+        """`error` is told how many there are, and the limit."""
+        self._limit, self._interrupt, self._error = limit, interrupt, error
+        self.used = 0
+
+    def __call__(self, count: int) -> None:
+        self._interrupt()
+        self.used += count
+        if self.used >= self._limit:
+            raise self._error(self.used, self._limit)
 
 
 def _unhindered(count: int) -> None:

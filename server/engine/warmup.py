@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,7 @@ the same batch may be computed a little differently with a device sampler and wi
 LONG = 700
 """Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
-LEAST_PREFILL = 16
+MIN_PREFILL = 16
 """Prompt tokens that a step reads in any case."""
 
 
@@ -46,7 +45,7 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
     context.clear()
 
 
-def time_prompt(context: Context, length: int, clock: Callable[[], float] = perf_counter) -> float:
+def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> float:
     """Seconds that a prompt of `length` tokens takes: the least of a few, which load kernels and graphs."""
     times = []
     for _ in range(3):
@@ -65,7 +64,7 @@ def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
     tokens = int(seconds / each)
     if tokens > ubatch:
         tokens -= tokens % ubatch
-    return min(max(tokens, LEAST_PREFILL), most)
+    return min(max(tokens, MIN_PREFILL), most)
 
 
 def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ def chat_of_message(body: Body) -> Body:
     messages = [{"role": "system", "content": text}] if text else []
     for message in body.get("messages") or []:
         content = message["content"]
-        texts = [_text_of(block) for block in content] if isinstance(content, list) else [content]
+        texts = list(map(_text_of, content)) if isinstance(content, list) else [content]
         messages.append({"role": message["role"], "content": "".join(texts)})
     same = ("model", "max_tokens", "temperature", "stream", "tools")
     thinks = (body.get("thinking") or {}).get("type") == "enabled"
@@ -74,16 +74,18 @@ def chat_of_response(body: Body) -> Body:
     """The chat that a Responses request asks for."""
     if "previous_response_id" in body:
         raise BadRequest("previous_response_id: nothing is kept", "previous_response_id")
+    if "max_tokens" in body:
+        raise BadRequest("max_tokens: max_output_tokens is its name", "max_tokens")
     if any(tool["type"] != "function" for tool in body.get("tools", [])):
         raise BadRequest("tools: functions only", "tools")
     given = body.get("input")
     if given is None:
         raise BadRequest("input: needed", "input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items: list[dict[str, Any]] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
     for item in items:
-        content = item.get("content", item.get("arguments", item.get("output")))
-        texts = [_text_of(block) for block in content] if isinstance(content, list) else [content]
+        content: Any = item.get("content", item.get("arguments", item.get("output")))
+        texts = list(map(_text_of, content)) if isinstance(content, list) else [content]
         messages.append({"role": item.get("role", "assistant"), "content": "".join(texts)})
     same = ("model", "temperature", "stream", "tools")
     chat = {name: body[name] for name in same if name in body}

@@ -318,6 +318,8 @@ class FakeServer:
     async def _events(self, body: Body, choices: list[Generation], head: Body) -> AsyncIterator[Body]:
         chat = "messages" in body
         head = head | ({"object": "chat.completion.chunk"} if chat else {})
+        if body.get("timings_per_token"):
+            head = head | {"timings": {"predicted_n": len(choices[0].pieces)}}
         for index, choice in enumerate(choices):
             if chat:
                 yield head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
@@ -452,9 +454,11 @@ def _usage(choices: list[Generation]) -> Body:
     prompts = list({id(choice.prompt): choice for choice in choices}.values())
     prompt = sum(len(choice.prompt) for choice in prompts)
     made = sum(len(choice.pieces) for choice in choices)
+    thoughts = sum(name == "reasoning_content" for choice in choices for name, _ in choice.pieces)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,
+        **({"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}),
         "total_tokens": prompt + made,
         "prompt_tokens_details": {
             "cached_tokens": sum(choice.cached for choice in prompts),

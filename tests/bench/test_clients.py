@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine" / "bin" / "python").symlink_to(sys.executable)
     checks = {"good": "assert answer == 42", "printing": "assert printed == 'hi\\n', printed"}
     program = ClientProgram(pip=("mine",), checks={**checks, "weak": "assert 0"}, lacks={"weak": "it cannot"})
-    monkeypatch.setitem(CLIENTS, "mine", program)  # type: ignore[arg-type]
+    monkeypatch.setitem(CLIENTS, "mine", program)
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_an_error_is_found() -> None:
 
 def test_what_is_installed_is_not_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(environment, "run", lambda command, _: asked.append(command) or "")
+    monkeypatch.setattr(environment, "run", lambda command, _: asked.append(command))
     for packages in (("a",), ("a",), ("b",)):
         environment.install(ClientProgram(npm=packages, checks={}), tmp_path)
     assert [command[-1] for command in asked] == ["a", "b"]

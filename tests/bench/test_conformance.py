@@ -307,6 +307,7 @@ DEFECTS: list[tuple[str, Script, list[str]]] = [
     ("no [DONE]", Script(end_streams=False), ["streaming.form", "streaming.joins"]),
     ("many ids", Script(on_event=lambda _, event: {**event, "id": str(id(event))}), ["streaming.form"]),
     ("usage in every chunk", Script(on_event=event_usage), ["streaming.no_usage", "streaming.usage"]),
+    ("no timings", Script(on_request=without("timings_per_token")), ["streaming.timings"]),
     ("no usage chunk", Script(on_request=without("stream_options")), ["streaming.usage"]),
     ("text is lost", Script(on_event=everything_at_once()), ["streaming.joins", "streaming.incremental"]),
     ("lenient about zero", Script(on_request=mended("max_tokens", 0, 1)), ["errors.max_tokens_zero"]),

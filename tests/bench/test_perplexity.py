@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_against_figures_by_hand(files: Files, measured: Measured) -> None:
     following = chunks[:, SKIP + 1 :, None]
     losses = [-np.take_along_axis(logs, following, axis=2) for logs in (p, q)]
     divergence = (np.exp(p) * (p - q)).sum(axis=2)
-    near = {"rel": 0.01}
+    near: dict[str, Any] = {"rel": 0.01}
     assert measured.values["reference_perplexity"] == pytest.approx(np.exp(losses[0].mean()), **near)
     assert measured.values["perplexity"] == pytest.approx(np.exp(losses[1].mean()), **near)
     assert measured.values["log_ratio"] == pytest.approx(float((losses[1] - losses[0]).mean()), rel=0.05)

@@ -42,7 +42,7 @@ def test_a_copy_has_the_same_fingerprint(draft: Path) -> None:
 def test_tensors_arrive_and_both_quants_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = ["--src", DRAFT, "--target", NANO, "--quant", "F32,Q4_K_M", "--out", tmp_path]
+    wanted: list[str | Path] = ["--src", DRAFT, "--target", NANO, "--quant", "F32,Q4_K_M", "--out", tmp_path]
     assert run(*wanted) == 0
     stored = {tensor.name: tensor for tensor in read_header(DRAFT / "model.safetensors")}
     made = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "nano-dflash-F32.gguf").tensors}

@@ -181,7 +181,8 @@ def test_an_interrupted_run_is_finished_by_the_next(
             time.sleep(0.01)
         time.sleep(after_s)
 
-    command = [sys.executable, "-c", SLOWLY, "--src", checkpoint, "--out", out, "--quant", "F16"]
+    flags = ("--src", checkpoint, "--out", out, "--quant", "F16")
+    command: list[str | Path] = [sys.executable, "-c", SLOWLY, *flags]
     interrupted(command, out, sent, writing)
     assert not target.exists()
     assert part.exists() == (sent == signal.SIGKILL)
@@ -223,7 +224,8 @@ def test_an_interrupt_is_not_lost_in_callbacks(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 16000)  # more than is read before the signal
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out, "--threads", "1", *flags]
+    command: list[str | Path] = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out]
+    command += ["--threads", "1", *flags]
 
     def reading(process: subprocess.Popen[str]) -> None:
         assert seen("Importance matrix:")(process)
@@ -251,7 +253,8 @@ def test_llama_cpp_at_work_may_be_interrupted_too(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 80)
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out, "--threads", "1", *flags]
+    command: list[str | Path] = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out]
+    command += ["--threads", "1", *flags]
     interrupted(command, out, sent, seen(stage))
     base = (out / "Random-1B-F16.gguf").stat().st_mtime_ns
     run(checkpoint, out, *flags)

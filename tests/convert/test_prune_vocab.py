@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFReader, TokenType
@@ -134,7 +135,7 @@ def test_rows_are_read_across_gaps(kept: set[int], start: int, count: int) -> No
     ids=["tied", "untied", "an embedding of the draft head's own"],
 )
 def test_rows_of_every_matrix_that_has_one_a_token(
-    tmp_path: Path, options: dict[str, bool], names: list[str]
+    tmp_path: Path, options: dict[str, Any], names: list[str]
 ) -> None:
     source = write_checkpoint(tmp_path / "Random-1B", **options)
     convert(source, tmp_path, "--quant", "F32", "--outtype", "F32")

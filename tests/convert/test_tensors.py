@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from convert.checkpoint import Checkpoint
 from convert.errors import CheckpointError
+from convert.safetensors import StoredTensor
 from convert.tensors import FLOAT_TYPES, FloatType, TensorPlan, plan_tensors
 from tests.checkpoints import EXPERT_FFN, EXPERTS, HIDDEN, Layout, edit_json, write_checkpoint
 
@@ -59,7 +61,8 @@ def test_matrices_take_the_type_asked_for_and_the_rest_is_f32(checkpoint: Path, 
 
 
 def test_tensors_come_in_the_order_they_lie_in(checkpoint: Path) -> None:
-    places = [(t.stored.path.name, t.stored.offset) for t in plan(checkpoint).tensors]
+    stored = [cast(StoredTensor, tensor.stored) for tensor in plan(checkpoint).tensors]
+    places = [(one.path.name, one.offset) for one in stored]
     assert places == sorted(places)
 
 

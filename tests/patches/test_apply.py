@@ -78,7 +78,7 @@ def sources(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = ["cmake", "-S", tmp_path / "project", "-B", tmp_path / "build", *options]
+    command: list[str | Path] = ["cmake", "-S", tmp_path / "project", "-B", tmp_path / "build", *options]
     command.append(f"-DCMAKE_PROJECT_INCLUDE={tmp_path / 'patches' / 'apply.cmake'}")
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

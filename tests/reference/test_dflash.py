@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_a_block_is_what_the_training_module_makes_of_it(nano_f32: Path, nano_dr
     from models.nano.train.checkpoint import load_checkpoint
     from models.nano.train.dflash import features, load
 
-    sizes = {"n_ctx": 512, "n_seq": 1, "n_batch": 256, "n_ubatch": 256, "n_outputs": 256}
+    sizes: dict[str, Any] = {"n_ctx": 512, "n_seq": 1, "n_batch": 256, "n_ubatch": 256, "n_outputs": 256}
     options = ContextOptions(
         **sizes, threads=1, threads_batch=1, flash_attn="off", type_k="f32", type_v="f32"
     )

@@ -20,8 +20,8 @@ import jsonschema_rs
 import numpy as np
 
 from bench.terminal import Table
-from server.chat.constraints import compose, json_format
 from server.chat.errors import PromptError
+from server.chat.formats import compose, json_format
 from server.engine import Grammar, InvalidGrammar
 from server.engine.grammar import GrammarCompiler
 from server.engine.llama import Model

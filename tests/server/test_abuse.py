@@ -106,6 +106,26 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
         CHAT,
         body(messages=[user("x")], chat_template_kwargs={"a": "x" * 7_000_000}),
     ),
+    "60,000 messages": lambda: ("/v1/messages", body(messages=[user("x")] * 60_000)),
+    "60,000 parts": lambda: (
+        CHAT,
+        body(messages=[{**user(""), "content": [{"type": "text", "text": "x"}] * 60_000}]),
+    ),
+    "60,000 calls": lambda: (
+        "/v1/responses",
+        body(
+            input=[{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * 60_000,
+            max_tokens=None,
+        ),
+    ),
+    "12,000 literals": lambda: (
+        COMPLETIONS,
+        body(prompt="x", grammar="root ::= " + "|".join(['"a"'] * 12_000)),
+    ),
+    "a long prompt's log-probabilities, eight times": lambda: (
+        COMPLETIONS,
+        body(prompt="word and " * 300, echo=True, logprobs=20, n=8),
+    ),
     "ids to detokenize": lambda: ("/detokenize", body(tokens=[200] * 262_144)),
 }
 
@@ -177,13 +197,14 @@ def test_clients_that_leave(server: Watched) -> None:
     url = httpx.URL(server.url)
 
     def leave(number: int) -> None:
-        path, fields = [
+        requests: list[tuple[str, dict[str, Any]]] = [
             (COMPLETIONS, {"prompt": "a b c", "stream": True}),
             (COMPLETIONS, {"prompt": ["a", "b"], "n": 2}),
             (CHAT, {"messages": [user("Hi")], "stream": True, "stop": "never"}),
             ("/invocations", {"messages": [user("Hi")], "n": 3}),
             ("/tokenize", {"content": "a b " * 20_000}),
-        ][number % 5]
+        ]
+        path, fields = requests[number % 5]
         content = json.dumps({"max_tokens": 20_000, "ignore_eos": True, **fields}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sent = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

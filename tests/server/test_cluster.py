@@ -177,9 +177,12 @@ async def test_a_killed_replica_costs_its_own_streams_alone_and_comes_back(clust
 async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterProcess) -> None:
     tables, stop = cluster.printed.count("serving on"), threading.Event()
     cluster.process.send_signal(signal.SIGHUP)
-    watcher = threading.Thread(
-        target=lambda: (cluster.wait_for(lambda: cluster.printed.count("serving on") > tables), stop.set())
-    )
+
+    def watch() -> None:
+        cluster.wait_for(lambda: cluster.printed.count("serving on") > tables)
+        stop.set()
+
+    watcher = threading.Thread(target=watch)
     watcher.start()
     answers = []
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:

@@ -235,14 +235,13 @@ def _only_checkpoints(engine: Engine) -> bool:
 async def leaving(url: httpx.URL, rng: random.Random) -> None:
     """A client that goes away at some moment, at most after half a second of an answer."""
     text = " ".join(rng.choice(("one", "two", "three", "many")) for _ in range(rng.randint(1, 250)))
-    path, body = rng.choice(
-        [
-            ("/v1/completions", {"prompt": text, "n": rng.randint(1, 3)}),
-            ("/v1/completions", {"prompt": [text, text + " more"]}),
-            ("/v1/chat/completions", chat(text, n=rng.randint(1, 2))),
-            ("/invocations", chat(text, thinking=True)),
-        ]
-    )
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": text, "n": rng.randint(1, 3)}),
+        ("/v1/completions", {"prompt": [text, text + " more"]}),
+        ("/v1/chat/completions", chat(text, n=rng.randint(1, 2))),
+        ("/invocations", chat(text, thinking=True)),
+    ]
+    path, body = rng.choice(requests)
     body = {**body, "max_tokens": 400, "ignore_eos": True, "stream": rng.random() < 0.6}
     if rng.random() < 0.4:
         body |= {"temperature": 1.0, "top_k": 20}

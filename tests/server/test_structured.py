@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     },
     "llama-server's response_format": {"response_format": {"type": "json_object", "schema": PERSON}},
     "json_schema": {"json_schema": PERSON},
+    "json_schema as text": {"json_schema": json.dumps(PERSON)},
     "guided_json": {"guided_json": PERSON},
     "guided_json as text": {"guided_json": json.dumps(PERSON)},
     "structured_outputs": {"structured_outputs": {"json": PERSON}},
@@ -111,17 +113,21 @@ def test_other_formats(http: httpx.Client) -> None:
     text = chat(http, response_format={"type": "json_object"}, temperature=1, max_tokens=1500)
     if text["finish_reason"] == "stop":
         assert isinstance(json.loads(text["message"]["content"]), dict)
-    for fields in (
+    spellings: list[dict[str, Any]] = [
         {"guided_regex": r"[a-c]{3}-\d{2}/x"},
         {"structured_outputs": {"regex": r"[a-c]{3}-\d{2}/x"}},
         {"grammar": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
+        {"regex": r"[a-c]{3}-\d{2}/x"},
+        {"ebnf": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
         {"guided_grammar": 'start: /[a-c]{3}/ "-" /[0-9]{2}/ "/x"\n'},
-    ):
+    ]
+    for fields in spellings:
         found = chat(http, temperature=1, **fields)
         assert re.fullmatch(r"[a-c]{3}-\d{2}/x", found["message"]["content"]), found
         assert found["finish_reason"] == "stop"
     choices = ["yes", "no, never", 'a "quoted" \\ word']
-    for fields in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+    spellings = [{"guided_choice": choices}, {"structured_outputs": {"choice": choices}}]
+    for fields in spellings:
         assert chat(http, temperature=1, **fields)["message"]["content"] in choices
     only = chat(http, guided_choice=["the only one"])
     assert only["message"]["content"] == "the only one"
@@ -422,7 +428,7 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(
     assert answer.status_code == 400, answer.text
     assert word in answer.json()["error"]["message"]
     tool["strict"] = False
-    fields = {"tool_choice": "required", "temperature": 1, "max_tokens": 100}
+    fields: dict[str, Any] = {"tool_choice": "required", "temperature": 1, "max_tokens": 100}
     answer = post(http, messages=ASK, tools=[{"type": "function", "function": tool}], **fields)
     assert answer.status_code == (400 if word == "uniqueItems" else 200), answer.text
 
@@ -431,7 +437,7 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(
 def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str) -> None:
     """Side by side with free answers; whoever is cut off by its limit does not count."""
 
-    def one(seed: int) -> bool:
+    def one(http: httpx.Client, seed: int) -> bool:
         fields: dict[str, Any] = {"temperature": 1, "seed": seed, "top_k": seed % 3 * 20}
         if seed % 8 == 0:
             chat(http, max_tokens=30, **fields)
@@ -444,4 +450,4 @@ def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str)
 
     arguments = ("--model", nano_f32, "--parallel", "8", "--sampling", sampling)
     with served(*arguments) as http, ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(one, range(64))) > 48
+        assert sum(pool.map(partial(one, http), range(64))) > 48

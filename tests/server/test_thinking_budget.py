@@ -38,6 +38,8 @@ BUDGETS: list[dict[str, Any]] = [
     {"thinking_budget": 5},
     {"thinking_token_budget": 5},
     {"reasoning_budget": 5},
+    {"thinking_budget_tokens": 5},
+    {"reasoning_budget_tokens": 5},
     {"thinking": {"type": "enabled", "budget_tokens": 5}},
     {"reasoning": {"max_tokens": 5}},
     {"enable_thinking": True, "thinking_budget": 5},
@@ -52,6 +54,15 @@ def test_a_budget_closes_the_block_with_a_few_words(http: httpx.Client, fields: 
     assert "</think>" not in rest + (message["content"] or "")
     assert 1 <= tokens(http, thoughts.strip()) <= 5
     assert message["content"]
+
+
+def test_other_words_at_the_end_of_a_budget(http: httpx.Client) -> None:
+    words = " That is enough.<|im_end|>"  # text throughout
+    message = chat(http, thinking_budget=5, reasoning_budget_message=words)
+    assert words in message["reasoning_content"]
+    assert WORDS not in message["reasoning_content"]
+    assert message["content"]
+    assert WORDS not in chat(http, thinking_budget=5, reasoning_budget_message="")["reasoning_content"]
 
 
 def test_the_servers_budget_is_for_those_who_say_nothing(http: httpx.Client) -> None:
@@ -100,6 +111,8 @@ def test_a_budget_and_a_schema(http: httpx.Client) -> None:
     [
         ({"thinking_budget": 3, "reasoning_budget": 4}, "reasoning_budget"),
         ({"thinking_budget": -2}, "thinking_budget"),
+        ({"reasoning_budget_tokens": 3, "thinking_budget_tokens": 4}, "reasoning_budget_tokens"),
+        ({"thinking_budget": 1, "reasoning_budget_message": "x" * 5000}, "reasoning_budget_message"),
         ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking"),
         ({"reasoning": {"effort": "a bit"}}, "reasoning"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
@@ -113,7 +126,9 @@ def test_what_makes_no_sense_is_refused(http: httpx.Client, fields: dict[str, An
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("field", ["thinking_budget", "reasoning_budget", "thinking_repetition_penalty"])
+@pytest.mark.parametrize(
+    "field", ["thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_repetition_penalty"]
+)
 def test_a_completion_has_no_thoughts_to_limit(http: httpx.Client, field: str) -> None:
     answer = http.post("/v1/completions", json={"prompt": "1, 2", field: 5})
     assert answer.status_code == 400

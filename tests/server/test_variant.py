@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from server import cli, weights
+from server import cli
 from server.settings import Settings, SettingsError, describe, load_settings, load_variant, unknown_variables
 from server.variant import VARIANTS, Variant, known_variants
 from server.weights import resolve
@@ -160,7 +160,7 @@ def test_a_variant_names_what_a_checkpoint_is_converted_to(
         (out / f"tiny-{level}.gguf").touch()
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(weights.subprocess, "run", convert)
+    monkeypatch.setattr("server.weights.subprocess.run", convert)
     by_quant = Variant(name="a", quant="Q5_K_S")
     by_recipe = Variant(name="b", recipe=tmp_path / "mine.toml")
     assert resolve(str(source), None, by_quant).name == "tiny-Q5_K_S.gguf"

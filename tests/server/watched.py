@@ -70,8 +70,8 @@ def create_app(*arguments: Any) -> FastAPI:
     return app
 
 
-original = program.create_app
-program.create_app = create_app
+original = program.create_app  # type: ignore[attr-defined]
+program.create_app = create_app  # type: ignore[attr-defined, assignment]
 
 if __name__ == "__main__":
     program.main()

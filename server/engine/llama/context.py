@@ -211,18 +211,13 @@ class Context:
             )
         return found
 
-    def best(self, sequences: Sequence[int], indices: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The best token of each output and its probability, for drafts; arguments as for `rows`."""
-        rows, tokens, sure = self.rows(sequences, indices), [], []
-        for row, kind in enumerate(rows.kinds):
-            if kind is DeviceSampler.GUESS:
-                tokens.append(rows.best(row))
-                sure.append(rows.probability(row))
-            else:
-                logits = rows.logits(row)
-                tokens.append(int(logits.argmax()))
-                sure.append(float(1 / np.exp(logits - logits[tokens[-1]]).sum()))
-        return tokens, sure
+    def best(self, sequences: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """The best token of each output, for drafts; arguments as for `rows`."""
+        rows = self.rows(sequences, indices)
+        return [
+            rows.best(row) if kind is DeviceSampler.GUESS else int(rows.logits(row).argmax())
+            for row, kind in enumerate(rows.kinds)
+        ]
 
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         """Give a sequence id another device sampler. The next decode has to plan its graphs anew: slow."""
@@ -318,6 +313,7 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self) -> None:
+        """Forget all sequences."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, False)
 

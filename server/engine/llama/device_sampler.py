@@ -62,18 +62,17 @@ class DeviceSampler(IntEnum):
     """The best token that is not banned, and the best that is no end of a generation either."""
     TOP_K = 2
     """The N_CANDIDATES best tokens that are not banned, and their logits, in no order."""
-    GUESS = 3
+    LOGPROBS = 3
+    """The same, and what makes log-probabilities of logits: the logarithm of the sum of the exponentials of
+    all of them, those of padding too."""
+    GUESS = 4
     """The best token and its probability; nothing is banned."""
-    ROW = 4
+    ROW = 5
     """The logits, untouched."""
 
     def serves(self, need: DeviceSampler) -> bool:
         """Whether a sequence id with this device sampler can run a request that needs `need`."""
-        return (
-            self is need
-            or self is DeviceSampler.ROW
-            or (self is DeviceSampler.TOP_K and need is DeviceSampler.BEST)
-        )
+        return self is need or self is DeviceSampler.ROW or need < self <= DeviceSampler.LOGPROBS
 
 
 class _Constants(NamedTuple):
@@ -96,11 +95,11 @@ class _Outputs(NamedTuple):
 
     figures: int
     """F32 [width, n]. BEST: the ends, then each block's best token that is neither banned nor an end; their
-    logits; each block's sum of logits, which are finite if all logits are. GUESS: the place of each block's
-    best token in it, their logits, their probabilities within their blocks. TOP_K: the sums."""
+    logits; each block's sum of logits, which are finite if all logits are. GUESS and LOGPROBS: the place of
+    each block's best token in it, their logits, their probabilities within their blocks. TOP_K: the sums."""
     width: int
     candidates: int = 0
-    """I32 [k, n]. For TOP_K alone, as all else: one copy to the host for each row is dear enough."""
+    """I32 [k, n]. For TOP_K and LOGPROBS, as all else: one copy to the host for each row is dear enough."""
     values: int = 0
     """F32 [k, n]."""
     k: int = 0
@@ -353,22 +352,25 @@ class DeviceSamplers:
         blocks = n_blocks(size)
         width, count = size // blocks, blocks * n
         pieces = ggml.reshape_3d(memory, logits, width, count, 1)
-        if kind is DeviceSampler.GUESS:
+        if kind in (DeviceSampler.GUESS, DeviceSampler.LOGPROBS):
             best, places = best_places(memory, pieces, width, count)
             values = at_places(memory, pieces, width, count, places)
             chances = at_places(memory, ggml.soft_max(memory, pieces), width, count, places)
             each = [ggml.reshape_3d(memory, tensor, blocks, n, 1) for tensor in (best, values, chances)]
             figures = ggml.concat(memory, ggml.concat(memory, each[0], each[1], 0), each[2], 0)
-            return _Outputs(figures, 3 * blocks)
+        else:
+            figures = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
+        n_figures = ggml.Tensor.from_address(figures).ne[0]
+        if kind is DeviceSampler.GUESS:
+            return _Outputs(figures, n_figures)
         constants = self._constants
         if constants is None or size != self._n_vocab:  # the probe again: what is in them does not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
-        sums = ggml.reshape_3d(memory, ggml.sum_rows(memory, pieces), blocks, n, 1)
-        if kind is DeviceSampler.TOP_K:
+        if kind is not DeviceSampler.BEST:
             allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
             k = min(N_CANDIDATES, size)
-            return _Outputs(sums, blocks, *top_k(memory, allowed, constants.ids, k), k)
+            return _Outputs(figures, n_figures, *top_k(memory, allowed, constants.ids, k), k)
         going_on = ggml.add(memory, logits, constants.no_end) if constants.no_end else logits
         best = ggml.argmax(memory, ggml.reshape_3d(memory, going_on, width, count, 1))
         tokens = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.F32), blocks, n, 1)
@@ -383,5 +385,5 @@ class DeviceSamplers:
         places = ggml.reshape_3d(memory, ggml.cast(memory, tokens, ggml.I32), n_tokens, n, 1)
         values = ggml.get_rows(memory, ggml.reshape_3d(memory, logits, 1, size, n), places)
         values = ggml.reshape_3d(memory, values, n_tokens, n, 1)
-        figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), sums, 0)
-        return _Outputs(figures, 2 * n_tokens + blocks)
+        figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), figures, 0)
+        return _Outputs(figures, 2 * n_tokens + n_figures)

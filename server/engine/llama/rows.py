@@ -67,6 +67,17 @@ def guesses(figures: Numbers, width: int) -> tuple[Tokens, Numbers]:
     return best.astype(np.int32) * width + places[rows, best].astype(np.int32), 1 / total
 
 
+def log_sums(figures: Numbers) -> Numbers:
+    """Of LOGPROBS's figures [rows, 3 * blocks]: each row's logarithm of the sum of its logits' exponentials,
+    if they are finite."""
+    blocks = figures.shape[1] // 3
+    logits, chances = figures[:, blocks : 2 * blocks], figures[:, 2 * blocks :]
+    highest = logits.max(axis=1, keepdims=True)  # a NaN wins
+    with np.errstate(invalid="ignore"):
+        found: Numbers = highest[:, 0] + np.log((np.exp(logits - highest) / chances).sum(axis=1))
+    return found
+
+
 class Rows:
     """Outputs of the last batch, in its order; valid until the next. What a row can tell depends on its kind.
 
@@ -86,6 +97,7 @@ class Rows:
         self._n_figures = {
             DeviceSampler.BEST: 0,
             DeviceSampler.TOP_K: self._blocks,
+            DeviceSampler.LOGPROBS: 3 * self._blocks,
             DeviceSampler.GUESS: 3 * self._blocks,
         }
         """Numbers of a row; for BEST, with two for each end of generation, as many as the first came with."""
@@ -97,7 +109,7 @@ class Rows:
         self._tokens: list[int] = []
         """The best of each row."""
         self._checks: list[float] = []
-        """For each row its probability, or a sum of its logits: finite if the row is usable."""
+        """For each row its probability, or a sum over its logits: finite if the row is usable."""
         self._outputs: dict[str, npt.NDArray[Any]] = {}
         """What was looked at so far, by its name in _ITH."""
 
@@ -156,13 +168,18 @@ class Rows:
         return self._tokens if all(map(math.isfinite, self._checks)) else None
 
     def candidates(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Ids and logits of the best tokens, in no order. For TOP_K. Raises as `best` does."""
+        """Ids and logits of the best tokens, in no order. For TOP_K and LOGPROBS. Raises as `best` does."""
         self._check(row)
         n = self._n_candidates
         return (
             self._output("candidates", np.int32, row)[row, :n],
             self._output("logits", np.float32, row)[row, :n],
         )
+
+    def log_sum(self, row: int) -> float:
+        """What a logit is more than its token's log-probability. For LOGPROBS. Raises as `best` does."""
+        self._check(row)
+        return self._checks[row]
 
     def probability(self, row: int) -> float:
         """How likely the best token is. For GUESS."""
@@ -180,7 +197,7 @@ class Rows:
             return
         n = len(self.kinds)
         self._tokens, self._checks, self._reduced = [0] * n, [math.nan] * n, True
-        for kind in (DeviceSampler.BEST, DeviceSampler.TOP_K, DeviceSampler.GUESS):
+        for kind in self._n_figures:
             count = self.kinds.count(kind)
             if count == n:
                 self._tokens, self._checks = self._finish(kind, self._of(kind))
@@ -194,6 +211,8 @@ class Rows:
         if kind is DeviceSampler.GUESS:
             tokens, chances = guesses(figures, self._width)
             return tokens.tolist(), chances.tolist()
+        if kind is DeviceSampler.LOGPROBS:
+            return [0] * len(figures), log_sums(figures).tolist()
         # times 1 and added up: `sum` takes longer, and warns of what may be in there
         checks = figures[:, -self._blocks :].dot(self._ones).tolist()
         best = (

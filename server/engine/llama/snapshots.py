@@ -54,5 +54,6 @@ class Snapshots:
             self._last, self._reach = -1, 0
 
     def clear(self) -> None:
+        """All sequences were emptied."""
         self.pending.clear()
         self._last, self._reach = -1, 0

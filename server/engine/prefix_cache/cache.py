@@ -329,7 +329,7 @@ class PrefixCache:
         for entry in entries:
             length = len(entry.tokens)
             node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
-            saved = SavedState(entry.state, (None,) * len(self._states.followers), length)
+            saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
             fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
             if node.depth % self._chunk or node.holder is not None:
                 pass

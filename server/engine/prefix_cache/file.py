@@ -31,6 +31,9 @@ class PrefixFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A checkpoint: its `tokens` [length], which only requests with its `salt` share, and llama.cpp's `state`
+    [bytes]."""
+
     salt: str
     tokens: npt.NDArray[np.int32]
     state: npt.NDArray[np.uint8]

@@ -42,6 +42,7 @@ class HostTier:
         return lost
 
     def touch(self, node: Node) -> None:
+        """A node's state was used: the others go before it."""
         del self._nodes[node]
         self._nodes[node] = None
 

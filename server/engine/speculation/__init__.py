@@ -6,23 +6,14 @@ times (`times.py`) and from what became of earlier drafts how many rows a verifi
 not pay rest.
 """
 
-from .base import (
-    Draft,
-    DraftCounts,
-    Drafter,
-    DrafterStats,
-    DraftRequest,
-    StateFollower,
-)
+from .base import Draft, Drafter, DrafterStats, DraftRequest
 from .speculator import Speculator, build_speculator
 
 __all__ = [
     "Draft",
-    "DraftCounts",
     "DraftRequest",
     "Drafter",
     "DrafterStats",
     "Speculator",
-    "StateFollower",
     "build_speculator",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from server.engine.sequence import DraftCounts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
@@ -65,50 +67,6 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Nothing happens where it was not known."""
-
-
-class FollowerState(Protocol):
-    """What a drafter saved of one sequence id in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-class StateFollower(Protocol):
-    """A drafter with a state for each sequence id of llama.cpp, which goes where the trunk's goes.
-
-    What it loses costs only time.
-    """
-
-    def copy(self, source: int, target: int) -> None:
-        """`target` becomes what `source` is."""
-
-    def free(self, sequence_id: int) -> None:
-        """The id holds nothing any more. Idempotent; must not raise."""
-
-    def save(self, sequence_id: int) -> FollowerState | None:
-        """The id's state in host memory; None where there is none."""
-
-    def restore(self, sequence_id: int, saved: object | None) -> None:
-        """The id, which is free, gets a saved state; it stays free where there is none, or no room."""
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """What became of drafts: of one request, or of one drafter and all requests."""
-
-    steps: int = 0
-    """Steps that verified a draft."""
-    drafted: int = 0
-    """Tokens in those drafts."""
-    accepted: int = 0
-    """Those that were right."""
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
 
 
 @dataclass(slots=True)

@@ -142,10 +142,10 @@ class HitRates:
 class Backoff:
     """Steps that are let pass after something did not pay: more each time, until it does."""
 
-    __slots__ = ("_early", "_first", "_growth", "_last", "_next", "_until")
+    __slots__ = ("_early", "_first", "_last", "_next", "_until")
 
-    def __init__(self, first: int, last: int = REST_LAST, growth: int = REST_GROWTH) -> None:
-        self._first, self._growth, self._last = first, growth, last
+    def __init__(self, first: int, last: int = REST_LAST) -> None:
+        self._first, self._last = first, last
         self._next, self._until, self._early = first, 0, 0
         """What the next one takes; the step that ends this one, and that from which on it may be ended."""
 
@@ -155,7 +155,7 @@ class Backoff:
 
     def begin(self, now: int, most: int = 10**9, least: int = 0) -> None:
         """It did not pay in step `now`; `most` steps are enough for it, and it takes `least`."""
-        steps, self._next = max(least, min(self._next, most)), min(self._last, self._growth * self._next)
+        steps, self._next = max(least, min(self._next, most)), min(self._last, REST_GROWTH * self._next)
         self._until, self._early = now + steps, now + steps // REST_ALONE
 
     def hurry(self, now: int) -> None:
@@ -169,6 +169,7 @@ class Backoff:
         return self._next > self._first
 
     def end(self) -> None:
+        """It pays: the next steps let pass are as few as the first."""
         self._next, self._until = self._first, 0
 
 
@@ -432,6 +433,7 @@ class Always(Controller):
     """Drafts as long as they can be, whatever they cost, and instant ones first: for tests."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
+        """All of them."""
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:

@@ -145,7 +145,7 @@ class DflashDrafter(HiddenDrafter):
             context.positions[at : at + block] = np.arange(start, start + block)
             context.sequences[at : at + block] = slot
         context.decode(n)
-        tokens, _ = context.best(context.sequences[:n].tolist(), range(n))
+        tokens = context.best(context.sequences[:n].tolist(), range(n))
         return [tokens[at + 1 : at + block] for at in range(0, n, block)]
 
     def _inject(self, ids: Iterable[int]) -> None:

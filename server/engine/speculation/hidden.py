@@ -11,7 +11,6 @@ from server.engine.errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
 
@@ -66,7 +65,8 @@ class SavedReading:
 
 
 class HiddenDrafter:
-    """A drafter with a cache of its own, made of the trunk's hidden rows.
+    """A drafter with a cache of its own, made of the trunk's hidden rows: a state for each sequence id of
+    llama.cpp, which the state store copies, frees and saves with the trunk's.
 
     Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
     drafter nothing. `window` rows are kept: a drafter that missed more starts anew there, and sees no further
@@ -75,6 +75,7 @@ class HiddenDrafter:
 
     instant = False
     kinds: Mapping[str, float]
+    """Its only kind of drafts; the chance of a first token that is assumed before anything is known."""
     layers: tuple[int, ...] = ()
     """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
 
@@ -120,9 +121,6 @@ class HiddenDrafter:
         reading = self._readings.get(request.slot)
         return reading is not None and reading.first < reading.end == len(request.sequence.tokens) - 1
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        """Nothing: the drafter would take the device's time."""
-
     def forget(self, sequence: Sequence) -> None:
         """Nothing to do: what is known belongs to sequence ids."""
 
@@ -133,23 +131,21 @@ class HiddenDrafter:
         raise NotImplementedError
 
     def free(self, sequence_id: int) -> None:
-        """Nothing is known of a sequence id any more. Idempotent."""
+        """Nothing is known of a sequence id any more. Idempotent; must not raise."""
         if sequence_id in self._readings:
             self._drop_entries(sequence_id, 0)
             del self._readings[sequence_id]
 
     def save(self, sequence_id: int) -> SavedReading | None:
-        """What is known of a sequence id that runs nothing, its entries copied to host memory."""
+        """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
         if (reading := self._readings.get(sequence_id)) is None:
             return None
         cache = self._context.save(sequence_id) if reading.fed > reading.first else None
         return SavedReading(replace(reading, rows=[*reading.rows]), cache)
 
-    def restore(self, sequence_id: int, saved: object | None) -> None:
+    def restore(self, sequence_id: int, saved: SavedReading) -> None:
         """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
         self.free(sequence_id)
-        if not isinstance(saved, SavedReading):
-            return
         if saved.cache is not None:
             try:
                 self._context.restore(sequence_id, saved.cache)

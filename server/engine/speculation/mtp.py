@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from server.engine.sequence_ids import MTP_SEQUENCES
+
 from .base import Draft
 from .hidden import HiddenDrafter, Reading
 from .times import Mean
@@ -20,11 +22,6 @@ if TYPE_CHECKING:
     from server.engine.llama.mtp import MtpContext
 
     from .base import DraftRequest
-
-MOST = 1
-"""Sequences that it drafts for at once. For eight, an H200 gave 743, 731 and 715 tok/s with the head beside
-749, 767 and 720 without; for two and four, 433 and 1,356 beside 443 and 688 where every draft is right, 460
-and 691 beside 435 and 701 where 80% are (synthetic model, one run each)."""
 
 FEW = 24
 """Tokens to catch up on for a sequence that drafts all the time, at most."""
@@ -40,7 +37,7 @@ KEPT = 128
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
     """Host memory that hidden rows may take, at most: a piece is whole while any of it is in the window."""
-    return 4 * n_embd * ((slots + checkpoints) * KEPT + MOST * 2 * window)
+    return 4 * n_embd * ((slots + checkpoints) * KEPT + MTP_SEQUENCES * 2 * window)
 
 
 class MtpDrafter(HiddenDrafter):
@@ -52,7 +49,7 @@ class MtpDrafter(HiddenDrafter):
 
     name = "mtp"
     kinds: Mapping[str, float] = {"mtp": 0.7}
-    most = MOST
+    most = MTP_SEQUENCES
     _context: MtpContext
 
     def __init__(
@@ -128,7 +125,7 @@ class MtpDrafter(HiddenDrafter):
         return drafts
 
     def measure(self) -> None:
-        """Time decodes of 1 up to MOST sequences: of nothing, which takes as long as any."""
+        """Time decodes of 1 up to MTP_SEQUENCES: of nothing, which takes as long as any."""
         context = self._context
         for n in range(1, min(self.most, self._slots) + 1):
             for position in range(4):
@@ -159,7 +156,7 @@ class MtpDrafter(HiddenDrafter):
         mean = self._decodes.setdefault(n, Mean())
         for depth in range(deepest):
             started = perf_counter()
-            tokens, _ = self._context.best(slots, rows)
+            tokens = self._context.best(slots, rows)
             for draft, token in zip(drafts, tokens, strict=True):
                 draft.tokens.append(token)
             if depth + 1 == deepest:

@@ -89,6 +89,7 @@ class NgramDrafter:
         self._lookups: dict[Sequence, Lookup] = {}
 
     def can_draft(self, request: DraftRequest) -> bool:
+        """Any text can be looked at."""
         return request.limit > 0
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
@@ -104,12 +105,14 @@ class NgramDrafter:
         return drafts
 
     def cost(self, n: int, depth: int) -> float:
+        """Nothing: no model computes."""
         return 0.0
 
     def measure(self) -> None:
         """Nothing to time."""
 
     def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         self._lookups.pop(sequence, None)
 
     def _read(self, sequence: Sequence) -> Lookup:

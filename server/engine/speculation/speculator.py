@@ -88,6 +88,22 @@ class Watched:
             self.disabled.begin(now)
 
 
+@dataclass(slots=True)
+class Proposal:
+    """The drafts of the batch that is being computed."""
+
+    watched: Watched
+    """Whose they are."""
+    kinds: list[str]
+    """By chunk; "" for one without a draft."""
+    beyond: bool
+    """Whether they are longer than what is taken back for nothing."""
+    way_back: float
+    """Seconds that it took to keep the way back and, later, to go it."""
+    seconds: float = 0.0
+    """Seconds that it took to make them."""
+
+
 class Speculator:
     """Asks the drafters, keeps the way back open, and has the controller learn from what comes out.
 
@@ -109,23 +125,17 @@ class Speculator:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
         self._watched = [Watched(drafter) for drafter in drafters]
-        self.readers = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
+        self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
         """Their states must go where the trunk's go."""
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
         """Sequences that were in a batch and have not ended."""
         self._n = 0
         """Sequences of the last batch."""
-        self._kinds: list[str] = []
-        """Of the drafts of the batch, by chunk; empty where it has none."""
-        self._drafter: Watched | None = None
-        """Whose drafts they are."""
+        self._proposal: Proposal | None = None
+        """None where the batch has no drafts."""
         self._drafting = ""
         """The kind that was drafted last, as long as the consequences last."""
-        self._proposing = self._way_back = 0.0
-        """Seconds that the drafts of the batch took, and that it took to keep the way back and go it."""
-        self._beyond = False
-        """Whether they are longer than what is taken back for nothing."""
         self._shape = (0, 0)
         """Sequences and rows of the last step, for which there is a graph."""
         self._quiet = 0
@@ -134,9 +144,8 @@ class Speculator:
         """Whether the batch is such a step."""
         self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
         """As of the last step that was learnt from; steps since; and whether that one built a graph."""
-        self._listening = bool(self.readers)
-        self._rehearsing = False
-        if self.readers:
+        self._listening = bool(self.hidden_drafters)
+        if self.hidden_drafters:
             self._keep(True)
 
     # --- before a step -------------------------------------------------------------------------------------
@@ -158,13 +167,12 @@ class Speculator:
             return
         started = self._clock()
         self._n, self._quiet = len(chunks), 0
-        self._kinds, self._drafter = [], None
+        self._proposal = None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._controller.hurry()
-        if self.readers:
+        if self.hidden_drafters:
             self._listen()
-        self._way_back = 0.0
         if batch.prompt_tokens:
             for watched in self._watched:  # a new text is looked at once, whatever became of the last
                 watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
@@ -172,9 +180,10 @@ class Speculator:
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
-        if not self._kinds and all(chunk.count == 1 for chunk in chunks):
+        if self._proposal is not None:
+            self._proposal.seconds = self._clock() - started - self._proposal.way_back
+        elif all(chunk.count == 1 for chunk in chunks):
             self._quiet = min([QUIET, *map(self._wait, self._watched)])
-        self._proposing = self._clock() - started - self._way_back
 
     def _wait(self, watched: Watched) -> int:
         """Steps until it is worth asking a drafter."""
@@ -211,13 +220,12 @@ class Speculator:
             [chunk.count for chunk in batch.chunks],
             batch.draft_room,
             self._most_rows,
-            rewinds=self._states.rewinds(slot, n) if alone else 0,
-            keeps_graph=self._states.keeps_graph(slot, n) if alone else 0,
+            rewinds=self._states.rewinds(slot) if alone else 0,
+            keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._shape,
         )
         if (plan := self._controller.choose(options, step)) is not None:
-            self._beyond = max(plan.lengths) > step.rewinds
-            self._carry_out(batch, plan, requests, found)
+            self._carry_out(batch, plan, requests, found, beyond=max(plan.lengths) > step.rewinds)
 
     def _option(
         self, watched: Watched, requests: list[DraftRequest], found: dict[str, list[Draft]]
@@ -242,7 +250,13 @@ class Speculator:
         return option if any(option.kinds) else None
 
     def _carry_out(
-        self, batch: Batch, plan: Plan, requests: list[DraftRequest], found: dict[str, list[Draft]]
+        self,
+        batch: Batch,
+        plan: Plan,
+        requests: list[DraftRequest],
+        found: dict[str, list[Draft]],
+        *,
+        beyond: bool,
     ) -> None:
         drafter, lengths = plan.drafter, plan.lengths
         watched = next(one for one in self._watched if one.drafter is drafter)
@@ -258,7 +272,7 @@ class Speculator:
             drafts = [next(answers) if length else Draft() for length in lengths]
         for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
             if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
-                batch.add_draft(chunk, tokens, drafter.name)
+                batch.add_draft(chunk, tokens)
         if not any(chunk.draft for chunk in batch.chunks):
             return
         started = self._clock()
@@ -267,12 +281,10 @@ class Speculator:
         except Exception as error:  # no way back: no drafts
             watched.failed(error, self._controller.now)
             batch.drop_drafts()
-        else:
-            self._drafter, watched.fruitless = watched, 0
-            self._kinds = [
-                draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)
-            ]
-        self._way_back = self._clock() - started
+            return
+        watched.fruitless = 0
+        kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
+        self._proposal = Proposal(watched, kinds, beyond, way_back=self._clock() - started)
 
     def _ask(self, watched: Watched, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones where it fails."""
@@ -299,13 +311,13 @@ class Speculator:
             self._listening = listens
             self._keep(listens)
             if not listens:
-                for reader in self.readers:
+                for reader in self.hidden_drafters:
                     reader.pause()
 
     def _keep(self, keep: bool) -> None:
-        if any(not reader.layers for reader in self.readers):
+        if any(not reader.layers for reader in self.hidden_drafters):
             self._context.keep_hidden(keep)
-        for reader in self.readers:
+        for reader in self.hidden_drafters:
             if reader.layers:
                 self._context.keep_layers(reader.layers, keep)
 
@@ -322,47 +334,42 @@ class Speculator:
         if self._is_quiet and not self._listening:
             self._unlearnt += 1
             return [chunk.start + 1 for chunk in chunks]
-        if self._rehearsing:
-            self._learn_times(batch, seconds)
-            return [chunk.start + chunk.n_tokens for chunk in chunks]
         started = self._clock()
         if self._listening:
             self._collect(batch, sampled)
-        if self._kinds:
-            held = [self._settle(chunk, new) for chunk, new in zip(chunks, sampled, strict=True)]
+        if (proposal := self._proposal) is not None:
+            held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         self._learn(batch, sampled, seconds, started)
         return held
 
     def abandon(self) -> None:
+        """The batch could not be computed: there may be no graph any more."""
         self._shape = (0, 0)
 
-    def _settle(self, chunk: Chunk, new: Sampled) -> int:
+    def _settle(self, proposal: Proposal, chunk: Chunk, new: Sampled) -> int:
         """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
         right, drafted = _accepted(new), len(chunk.draft)
         if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
-        slot = chunk.sequence.slot
-        assert slot is not None
-        started = self._clock()
+        slot, started = chunk.slot, self._clock()
         try:
             held = self._states.rollback(chunk, right)
         except Exception as error:  # the sequence reads its text again
-            assert self._drafter is not None
-            self._drafter.failed(error, self._controller.now)
+            proposal.watched.failed(error, self._controller.now)
             self._states.free(slot)
             held = 0
-        self._way_back += self._clock() - started
+        proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for reader in self.readers:
+            for reader in self.hidden_drafters:
                 reader.rolled_back(slot, held)
         return held
 
     def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
         """Give the readers the hidden rows of what was right. Waits for the device if there are any."""
         wanted = []
-        reaches = [(reader, self._reach(reader, len(batch.chunks))) for reader in self.readers]
+        reaches = [(reader, self._reach(reader, len(batch.chunks))) for reader in self.hidden_drafters]
         for chunk, new in zip(batch.chunks, sampled, strict=True):
             slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
             if slot is not None and slot < self._slots:
@@ -396,24 +403,23 @@ class Speculator:
         return self._context.hidden(batch.n_tokens)[places]  # a copy: these rows are llama.cpp's
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
-        chunks, n = batch.chunks, len(batch.chunks)
-        plain = not self._kinds and batch.is_decode
-        if self._kinds:
-            self._count(chunks, sampled)
+        chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
+        plain = proposal is None and batch.is_decode
+        if proposal is not None:
+            self._count(proposal, chunks, sampled)
         decodes = all(chunk.decodes for chunk in chunks)
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
         if not decodes:
             return
         controller, spent = self._controller, seconds + self._clock() - started
-        if self._drafter is not None:
-            kinds = {kind for kind in self._kinds if kind}
-            self._drafting = max(kinds, key=self._kinds.count)
-            if self._beyond:
-                controller.add_way_back(self._way_back)
-            drafter = self._drafter.drafter
+        if proposal is not None:
+            self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
+            if proposal.beyond:
+                controller.add_way_back(proposal.way_back)
+            drafter = proposal.watched.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
-            spent += min(self._proposing, 2 * expected) if expected else self._proposing
+            spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
                 times = controller.times
                 graph = times.building.value if built else times.capturing.value if captured else 0.0
@@ -426,32 +432,36 @@ class Speculator:
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 
-    def _count(self, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
-        assert self._drafter is not None
-        for chunk, new, kind in zip(chunks, sampled, self._kinds, strict=True):
+    def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
+        watched = proposal.watched
+        for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
             if kind:
                 drafted, right = len(chunk.draft), _accepted(new)
-                self._drafter.stats.add(drafted, right)
+                watched.stats.add(drafted, right)
                 chunk.sequence.drafts.add(drafted, right)
-                self._controller.rates(self._drafter.drafter, kind).add(drafted, right)
+                self._controller.rates(watched.drafter, kind).add(drafted, right)
 
-    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool = True) -> tuple[bool, bool]:
+    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool) -> tuple[bool, bool]:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""
-        n, lengths = len(batch.chunks), {chunk.n_tokens for chunk in batch.chunks}
+        lengths = {chunk.n_tokens for chunk in batch.chunks}
         even = decodes and len(lengths) == 1
+        return self._book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
+
+    def _book(self, shape: tuple[int, int], seconds: float) -> tuple[bool, bool]:
+        """The same for a shape, (0, 0) for a step without one."""
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._unlearnt + 1
         captured, self._built, self._unlearnt = self._built and not built, built, 0
-        self._shape = (n, lengths.pop()) if even else (0, 0)
-        if even:
-            self._controller.times.add(*self._shape, seconds, built=built, captured=captured)
+        self._shape = shape
+        if shape != (0, 0):
+            self._controller.times.add(*shape, seconds, built=built, captured=captured)
         return built, captured
 
     # --- warming up ----------------------------------------------------------------------------------------
 
     def measure(
         self,
-        rehearse: Callable[[int, int], None],
+        rehearse: Callable[[int, int], float],
         seconds: float,
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
@@ -461,8 +471,8 @@ class Speculator:
 
         A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
         what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
-        tokens with a row of logits each for each of `n` sequences, hands it to `verify`, and empties the
-        slots again; it needs no `propose`.
+        tokens with a row of logits each for each of `n` sequences, empties the slots again, and says how many
+        seconds the batch took.
         """
         self._graphs_reused, self._unlearnt = self._context.graphs_reused, 0
         if known is not None:
@@ -480,7 +490,7 @@ class Speculator:
         return self._controller.times.dump()
 
     def _measure_steps(
-        self, rehearse: Callable[[int, int], None], seconds: float, prompt: tuple[int, float] | None
+        self, rehearse: Callable[[int, int], float], seconds: float, prompt: tuple[int, float] | None
     ) -> None:
         longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
         shapes = [(1, rows) for rows in MEASURED]
@@ -488,34 +498,31 @@ class Speculator:
         deadline = self._clock() + seconds
         if prompt is not None:
             self._controller.times.add(1, *prompt)
-        self._rehearsing = True
-        try:
-            self._measure_building(rehearse, longest)
-            for turn in range(TURNS):
-                for n, rows in shapes:
-                    late = self._clock() > deadline and (turn or rows > MEASURED[1])
-                    if not late and rows <= longest and n * rows <= self._most_rows:
-                        for _ in range(STEADY):
-                            rehearse(n, rows)
-            self._measure_building(rehearse, longest)
-        finally:
-            self._rehearsing = False
+        self._measure_building(rehearse, longest)
+        for turn in range(TURNS):
+            for n, rows in shapes:
+                late = self._clock() > deadline and (turn or rows > MEASURED[1])
+                if not late and rows <= longest and n * rows <= self._most_rows:
+                    for _ in range(STEADY):
+                        self._book((n, rows), rehearse(n, rows))
+        self._measure_building(rehearse, longest)
 
-    def _measure_building(self, rehearse: Callable[[int, int], None], longest: int) -> None:
+    def _measure_building(self, rehearse: Callable[[int, int], float], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.
 
         At first, so that it can be taken off what is measured then; and again when the machine is warm.
         """
         self._controller.times.building = Mean()
         for _ in range(STEADY):
-            rehearse(1, 1)
+            self._book((1, 1), rehearse(1, 1))
         for rows in MEASURED[1::-1] * STEADY:
             if rows <= longest:
-                rehearse(1, rows)
+                self._book((1, rows), rehearse(1, rows))
 
     # --- what becomes of sequences -------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         self._alive.discard(sequence)
         for watched in self._watched:
             watched.drafter.forget(sequence)
@@ -552,7 +559,7 @@ def build_speculator(
     alone is drafted from.
 
     Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
-    `verify`'s seconds were told by. The caller has `states` keep the `readers` up to date.
+    `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):

@@ -30,6 +30,7 @@ class Mean:
     """Late values in a row."""
 
     def add(self, value: float) -> None:
+        """Take in a value."""
         self.count += 1
         if self.count <= FIRST:
             self.value = value if self.count == 1 else min(self.value, value)

@@ -39,23 +39,21 @@ class Rollback:
         self._by_snapshot = self._by_device = False
         """Which way the step goes back."""
 
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft of which a step of so many sequences keeps what is right."""
-        return self._context.n_snapshots if n_sequences == 1 and slot < LONE_SLOTS else 0
+    def rewinds(self, slot: int) -> int:
+        """Tokens of the longest draft of which a step of this slot alone keeps what is right."""
+        return self._context.n_snapshots if slot < LONE_SLOTS else 0
 
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Tokens of the longest draft that leaves llama.cpp's graph for the next one."""
-        if n_sequences > 1 or slot >= LONE_SLOTS:
-            return 0
-        return max(self._device_copies, self._context.n_snapshots)
+    def keeps_graph(self, slot: int) -> int:
+        """Tokens of the longest draft of this slot alone that leaves llama.cpp's graph for the next one."""
+        return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
 
     def guard(self, batch: Batch) -> None:
         """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""
         first = batch.chunks[0]
         slot, drafted = first.slot, len(first.draft)
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch
-        self._by_snapshot = one_pass and drafted <= self.rewinds(slot, 1)
-        self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slot, 1)
+        self._by_snapshot = one_pass and drafted <= self.rewinds(slot)
+        self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slot)
         if self._by_device:
             self._context.stash(slot)
         elif not self._by_snapshot:

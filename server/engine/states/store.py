@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
     from server.engine.batch import Batch, Chunk
     from server.engine.llama import Context
-    from server.engine.speculation import StateFollower
-    from server.engine.speculation.base import FollowerState
+    from server.engine.speculation.hidden import HiddenDrafter, SavedReading
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A sequence in host memory: the trunk's keys, values and recurrent states, and what followers had."""
+    """A sequence in host memory: the trunk's keys, values and recurrent states, and what drafters had."""
 
     trunk: npt.NDArray[np.uint8]
-    followers: tuple[FollowerState | None, ...]
+    drafters: tuple[SavedReading | None, ...]
+    """One for each of the store's `hidden_drafters`; None where it had nothing."""
     length: int
     """Tokens."""
 
     @property
     def nbytes(self) -> int:
-        return self.trunk.nbytes + sum(saved.nbytes for saved in self.followers if saved is not None)
+        return self.trunk.nbytes + sum(saved.nbytes for saved in self.drafters if saved is not None)
 
 
 class StateStore:
@@ -43,7 +43,9 @@ class StateStore:
 
     def __init__(self, context: Context, slots: int, rollback: range, *, device_copies: int = 0) -> None:
         self.cells = (CellAllocator if context.unified else StreamCells)(slots, context.n_ctx)
-        self.followers: list[StateFollower] = []
+        self.hidden_drafters: list[HiddenDrafter] = []
+        """Each has a state for each sequence id, which goes where the trunk's goes; what it loses costs only
+        time."""
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)
 
@@ -60,22 +62,23 @@ class StateStore:
         """`target`, which is empty, becomes what `source` is: cells and state are shared."""
         self._context.copy(source, target)
         self.cells.share(source, target)
-        for follower in self.followers:
+        for drafter in self.hidden_drafters:
             try:
-                follower.copy(source, target)
+                drafter.copy(source, target)
             except Exception as error:
-                self._lost(follower, target, error)
+                self._lost(drafter, target, error)
 
     def free(self, sequence: int) -> None:
+        """Empty an id: its cells, its state, its rollback copy, what drafters have of it. Idempotent."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
-        for follower in self.followers:
-            follower.free(sequence)
+        for drafter in self.hidden_drafters:
+            drafter.free(sequence)
 
     def save(self, sequence: int) -> SavedState:
         """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
-        saved = tuple(follower.save(sequence) for follower in self.followers)
+        saved = tuple(drafter.save(sequence) for drafter in self.hidden_drafters)
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
@@ -86,22 +89,23 @@ class StateStore:
             self._context.remove(sequence)
             raise
         self.cells.append(sequence, saved.length)
-        for follower, part in zip(self.followers, saved.followers, strict=True):
+        for drafter, part in zip(self.hidden_drafters, saved.drafters, strict=True):
             if part is not None:
                 try:
-                    follower.restore(sequence, part)
+                    drafter.restore(sequence, part)
                 except Exception as error:
-                    self._lost(follower, sequence, error)
+                    self._lost(drafter, sequence, error)
 
     # --- drafts --------------------------------------------------------------------------------------------
 
-    def rewinds(self, slot: int, n_sequences: int) -> int:
-        """Longest draft in a step of so many sequences that can be taken back keeping what was right."""
-        return self._rollback.rewinds(slot, n_sequences)
+    def rewinds(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, that can be taken back keeping what was right."""
+        return self._rollback.rewinds(slot)
 
-    def keeps_graph(self, slot: int, n_sequences: int) -> int:
-        """Longest draft after which llama.cpp's graph is still the one in use, right or wrong."""
-        return self._rollback.keeps_graph(slot, n_sequences)
+    def keeps_graph(self, slot: int) -> int:
+        """Longest draft, of this slot alone, after which llama.cpp's graph is still the one in use, right or
+        wrong."""
+        return self._rollback.keeps_graph(slot)
 
     def guard(self, batch: Batch) -> None:
         """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""
@@ -116,6 +120,6 @@ class StateStore:
         self.cells.truncate(chunk.slot, kept)
         return kept
 
-    def _lost(self, follower: StateFollower, sequence: int, error: Exception) -> None:
-        log.warning("%s of sequence %d is lost: %s", type(follower).__name__, sequence, error)
-        follower.free(sequence)
+    def _lost(self, drafter: HiddenDrafter, sequence: int, error: Exception) -> None:
+        log.warning("%s of sequence %d is lost: %s", type(drafter).__name__, sequence, error)
+        drafter.free(sequence)

@@ -46,6 +46,7 @@ def test_runs_are_not_paired_and_the_text_says_so(tmp_path: Path) -> None:
 def test_few_rounds_have_no_interval(tmp_path: Path) -> None:
     made_run(tmp_path, [*rows("a", 1.0, rounds=3), *rows("b", 2.0, rounds=3)])
     found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
+    assert found is not None
     assert found.verdict == "0.5x, fewer than 5 rounds"
 
 

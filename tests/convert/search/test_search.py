@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -120,9 +121,9 @@ def test_bits_divergence_and_time_are_kept_to(base: Path, tmp_path: Path) -> Non
     paths = Paths(base, text, None, tmp_path / "record.json")
     layout = read_layout(base, extra=1024, used_experts=None)
 
-    def found(target: Target) -> dict[str, Type]:
+    def found(target: Target) -> tuple[dict[str, Type], Any]:
         one = search(paths, target, used_experts=None, made_from="test", runtime=RUNTIME)
-        return dict(one.types), one  # type: ignore[return-value]
+        return dict(one.types), one
 
     by_bits, one = found(Target(bits_per_weight=7.0))
     assert 6.5 < layout.bits_per_weight(by_bits) <= 7.0

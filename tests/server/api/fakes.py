@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from server.engine import (
@@ -32,6 +33,7 @@ from server.engine import (
 )
 from server.engine.grammar import GrammarCompiler
 from server.engine.sequence import Timings
+from server.engine.thinking import ThinkingWatch
 
 ADDED = (
     "<|endoftext|>",
@@ -117,14 +119,16 @@ class Submission:
 
 def told(token: int, n_top: int | None) -> TokenLogprobs:
     """Made-up log-probabilities: -0.1 for the token itself, where it is even, and for the one below it."""
-    top = [(token - token % 2, -0.1), (token | 1, -2.5)]
-    return TokenLogprobs(token, -2.5 if token % 2 else -0.1, 1 + token % 2, top[:n_top])
+    ids, logprobs = np.array([token - token % 2, token | 1], np.int32), np.array([-0.1, -2.5])
+    own = -2.5 if token % 2 else -0.1
+    return TokenLogprobs(token, own, 1 + token % 2, ids[:n_top], logprobs[:n_top])
 
 
 class FakeGeneration:
     """What a caller sees of `server.engine.Generation`."""
 
-    def __init__(self, entry: Submission) -> None:
+    def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
+        self.thinking = thinking
         self.prompt_tokens = len(entry.checked.ids)
         self.cached_tokens = 0
         self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
@@ -263,7 +267,7 @@ class FakeEngine:
             raise reply
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
-        generation = FakeGeneration(entry)
+        generation = FakeGeneration(entry, None if thinking is None else thinking.begin(self.vocab))
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -284,6 +288,8 @@ class FakeEngine:
                 break
             generation.timings.first_token = generation.timings.first_token or perf_counter()
             entry.sent += 1
+            if generation.thinking is not None:
+                generation.thinking.follow([token])
             if generation.logprobs is not None and generation.logprobs.of_answer:
                 generation.logprobs.tokens.append(told(token, entry.params.logprobs))
             if entry.stream:

@@ -13,6 +13,7 @@ from tests.server.api.conftest import Server, Start
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 LONG = "x" * 5000
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -119,7 +120,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"return_token_ids": True}, "return_token_ids"),
     ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
     ({"priority": 1}, "priority"),
-    ({"timings_per_token": True}, "timings_per_token"),
+    ({"timings_per_token": "yes"}, "timings_per_token"),
     ({"stop_regex": "a+"}, "stop_regex"),
     ({"mirostat": 2}, "mirostat"),
 ]
@@ -127,12 +128,13 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), FIELDS)
 def test_fields_of_every_endpoint(server: Server, fields: dict[str, Any], param: str) -> None:
-    for path, body in [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": "x"}),
         (CHAT, {"messages": HI}),
         ("/invocations", {"prompt": "x"}),
         ("/invocations", {"messages": HI}),
-    ]:
+    ]
+    for path, body in bodies:
         error = error_of(server.post(path, **{**body, **fields}), 400)
         assert error["param"] == param
         assert param in error["message"]
@@ -228,7 +230,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-STRICT: list[tuple[Any, str]] = [
+STRICT: list[tuple[Any, str | None]] = [
     (5, ""),
     ({"required": 5}, ".required"),
     ({"required": [[]]}, ".required"),
@@ -435,10 +437,11 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 
 def test_a_prompt_longer_than_the_context(server: Server) -> None:
-    for path, body in [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": LONG}),
         (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
-    ]:
+    ]
+    for path, body in bodies:
         error = error_of(server.post(path, **body), 400)
         assert error["code"] == "context_length_exceeded"
         assert "4096" in error["message"]
@@ -487,3 +490,64 @@ def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
         "suffix": "",
     }
     assert server.chat(**neutral, logit_bias={}, tool_choice="none").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "instead"),
+    [
+        (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
+        (RESPONSES, {"messages": [{"role": "user", "content": "Hi"}]}, "input"),
+        (RESPONSES, {"response_format": {"type": "json_object"}}, "text.format"),
+        (RESPONSES, {"reasoning_effort": "low"}, "reasoning.effort"),
+        (RESPONSES, {"n": 2}, "leave it out"),
+        (RESPONSES, {"prompt_logprobs": 1}, "leave it out"),
+        (RESPONSES, {"reasoning_format": "none"}, "leave it out"),
+        (ANTHROPIC, {"response_format": {"type": "json_object"}}, "output_config.format"),
+        (ANTHROPIC, {"reasoning_effort": "low"}, "output_config.effort"),
+        (ANTHROPIC, {"parallel_tool_calls": False}, "tool_choice.disable_parallel_tool_use"),
+        (ANTHROPIC, {"n": 2}, "leave it out"),
+        (ANTHROPIC, {"logprobs": True}, "leave it out"),
+        (ANTHROPIC, {"max_completion_tokens": 4}, "leave it out"),
+    ],
+)
+def test_a_chats_fields_are_not_passed_over_in_other_formats(
+    start: Start, path: str, fields: dict[str, Any], instead: str
+) -> None:
+    """They ask for something, under names that these formats do not have."""
+    least = (
+        {"input": "Hi"}
+        if path == RESPONSES
+        else {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    )
+    server = start("Hi")
+    answer = server.post(path, **least, **fields)
+    assert answer.status_code == 400
+    [field] = fields
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{field}: ")
+    assert instead in message
+    nothing: dict[str, Any] = {"n": 1, "logprobs": False, "best_of": None, "parallel_tool_calls": True}
+    nothing["stream_options"] = {}
+    assert server.post(path, **least, **nothing).status_code == 200
+
+
+def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
+    server = start("Hi")
+    assert server.post(RESPONSES, input="Hi", thinking=True, thinking_budget_tokens=40).status_code == 200
+    assert server.engine.submissions[-1].text.endswith("<think>\n")
+    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    assert server.post(ANTHROPIC, **least, reasoning={"effort": "low"}).status_code == 200
+    assert server.engine.submissions[-1].text.endswith("<think>\n")
+    counted = {"messages": least["messages"], "n": 3, "max_tokens": 5}  # nothing there depends on them
+    assert server.post("/v1/messages/count_tokens", **counted).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field", ["input_ids", "grammar_lazy", "return_meta_info", "return_prompt_token_ids", "session_params"]
+)
+def test_fields_of_other_servers_that_nobody_acts_on(start: Start, field: str) -> None:
+    answer = start("Hi").chat(
+        **{field: [1] if field == "input_ids" else {"a": 1} if "params" in field else True}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field

@@ -252,3 +252,22 @@ def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
     assert (deliveries == [1] * 3) == at_once
     stages = 2 if "messages" in body else 1
     assert (fed == 3 * stages) == at_once
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_timings_in_every_chunk(start: Start, path: str) -> None:
+    server = start("Hello there", delay=0.002)
+    fields: dict[str, Any] = (
+        {"prompt": "Hi", "max_tokens": 11}
+        if "chat" not in path
+        else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    plain = events(server, path, **fields)[:-1]
+    assert ["timings" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]
+    timed = [chunk["timings"] for chunk in events(server, path, **fields, timings_per_token=True)[:-1]]
+    counts = [timings["predicted_n"] for timings in timed]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 11
+    assert all(timings["predicted_ms"] > 0 and timings["prompt_n"] > 0 for timings in timed[1:])
+    several = events(server, path, **fields, timings_per_token=True, n=2)[:-1]
+    assert not any("timings" in chunk for chunk in several)

@@ -147,7 +147,7 @@ def test_a_body_that_does_not_come(start: Start) -> None:
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code": "timeout"' in answer
     wait_until(lambda: server.service.in_flight == 0)
-    assert server.service.intake.held == 0
+    assert server.service.bodies.held == 0
 
 
 def test_an_answer_may_take_longer_than_a_request(start: Start) -> None:

@@ -93,6 +93,8 @@ structured = st.one_of(
     st.fixed_dictionaries({"grammar": grammar}),
     st.fixed_dictionaries({"guided_grammar": grammar}),
     st.fixed_dictionaries({"guided_regex": rules}),
+    st.fixed_dictionaries({"regex": rules}),
+    st.fixed_dictionaries({"ebnf": grammar}),
     st.fixed_dictionaries({"guided_choice": st.lists(text, max_size=3)}),
     st.fixed_dictionaries({"guided_json": schema | schema.map(json.dumps) | text}),
     st.fixed_dictionaries({"json_schema": schema}),

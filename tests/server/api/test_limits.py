@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from server.api.errors import ApiError
-from server.api.intake import LARGE, Intake
-from server.api.protocol import LONGEST_NAME, MOST_STOP_CHARACTERS, MOST_STOPS
-from server.api.request import MOST_VALUES
+from server.api.limits import LARGE, Bodies
+from server.api.protocol import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
+from server.api.request import MAX_VALUES
 from server.chat.tool_calls import ToolSchemas
 from tests.server.api.conftest import Server, Start, wait_until
 from tests.server.api.test_bad_input import error_of
@@ -30,9 +30,9 @@ def server(start_shared: Start) -> Server:
     ("stop", "accepted"),
     [
         (["ab" * 2**19], False),
-        (["x"] * (MOST_STOPS + 1), False),
-        (["x" * MOST_STOP_CHARACTERS, "y"], False),
-        ([chr(64 + i) * (MOST_STOP_CHARACTERS // MOST_STOPS) for i in range(MOST_STOPS)], True),
+        (["x"] * (MAX_STOPS + 1), False),
+        (["x" * MAX_STOP_CHARACTERS, "y"], False),
+        ([chr(64 + i) * (MAX_STOP_CHARACTERS // MAX_STOPS) for i in range(MAX_STOPS)], True),
     ],
     ids=["long", "many", "together", "most"],
 )
@@ -73,7 +73,7 @@ def test_an_echo_that_multiplies(start: Start) -> None:
 
 @pytest.mark.parametrize("inner", ["[],", "0,", "{},", '{"a":0},'])
 def test_a_body_of_too_many_values(server: Server, inner: str) -> None:
-    body = '{"prompt": "x", "y": [' + inner * (MOST_VALUES + 1) + "0]}"
+    body = '{"prompt": "x", "y": [' + inner * (MAX_VALUES + 1) + "0]}"
     response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert "524,288" in error_of(response, 400)["message"]
 
@@ -117,18 +117,18 @@ def test_half_a_surrogate_pair_in_an_argument(start: Start, stream: bool) -> Non
 
 
 def test_bodies_share_a_bound() -> None:
-    intake = Intake(10)
-    one, other = intake.visit(), intake.visit()
-    one.take(6)
+    bodies = Bodies(10)
+    one, other = bodies.begin(), bodies.begin()
+    one.grow(6)
     with pytest.raises(ApiError) as caught:
-        other.take(5)
+        other.grow(5)
     assert caught.value.status == 429
-    other.take(4)
-    one.leave()
-    one.leave()
-    assert intake.held == 4
-    other.leave()
-    assert intake.held == 0
+    other.grow(4)
+    one.release()
+    one.release()
+    assert bodies.held == 4
+    other.release()
+    assert bodies.held == 0
 
 
 def test_bodies_that_are_received_are_counted(start: Start) -> None:
@@ -146,7 +146,7 @@ def test_bodies_that_are_received_are_counted(start: Start) -> None:
         target=lambda: answers.append(server.http.post(COMPLETIONS, content=body(), headers=headers))
     )
     slow.start()
-    wait_until(lambda: server.service.intake.held >= 800_000)
+    wait_until(lambda: server.service.bodies.held >= 800_000)
     refused = server.http.post(COMPLETIONS, content=b" " * 300_000, headers=headers)
     assert error_of(refused, 429)["code"] == "bodies_full"
     assert refused.headers["retry-after"] == "1"
@@ -154,7 +154,7 @@ def test_bodies_that_are_received_are_counted(start: Start) -> None:
     release.set()
     slow.join()
     assert answers[0].status_code == 200
-    assert server.service.intake.held == 0
+    assert server.service.bodies.held == 0
 
 
 def test_small_requests_never_wait_for_large_ones(start: Start) -> None:
@@ -181,7 +181,7 @@ def test_small_requests_never_wait_for_large_ones(start: Start) -> None:
     release.set()
     for thread in large:
         thread.join()
-    assert server.service.intake.held == 0
+    assert server.service.bodies.held == 0
 
 
 def test_work_ends_with_its_client(start: Start) -> None:
@@ -197,20 +197,24 @@ def test_work_ends_with_its_client(start: Start) -> None:
         finally:
             ended.set()
 
-    server.engine.vocab.tokenize = endless  # type: ignore[method-assign]
+    server.engine.vocab.tokenize = endless  # type: ignore[method-assign, assignment]
     with pytest.raises(httpx.ReadTimeout):
         server.http.post(COMPLETIONS, json={"prompt": "x" * 10_000}, timeout=0.5)
     assert entered.is_set()
     assert ended.wait(1)
     wait_until(lambda: server.service.in_flight == 0)
-    assert server.service.intake.held == 0
+    assert server.service.bodies.held == 0
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_no_more_tokens_than_a_context_at_once(start_shared: Start, path: str) -> None:
     server = start_shared("x")
-    vocab = server.engine.vocab
-    vocab.tokenize = lambda text, *, special, check: check(2**18 + 1) or []  # type: ignore[method-assign]
+
+    def tokenize(text: str, *, special: bool, check: Any) -> list[int]:
+        check(2**18 + 1)
+        return []
+
+    server.engine.vocab.tokenize = tokenize  # type: ignore[method-assign, assignment]
     response = server.post(path, content="x" * 5000, tokens=[1] * (2**18 + 1))
     assert "262,144" in error_of(response, 400)["message"]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
+import pydantic_core
 import pytest
 
+from server.api.sse import Lazily, encode
 from tests.server.api.conftest import Start
 from tests.server.api.test_completions import events
 
@@ -169,3 +173,58 @@ def test_what_is_refused(start: Start, path: str, fields: dict[str, Any], param:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert param in answer.json()["error"]["message"]
+
+
+RESPONSES = "/v1/responses"
+SCORED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 2, "n": 2}),
+    (COMPLETIONS, {"prompt": "x" * 300, "logprobs": 2, "echo": True, "n": 2}),
+    (
+        COMPLETIONS,
+        {"prompt": "x" * 300, "logprobs": 2, "n": 2, "echo": True, "stream": True, "max_tokens": 1},
+    ),
+    (RESPONSES, {"input": "Hi", "top_logprobs": 2}),
+    (RESPONSES, {"input": "Hi", "top_logprobs": 2, "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), SCORED)
+def test_what_is_long_is_encoded_off_the_event_loop(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    server = start("abc" * 100)
+    encoded: list[tuple[int, int]] = []
+
+    def to_json(*args: Any, **how: Any) -> bytes:
+        written: bytes = pydantic_core.to_json(*args, **how)
+        encoded.append((len(written), threading.get_ident()))
+        return written
+
+    monkeypatch.setattr("server.api.sse.to_json", to_json)
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    answer = server.post(path, **{limit: 250, **fields})
+    assert answer.status_code == 200
+    on_the_loop = [length for length, thread in encoded if thread in server.engine.loop_threads]
+    assert max(length for length, _ in encoded) > 10_000
+    assert max(on_the_loop, default=0) < 2_000
+
+
+def test_an_entry_is_made_as_it_is_written() -> None:
+    """Between two of them other threads run, and no more than one is there."""
+
+    class Entry(dict[str, int]):
+        pass
+
+    made: list[weakref.ref[Entry]] = []
+
+    def write(number: int) -> Entry:
+        assert not made or made[-1]() is None
+        entry = Entry(n=number)
+        made.append(weakref.ref(entry))
+        return entry
+
+    several = Lazily(write, [1, 2, 3])
+    assert encode({"all": several, "again": [several]}) == (
+        b'{"all":[{"n":1},{"n":2},{"n":3}],"again":[[{"n":1},{"n":2},{"n":3}]]}'
+    )
+    assert encode(Lazily(write, [])) == b"[]"

@@ -17,7 +17,7 @@ from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
-TOOL: dict[str, Any] = {
+TOOL: Any = {
     "name": "weather",
     "description": "Of a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -86,7 +86,7 @@ def test_the_events_of_a_stream_in_order(start: Start) -> None:
         thinking={"type": "enabled", "budget_tokens": 2048},
         tools=[TOOL],
     )
-    kinds = []
+    kinds: list[str] = []
     for event in got:
         kind = event.get("delta", {}).get("type", event["type"])
         if not kinds or kinds[-1] != kind:

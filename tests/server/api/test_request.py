@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import weakref
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from server.api.errors import ClientLeft
-from server.api.request import until_gone, without_collection
+from server.api.errors import ApiError, ClientLeft
+from server.api.limits import Bodies, in_thread
+from server.api.request import decode, until_gone
+from tests.server.api.conftest import Start
 
 
 def request(*messages: str) -> Request:
@@ -69,18 +72,127 @@ async def test_a_server_that_stops_is_no_client_that_left() -> None:
         await task
 
 
-def test_the_collector_rests_until_the_last_of_several_has_ended() -> None:
+def test_the_collector_rests_until_the_last_of_several_has_left() -> None:
     """A collection in the middle would look at all that a large body is made into, with everybody waiting."""
-    seen = []
-
-    def outer(_: None) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(without_collection, lambda _: None, None).result()
-        seen.append(gc.isenabled())
-
-    without_collection(outer, None)
-    assert seen == [False]
+    bodies = Bodies(100)
+    one, other = bodies.begin(), bodies.begin()
+    for body in (one, other, one):
+        body.rest_collector()
+        assert not gc.isenabled()
+    one.release()
+    one.release()
+    assert not gc.isenabled()
+    other.release()
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        without_collection(lambda one: one / 0, 1)
-    assert gc.isenabled()
+
+
+async def test_an_error_takes_nothing_along() -> None:
+    """What is freed with it is freed on the thread, not all at once on the event loop."""
+
+    class Body(list[int]):
+        pass
+
+    bodies: list[weakref.ref[Body]] = []
+
+    def inner() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise KeyError("a")
+
+    def work() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("b") from error
+
+    with pytest.raises(ValueError, match="b") as caught:
+        await in_thread(work, 0)
+    assert caught.value.__cause__ is not None
+    assert [body() for body in bodies] == [None, None]
+
+
+MANY = 6000
+LARGE_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]
+    },
+    "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]},
+    "/v1/messages/count_tokens": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "x"},
+            *[{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * MANY,
+        ]
+    },
+    "/tokenize": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]},
+}
+
+
+@pytest.mark.parametrize("path", LARGE_BODIES)
+def test_nobody_looks_for_garbage_in_a_large_body(start: Start, path: str) -> None:
+    """A collection in the middle holds all threads for as long as there are objects, tens of milliseconds."""
+    server = start("Hi", context_size=10**6)
+    server.chat()
+    seen: list[str] = []
+
+    def collected(phase: str, _: Any) -> None:
+        name = threading.current_thread().name
+        if phase == "start" and ("large" in name or "small" in name):
+            seen.append(name)
+
+    gc.callbacks.append(collected)
+    try:
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        assert server.post(path, **{limit: 1}, **LARGE_BODIES[path]).status_code == 200
+    finally:
+        gc.callbacks.remove(collected)
+    assert not seen
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", '[[0.5, {}], [1, {"a": [1e999]}]]'])
+def test_a_number_that_is_too_large_is_found(number: str) -> None:
+    with pytest.raises(ApiError, match=r"^b: a number is too large") as caught:
+        decode(f'{{"a": [1.5, 2, {{"c": 1e300}}], "b": {number}}}'.encode())
+    assert caught.value.param == "b"
+    assert decode(b'{"a": [1, [2.5, {"b": [-1e300]}], {}], "c": null}')["c"] is None
+
+
+MARKED: dict[str, Any] = {"role": "x", "content": "Hi", "a mark": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "fields"),
+    [
+        ("/v1/chat/completions", 400, {"messages": [MARKED]}),
+        ("/v1/chat/completions", 400, {"messages": [{**MARKED, "role": "user"}], "echo": True}),
+        ("/v1/chat/completions", 400, {"messages": [{**MARKED, "role": "tool"}]}),  # the template refuses it
+        ("/v1/chat/completions", 200, {"messages": [{**MARKED, "role": "user"}]}),
+        ("/v1/messages", 200, {"messages": [{**MARKED, "role": "user"}], "max_tokens": 9}),
+        ("/v1/responses", 200, {"input": [{**MARKED, "role": "user"}]}),
+        ("/v1/completions", 400, {"prompt": [MARKED], "max_tokens": 1}),
+        ("/v1/messages", 400, {"messages": [MARKED], "max_tokens": 1}),
+        ("/v1/responses", 400, {"input": [MARKED]}),
+        ("/v1/responses", 400, {"input": [{**MARKED, "role": "user"}], "temperature": 1000}),
+    ],
+)
+def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: dict[str, Any]) -> None:
+    """Without the collector, which would free all that has come together at once, on any thread."""
+    server = start("Hi")
+
+    def marked() -> int:
+        return sum(isinstance(found, dict) and "a mark" in found for found in gc.get_objects())
+
+    assert server.post(path, **fields).status_code == status
+    gc.collect()
+    gc.disable()
+    try:
+        before = marked()
+        for _ in range(3):
+            assert server.post(path, **fields).status_code == status
+        assert marked() == before
+    finally:
+        gc.enable()

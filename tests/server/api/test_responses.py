@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from server.api.responses_protocol import ResponsesRequest
 from server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
+from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
 PATH = "/v1/responses"
-TOOL: dict[str, Any] = {
+TOOL: Any = {
     "type": "function",
     "name": "weather",
     "description": "Of a city",
@@ -153,9 +155,31 @@ def test_the_clients_response(start: Start, stream: bool) -> None:
         ("weather", {"city": "Paris"})
     ] * 2
     assert response.usage is not None
-    assert response.usage.output_tokens_details.reasoning_tokens == 3
+    assert response.usage.output_tokens_details.reasoning_tokens == len("Hm.\n")
     assert response.error is None
     assert server.engine.submissions[0].text.endswith(OPEN_THINK)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_reasoning_is_counted_as_it_comes(start: Start, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Nobody makes tokens of it once more, on the event loop, to know how many they were."""
+    reply = FakeVocab().tokenize("x" * 50 + "\n</think>\n\nOK.", special=True)
+    server = start(lambda _: [*reply])
+    tokenized: list[str] = []
+    tokenize = server.engine.vocab.tokenize
+
+    def counted(text: str, **how: Any) -> list[int]:
+        tokenized.append(text)
+        return tokenize(text, **how)
+
+    monkeypatch.setattr(server.engine.vocab, "tokenize", counted)
+    fields: Any = (
+        {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    usage = httpx.post(server.url + path, json={**fields, "reasoning": {"effort": "high"}}).json()["usage"]
+    details = usage["output_tokens_details" if path == "/v1/responses" else "completion_tokens_details"]
+    assert details == {"reasoning_tokens": 51}
+    assert not any("x" * 50 in text for text in tokenized)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,7 +204,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         model="m",
         input="Rain?",
         tools=[TOOL],
-        reasoning={"effort": "low"},  # type: ignore[list-item]
+        reasoning={"effort": "low"},
     )
     items: list[Any] = [
         {"role": "developer", "content": "Rhyme."},
@@ -197,7 +221,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         model="m",
         input=items,
         instructions="Be brief.",
-        tools=[TOOL],  # type: ignore[list-item]
+        tools=[TOOL],
         store=False,
         include=["reasoning.encrypted_content"],
         parallel_tool_calls=True,
@@ -303,3 +327,30 @@ def test_many_calls_in_a_row() -> None:
     asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, *[call] * 100_000])
     [_, reply] = asked.chat().messages
     assert len(reply["tool_calls"]) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}], "input[0].arguments"),
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "[]"}], "input[0].arguments"),
+        ([{"role": "user", "content": "x"}] * 17_000, "input"),
+    ],
+)
+def test_errors_speak_of_the_input(start: Start, given: list[Any], param: str) -> None:
+    answer = start("Hi").post(PATH, input=given, instructions="Be brief.")
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_a_call_without_arguments_comes_back(start: Start) -> None:
+    server = start("Hi")
+    call = {"type": "function_call", "name": "f", "call_id": "1", "arguments": " "}
+    items = [
+        {"role": "user", "content": "x"},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "y"},
+    ]
+    assert server.post(PATH, input=items).status_code == 200
+    assert "<function=f>\n</function>" in server.engine.submissions[-1].text

@@ -113,7 +113,7 @@ def test_work_on_a_prompt_is_cut_short_too(start: Start) -> None:
             time.sleep(0.01)
             check(1)
 
-    server.engine.vocab.tokenize = endless  # type: ignore[method-assign]
+    server.engine.vocab.tokenize = endless  # type: ignore[method-assign, assignment]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/v1/completions", prompt="x" * 10_000)
         assert entered.wait(20)
@@ -234,10 +234,11 @@ def test_metrics(start: Start) -> None:
 
 def test_the_api_key(start: Start) -> None:
     server = start("x", api_key="sesamé")
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesamé".encode()}):
+    wrong: list[Any] = [{}, {"authorization": "Bearer wrong"}, {"authorization": "sesamé".encode()}]
+    for headers in wrong:
         answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
         assert error_of(answer, 401)["type"] == "authentication_error"
-    good = {"authorization": "Bearer sesamé".encode()}
+    good: Any = {"authorization": "Bearer sesamé".encode()}
     assert server.http.post("/v1/completions", json={"prompt": "x"}, headers=good).status_code == 200
     assert error_of(server.http.get("/v1/models"), 401)
     assert server.http.get("/ping").status_code == 200

@@ -39,7 +39,7 @@ def test_they_reach_the_engine(start: Start, fields: dict[str, Any], expected: d
 class SpacedVocab(FakeVocab):
     """A space and the word behind it are one token."""
 
-    def tokenize(self, text: str, *, special: bool) -> list[int]:
+    def tokenize(self, text: str, *, special: bool, check: Any = None) -> list[int]:
         if text.startswith(" ") and len(text) > 1:
             return [ord(text[1]) - 32, *super().tokenize(text[2:], special=special)]
         return super().tokenize(text, special=special)

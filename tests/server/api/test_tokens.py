@@ -91,7 +91,7 @@ def test_bad_input(server: Server, path: str, body: dict[str, Any], param: str) 
 
 def test_the_tokenizer_itself(start_shared: Start) -> None:
     server = start_shared(
-        "x", metadata={**FakeEngine("x").metadata, "tokenizer.ggml.padding_token_id": "256"}
+        "x", metadata={**FakeEngine(lambda _: "x").metadata, "tokenizer.ggml.padding_token_id": "256"}
     )
     assert server.http.get("/tokenizer_info").json() == {
         "tokenizer_class": None,

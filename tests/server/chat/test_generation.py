@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from server.chat import StopStrings, TextGeneration, generate
-from server.engine import Engine, EngineSettings, GenerationError, SamplingParams
+from server.engine import Engine, EngineSettings, GenerationError, SamplingParams, ThinkingLimits
+from tests.server.api.fakes import FakeVocab
 from tests.server.chat.test_detokenizer import detokenizer
 
 
@@ -21,6 +22,7 @@ class Scripted:
     def __init__(self, batches: list[list[int]], end: str | Exception | None) -> None:
         self.prompt_tokens, self.cached_tokens = 7, 3
         self.finish_reason: Any = None
+        self.thinking: Any = None
         self.cancelled = 0
         self._batches = batches
         self._end = end
@@ -66,6 +68,17 @@ async def test_a_stop_string_ends_and_frees_the_sequence() -> None:
     assert (generation.finish_reason, generation.stop_string) == ("stop", "d\n")
     assert generation.completion_tokens == 2
     assert scripted.cancelled
+
+
+async def test_thoughts_are_counted_within_the_text() -> None:
+    """The engine may be ahead, or know of tokens that a stop string took back."""
+    generation, scripted = texts([[0, 1], [3], [2]], None, "\n\n no")
+    assert generation.reasoning_tokens is None
+    scripted.thinking = ThinkingLimits().begin(FakeVocab())  # type: ignore[arg-type]
+    scripted.thinking.follow([1, 2, 3, 4])
+    assert generation.reasoning_tokens == 0
+    assert [delta async for delta in generation] == ["Yes and"]
+    assert generation.reasoning_tokens == 2
 
 
 async def test_what_was_held_back_comes_at_the_end() -> None:

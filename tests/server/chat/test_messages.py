@@ -189,3 +189,20 @@ def test_whether_a_template_can_think(source: str, can_think: bool) -> None:
 def test_raw_text_parses_special_tokens_and_adds_none(prompter: Prompter) -> None:
     ids = prompter.raw("<|im_start|>user\n")
     assert ids == prompter.chat([{"role": "user", "content": "x"}])[: len(ids)]
+
+
+def test_parts_that_come_back_from_openais_apis_are_text() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}]
+    [user, reply] = check_messages(
+        [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        ]
+    )
+    assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert reply["content"] == [{"type": "text", "text": "No."}]
+    for wrong in ({"type": "refusal", "text": "No."}, {"type": ["text"], "text": "a"}):
+        with pytest.raises(PromptError) as caught:
+            check_messages([{"role": "assistant", "content": [wrong]}])
+        assert caught.value.param is not None
+        assert caught.value.param.startswith("messages[0].content[0].")

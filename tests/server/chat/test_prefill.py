@@ -79,5 +79,5 @@ def test_a_template_that_cannot_think_goes_on_with_the_answer() -> None:
 def test_only_an_assistants_text_can_be_continued(prompter: Prompter, messages: list[dict[str, Any]]) -> None:
     for ask in (prompter.chat, prompter.reply_reasons):
         with pytest.raises(PromptError, match="must be an assistant's text") as error:
-            ask(messages, continue_final_message=True)  # type: ignore[operator]
+            ask(messages, continue_final_message=True)
         assert error.value.param == "continue_final_message"

@@ -149,7 +149,8 @@ def test_the_length_of_what_is_written_many_times() -> None:
     for _ in range(5):
         value = {"propertyNames": {"enum": names}, "additionalProperties": value}
     assert written_length(understood(value)) > 1000**5
-    for plain in ({"a": [1, "b", None, {"c": 2**70}], "d": {}}, [], "x"):
+    plains: list[Any] = [{"a": [1, "b", None, {"c": 2**70}], "d": {}}, [], "x"]
+    for plain in plains:
         assert 0 < written_length(plain) <= len(json.dumps(plain)) + 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from server.chat import PromptError
-from server.chat.constraints import compose
+from server.chat.formats import compose
 from server.chat.structural_tags import structural_tag_format
 
 SPECIAL = ("<tool_call>", "</tool_call>", "</think>")

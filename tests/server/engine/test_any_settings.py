@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
-from server.chat.constraints import compose, json_format, regex_format
+from server.chat.formats import compose, json_format, regex_format
 from server.engine import Engine, SamplingParams
 from server.engine.sequence_ids import SequenceIds
 from server.engine.speculation.dflash import DflashDrafter

@@ -137,7 +137,7 @@ class Choice:
     def accept(self, token: int) -> bool:
         raise AssertionError("there is nothing to choose")
 
-    mask = validate = prepare = accept  # type: ignore[assignment]
+    mask = validate = prepare = accept
 
 
 async def test_an_answer_that_is_forced_to_its_end_takes_no_step(nano_f32: Path) -> None:

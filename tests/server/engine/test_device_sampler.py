@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,8 @@ from server.engine.llama import (
 )
 from server.engine.llama.device_sampler import DeviceSamplers, n_blocks
 from server.engine.llama.devices import _dev_get
-from server.engine.llama.rows import best_but_ends, best_tokens, guesses
+from server.engine.llama.rows import best_but_ends, best_tokens, guesses, log_sums
+from server.engine.logprobs import Logprobs, Scores, log_softmax
 from server.engine.sampling import Sampler, SamplingParams, best_of
 from server.engine.vocab import Vocab
 from server.engine.warmup import time_prompt, warm_up
@@ -153,11 +155,33 @@ def test_a_guess_knows_how_likely_it_is(model: Model, logits: npt.NDArray[np.flo
     context.close()
 
 
+def test_log_probabilities_of_candidates(model: Model, logits: npt.NDArray[np.float32]) -> None:
+    """Those of the softmax over the whole row, with ranks and the likeliest: what the row itself tells."""
+    context = make(model, DeviceSampler.LOGPROBS)
+    rows = decode(context)
+    device, whole = (Logprobs(SamplingParams(logprobs=20), model.n_real) for _ in range(2))
+    for row in range(len(rows)):
+        token = int(np.argsort(-logits[row][: model.n_real])[row % N_CANDIDATES])
+        found = device.scores(rows, row)
+        assert rows.candidates(row)[0].size == N_CANDIDATES
+        assert rows.log_sum(row) == pytest.approx(np.log(np.exp(logits[row].astype(float)).sum()), abs=1e-5)
+        device.add(found, token)
+        whole.add(Scores(None, log_softmax(logits[row])), token)
+    assert len({told.rank for told in whole.tokens}) > 10
+    for mine, reference in zip(device.tokens, whole.tokens, strict=True):
+        assert (mine.token, mine.rank) == (reference.token, reference.rank)
+        assert mine.best.tolist() == reference.best.tolist()
+        assert mine.logprob == pytest.approx(reference.logprob, abs=1e-5)
+        np.testing.assert_allclose(mine.best_logprobs, reference.best_logprobs, atol=1e-5)
+    context.close()
+
+
 def test_each_sequence_has_its_own_device_sampler_and_may_get_another(
     model: Model, logits: npt.NDArray[np.float32]
 ) -> None:
     context = make(model, DeviceSampler.BEST)
-    for kind in (DeviceSampler.ROW, DeviceSampler.TOP_K, DeviceSampler.GUESS, DeviceSampler.ROW):
+    others = (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS, DeviceSampler.GUESS)
+    for kind in (DeviceSampler.ROW, *others, DeviceSampler.ROW):
         context.set_sampler(1, kind)
         for length in (1, 7, LENGTH):  # graphs of other shapes in between
             rows = decode(context, length)
@@ -279,10 +303,14 @@ def test_the_probability_from_blocks(n_vocab: int) -> None:
     assert found[0].tolist() == logits.argmax(axis=1).tolist()
     chances = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(found[1], chances.max(axis=1), rtol=1e-5)
+    sums = np.log(np.exp(logits.astype(float)).sum(axis=1))
+    np.testing.assert_allclose(log_sums(guess_figures(logits)), sums, rtol=1e-6)
+    np.testing.assert_allclose(log_sums(guess_figures(logits + 500)), sums + 500, rtol=1e-6)
     for spoilt in (np.nan, np.inf):
         bad = logits.copy()
         bad[np.arange(n), np.arange(n) % n_vocab] = spoilt
         assert np.isnan(guesses(guess_figures(bad), n_vocab // blocks)[1]).all()
+        assert np.isnan(log_sums(guess_figures(bad))).all()
 
 
 def guess_figures(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -382,6 +410,11 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
     chances = np.exp(logits[:, :n_real].astype(float))
     np.testing.assert_allclose(found, (chances / chances.sum(axis=1, keepdims=True)).max(axis=1), rtol=1e-4)
 
+    exact = np.log(np.exp(logits.astype(float)).sum(axis=1))
+    np.testing.assert_allclose(
+        log_sums(computed(DeviceSampler.LOGPROBS, logits, ends, n_real)), exact, rtol=1e-6
+    )
+
     for spoilt in (np.nan, np.inf, -np.inf):
         logits[1, n_vocab // 3] = spoilt
         for kind in (DeviceSampler.BEST, DeviceSampler.TOP_K):
@@ -389,6 +422,8 @@ def test_any_logits(n_vocab: int, n_ends: int) -> None:
             assert np.isfinite(sums).all(axis=1).tolist() == [True, False, True]
         if spoilt != -np.inf:
             _, found = guesses(computed(DeviceSampler.GUESS, logits, [], n_vocab), n_vocab // blocks)
+            assert np.isfinite(found).tolist() == [True, False, True]
+            found = log_sums(computed(DeviceSampler.LOGPROBS, logits, ends, n_real))
             assert np.isfinite(found).tolist() == [True, False, True]
     logits[1] = np.nan
     figures = computed(DeviceSampler.BEST, logits, ends, n_real)
@@ -402,6 +437,12 @@ def test_what_serves_what() -> None:
     assert DeviceSampler.BEST.serves(DeviceSampler.BEST)
     assert not DeviceSampler.BEST.serves(DeviceSampler.TOP_K)
     assert not DeviceSampler.TOP_K.serves(DeviceSampler.ROW)
+    for less in (DeviceSampler.BEST, DeviceSampler.TOP_K):
+        assert DeviceSampler.LOGPROBS.serves(less)
+        assert not less.serves(DeviceSampler.LOGPROBS)
+    for other in DeviceSampler:
+        assert DeviceSampler.GUESS.serves(other) == (other is DeviceSampler.GUESS)
+        assert DeviceSampler.ROW.serves(other)
 
 
 @pytest.mark.parametrize(
@@ -414,11 +455,26 @@ def test_what_serves_what() -> None:
         (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
         (SamplingParams(temperature=1.0, top_p=0.9), DeviceSampler.ROW),
         (SamplingParams(presence_penalty=1.0), DeviceSampler.ROW),
+        (SamplingParams(logprobs=20), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=0, temperature=1.0, top_k=20), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=0, ignore_eos=True), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=1, temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
+        (SamplingParams(logprobs=1, temperature=1.0), DeviceSampler.ROW),
+        (SamplingParams(logprobs=1, repetition_penalty=1.1), DeviceSampler.ROW),
+        (SamplingParams(prompt_logprobs=0), DeviceSampler.ROW),
     ],
 )
 def test_what_a_request_needs(model: Model, params: SamplingParams, need: DeviceSampler) -> None:
     sampler = Sampler(params, Vocab(model), [1])
     assert sampler.need is need
+    sampler.close()
+
+
+def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:
+    """In whatever order the device gives them, as from a whole row."""
+    sampler = Sampler(SamplingParams(), Vocab(model), [1])
+    ids, logits = np.array([900, 300, 500, 400], np.int32), np.array([2, 2, 1, 2], np.float32)
+    assert sampler.choose_among(ids, logits) == 300
     sampler.close()
 
 
@@ -462,7 +518,7 @@ def test_the_warm_up_keeps_samplers_that_are_right(model: Model) -> None:
     context = make(model, DeviceSampler.BEST)
     warm_up(context, [1, N_SEQ], 32)
     assert context.samplers.active
-    assert time_prompt(context, 32) > 0
+    assert time_prompt(context, 32, perf_counter) > 0
     context.close()
 
 
@@ -500,6 +556,14 @@ def test_a_gpu_reads_out_the_same(nano_f16: Path) -> None:
         assert len(set(ids.tolist())) == N_CANDIDATES
         np.testing.assert_allclose(values, real[row][ids], atol=close)
         assert np.sort(real[row])[-N_CANDIDATES] - values.min() <= close
+    context.set_samplers(DeviceSampler.LOGPROBS)
+    rows = decode(context)
+    for row in range(len(rows)):
+        ids, values = rows.candidates(row)
+        np.testing.assert_allclose(values, real[row][ids], atol=close)
+        highest = float(whole[row].max())
+        total = highest + np.log(np.exp(whole[row].astype(float) - highest).sum())
+        assert rows.log_sum(row) == pytest.approx(total, abs=close)
     context.set_samplers(DeviceSampler.GUESS)
     rows = decode(context)
     for row in range(len(rows)):

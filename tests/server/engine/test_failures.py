@@ -101,7 +101,7 @@ async def test_copies_of_what_a_drafter_has(
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:
-        [head] = engine._parts.states.followers
+        [head] = engine._parts.states.hidden_drafters
         for name in ("copy", "save", "restore"):
             monkeypatch.setattr(head, name, sometimes(getattr(head, name), random.Random(name)))
         await check(engine, prompts, alone)

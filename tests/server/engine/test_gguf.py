@@ -154,7 +154,7 @@ def test_whatever_byte_is_flipped_there_is_a_spec_or_an_error(nano_q4_k_m: Path,
 def test_other_architectures_are_refused_before_anything_is_loaded(
     tmp_path: Path, architecture: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.engine.memory.Model", None)
+    monkeypatch.setattr("server.engine.contexts.Model", None)
     path = tmp_path / "other.gguf"
     key = [text("general.architecture"), struct.pack("<I", 8), text(architecture)] if architecture else []
     path.write_bytes(header_of(*key, bytes(64), n_keys=len(key) and 1))

@@ -18,8 +18,8 @@ from server.engine.gguf import read_header
 from server.engine.llama import Context, Model
 from server.engine.loading import PREFILL_CPU, Parts, decide
 from server.engine.memory import plan_memory
-from server.engine.profile import StepProfile
-from server.engine.warmup import LEAST_PREFILL, prefill_budget
+from server.engine.profile import StartProfile, StepProfile
+from server.engine.warmup import MIN_PREFILL, prefill_budget
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
         monkeypatch.setattr(kind, "close", close)
     monkeypatch.setattr("server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
-        Parts(plan, StepProfile())
+        Parts(plan, StepProfile(), StartProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
 
 
@@ -58,8 +58,8 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
         (0.15, 0.15 / 700, 2048, 8192, 700),
         (0.15, 1e-6, 2048, 8192, 8192),
         (0.75, 0.15 / 700, 512, 8192, 6 * 512),
-        (0.15, 0.01, 512, 128, LEAST_PREFILL),
-        (0.15, 1.0, 512, 100, LEAST_PREFILL),
+        (0.15, 0.01, 512, 128, MIN_PREFILL),
+        (0.15, 1.0, 512, 100, MIN_PREFILL),
         (0.15, 1.0, 512, 5, 5),
     ],
 )
@@ -83,7 +83,7 @@ def test_no_step_takes_longer_than_it_may_by_its_own_measure(
     most = ubatch * passes - part
     tokens = prefill_budget(seconds, each, ubatch, most)
     assert 0 < tokens <= most
-    assert tokens * each <= seconds * (1 + 1e-9) or tokens == min(LEAST_PREFILL, most)
+    assert tokens * each <= seconds * (1 + 1e-9) or tokens == min(MIN_PREFILL, most)
     assert tokens < ubatch or not tokens % ubatch or tokens == most
     longer = tokens + (1 if tokens < ubatch else ubatch)
     assert longer > most or longer * each > seconds * (1 - 1e-9), "more would have fitted"
@@ -105,7 +105,7 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
         settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
     )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    parts = Parts(plan, StepProfile())
+    parts = Parts(plan, StepProfile(), StartProfile())
     with caplog.at_level(logging.DEBUG):
         parts.warm_up()
     assert parts.scheduler.prefill_budget == PREFILL_CPU, "without a GPU no more than that"
@@ -117,7 +117,7 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
     assert f"a step reads up to {tokens} prompt tokens: 64 took" in caplog.text
     monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
     parts.warm_up()
-    assert parts.scheduler.prefill_budget == LEAST_PREFILL, "it is slow"
+    assert parts.scheduler.prefill_budget == MIN_PREFILL, "it is slow"
     parts.close()
 
 
@@ -126,7 +126,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
 ) -> None:
     """What else holds them up, such as another program on the same cores, says nothing of rows."""
     wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
-    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile())
+    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 
     def held_up(batch: Batch) -> None:

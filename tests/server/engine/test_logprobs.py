@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams
+from server.engine import SamplingParams, ThinkingLimits
+from server.engine.llama import N_CANDIDATES, DeviceSampler, Rows
 from server.engine.logprobs import Logprobs, log_softmax
 from tests.server.engine.constraints import Fickle
 from tests.server.engine.helpers import (
@@ -49,7 +51,7 @@ class Reference:
     def __init__(self, path: Path) -> None:
         self._alone = Alone(path, **EXACT)
         self._alone.eog = []  # nothing is banned in the model's own distribution
-        self._n_vocab, self._alone.n_real = self._alone.n_real, self._alone.model.n_vocab
+        self.n_real, self._alone.n_real = self._alone.n_real, self._alone.model.n_vocab
 
     def of(self, tokens: list[int]) -> npt.NDArray[np.float32]:
         """Shape [len(tokens), n_vocab]: of what follows each token."""
@@ -74,10 +76,12 @@ def check(reference: Reference, prompt: list[int], answer: list[int], logprobs: 
     """Each token's own, its rank and the likeliest, of prompt and answer, are the model's."""
     rows = reference.of([*prompt, *answer])
     found = [*logprobs.prompt, *logprobs.tokens]
-    expected = [*prompt[1:], *answer]
+    expected = [*prompt[1:], *answer] if logprobs.of_prompt else answer
+    rows = rows if logprobs.of_prompt else rows[len(prompt) - 1 :]
     assert [entry.token for entry in found] == expected
     for row, entry in zip(rows, found, strict=False):
         assert entry.logprob == pytest.approx(row[entry.token], abs=CLOSE)
+        row = row[: reference.n_real]  # what only pads the vocabulary has no rank
         assert abs(entry.rank - 1 - np.count_nonzero(row > row[entry.token] + CLOSE)) <= np.count_nonzero(
             np.abs(row - row[entry.token]) <= CLOSE
         )
@@ -111,6 +115,68 @@ async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Refe
                 check(reference, prompt, answer, logprobs)
                 assert generation.cached_tokens == 0
         assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logprobs=TOP),
+        SamplingParams(logprobs=TOP, ignore_eos=True),
+        SamplingParams(logprobs=TOP, ignore_eos=True, temperature=0.9, top_k=20, seed=4),
+    ],
+)
+async def test_of_candidates_on_the_device(
+    nano_f32: Path, reference: Reference, params: SamplingParams
+) -> None:
+    """No whole row comes to the host for them; the tokens are those without, beside drafts and others."""
+    rng = random.Random(11)
+    prompts = [random_prompt(rng, length) for length in (1, 40, 150)]
+    prompts.append(random_prompt(rng, 12) * 8)
+    plain = dataclasses.replace(params, logprobs=None)
+    with running(nano_f32, **EXACT, sampling="device", speculation="ngram", draft_always=True) as engine:
+        without = await ask_at_once(engine, [Request(prompt, 40, params=plain) for prompt in prompts])
+        rows: list[DeviceSampler] = []
+        fill = Rows.fill
+
+        def seen(self: Rows, kinds: Any, *rest: Any) -> Rows:
+            rows.extend(kinds)
+            return fill(self, kinds, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Rows, "fill", seen)
+            generations = [submit(engine, Request(prompt, 40, params=params)) for prompt in prompts]
+            answers = [await tokens_of(generation) for generation in generations]
+        assert rows
+        assert DeviceSampler.ROW not in rows
+        assert answers == [answer.tokens for answer in without]
+        for prompt, answer, generation in zip(prompts, answers, generations, strict=True):
+            told = generation.logprobs
+            assert told is not None
+            if generation.finish_reason == "stop":
+                answer.append(told.tokens[-1].token)
+            check(reference, prompt, answer, told)
+        assert sum(generation.drafts.accepted for generation in generations) > 0
+
+
+@pytest.mark.parametrize("sampling", ["host", "device"])
+@pytest.mark.parametrize("draft_always", [False, True])
+async def test_of_a_bridge_out_of_the_thoughts(
+    nano_f32: Path, reference: Reference, sampling: str, draft_always: bool
+) -> None:
+    """Tokens that are put into the model's mouth need not be among its candidates."""
+    prompt = random_prompt(random.Random(13), 30) * 3
+    bridge = (300, 301, 3609, 302)
+    params = SamplingParams(logprobs=TOP, ignore_eos=True)
+    with running(
+        nano_f32, **EXACT, sampling=sampling, speculation="ngram", draft_always=draft_always
+    ) as engine:
+        generation = engine.submit(engine.prompt(prompt), params, 60, thinking=ThinkingLimits(bridge, 17))
+        answer = await tokens_of(generation)
+        assert tuple(answer[17:21]) == bridge
+        assert len(answer) == 60
+        assert generation.logprobs is not None
+        assert max(entry.rank for entry in generation.logprobs.tokens[17:21]) > N_CANDIDATES
+        check(reference, prompt, answer, generation.logprobs)
 
 
 async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Reference) -> None:
@@ -210,5 +276,6 @@ def test_log_softmax_of_large_logits_and_of_none() -> None:
 @pytest.mark.parametrize("value", [-1, 21])
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_how_many_may_be_asked_for(field: str, value: int) -> None:
+    fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"^{field} is {value}; it must be from 0 to 20"):
-        SamplingParams(**{field: value})
+        SamplingParams(**fields)

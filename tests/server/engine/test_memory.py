@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 
 from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
+from server.engine.contexts import context_options, draft_context, head_options, load_draft, uses_mtp
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import (
-    MemoryPlan,
-    context_options,
-    draft_context,
-    head_options,
-    load_draft,
-    plan_memory,
-    uses_mtp,
-)
+from server.engine.memory import MemoryPlan, plan_memory
 from server.engine.model_spec import ModelSpec
 from server.engine.sequence_ids import SequenceIds
 from tests.server.engine.helpers import settings

@@ -9,7 +9,7 @@ import pytest
 
 from server.engine import Engine
 from server.engine.prefix_cache.cache import MIN_GAIN
-from server.engine.speculation import DraftCounts
+from server.engine.sequence import DraftCounts
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,

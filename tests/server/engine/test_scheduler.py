@@ -178,7 +178,7 @@ def test_a_batch_with_drafts_is_followed_by_prompts_as_any_other() -> None:
         batch = s.schedule()
         if batch.chunks[0].sequence is stream:
             assert len(batch.chunks) == 1
-            batch.add_draft(batch.chunks[0], [8, 9], "me")
+            batch.add_draft(batch.chunks[0], [8, 9])
             assert not batch.is_decode
         kinds.append((batch.n_tokens, batch.n_rows))
         commit(s, batch)
@@ -194,7 +194,7 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     advance(s)
     batch = s.schedule()
     [chunk] = batch.chunks
-    batch.add_draft(chunk, [8, 9], "me")
+    batch.add_draft(chunk, [8, 9])
     states.guard(batch)
     s.reserve(batch)
     assert used(s) == 7
@@ -227,7 +227,7 @@ def test_drafts_have_the_room_that_a_step_and_the_cells_leave() -> None:
         s.add(sequence(1, max_tokens=20))
     batch = s.schedule()
     assert batch.draft_room == 32 - 3
-    batch.add_draft(batch.chunks[0], [8] * 20, "me")
+    batch.add_draft(batch.chunks[0], [8] * 20)
     assert (batch.draft_room, batch.n_tokens, batch.n_rows) == (9, 23, 23)
     batch.drop_drafts()
     assert (batch.draft_room, batch.n_tokens, batch.is_decode) == (29, 3, False), "a prompt's last token"
@@ -244,7 +244,7 @@ def test_the_cells_of_drafts_are_counted() -> None:
         for chunk in batch.chunks:
             room = min(batch.draft_room, 5, one.limit - len(one.tokens) - 1)
             if room > 0 and not chunk.is_prompt:
-                batch.add_draft(chunk, [8] * room, "me")
+                batch.add_draft(chunk, [8] * room)
         commit(s, batch)
         assert used(s) in (one.computed, 0)
     assert one.generated == 30

@@ -72,7 +72,7 @@ def test_a_draft_makes_another_batch_of_it() -> None:
         advance(s)
     batch = s.schedule()
     assert batch.is_decode
-    batch.add_draft(batch.chunks[0], [7, 8], "me")
+    batch.add_draft(batch.chunks[0], [7, 8])
     assert not batch.is_decode
     commit(s, batch)
     following = s.schedule()
@@ -87,7 +87,7 @@ def test_a_draft_that_is_dropped_leaves_the_batch_as_it_was() -> None:
     for _ in range(3):
         advance(s)
     batch = s.schedule()
-    batch.add_draft(batch.chunks[0], [7, 8], "me")
+    batch.add_draft(batch.chunks[0], [7, 8])
     batch.drop_drafts()
     commit(s, batch)
     again = s.schedule()

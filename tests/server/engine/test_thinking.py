@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
 from server.engine.llama import Model
-from server.engine.thinking import ROUNDS, SPAN, STRIDE, ThinkingWatch, goes_in_circles
+from server.engine.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 
@@ -72,6 +72,8 @@ async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
         for prompt in PROMPTS:
             generation = engine.submit(engine.prompt(prompt), GREEDY, 400, thinking=limits)
             tokens = [token async for new in generation for token in new]
+            assert generation.thinking is not None
+            assert generation.thinking.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
             if BRIDGE[2] in tokens:
                 end = tokens.index(BRIDGE[2]) - 2
                 assert end % STRIDE == 0
@@ -133,8 +135,10 @@ def test_thoughts_that_end_by_themselves_are_left_alone(vocab: Vocab, special: b
     assert not watch.follow([300] * 20)
     assert not watch.follow(end)
     assert not watch.open
+    assert watch.tokens == 20 + len(end) - 1
     assert watch.horizon is None
     assert not watch.follow([300] * 100)
+    assert watch.tokens == 20 + len(end) - 1
 
 
 def test_thoughts_do_not_break_off_in_a_character(vocab: Vocab) -> None:
@@ -186,6 +190,6 @@ ENDED: dict[str, list[list[int]]] = {}
 
 
 def test_a_watch_is_cheap_once_the_block_is_closed(vocab: Vocab) -> None:
-    watch = cast(ThinkingWatch, ThinkingLimits(BRIDGE, 5).begin(vocab))
+    watch = ThinkingLimits(BRIDGE, 5).begin(vocab)
     watch.follow(BRIDGE)
     assert watch.horizon is None

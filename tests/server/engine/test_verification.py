@@ -59,7 +59,7 @@ def add(
     one.slot = slot
     batch.add(one, count)
     if draft:
-        batch.add_draft(batch.chunks[-1], draft, "me")
+        batch.add_draft(batch.chunks[-1], draft)
 
 
 def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[Sampled]:

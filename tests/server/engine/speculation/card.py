@@ -120,18 +120,16 @@ class States:
         self.freed: list[int] = []
         self._way = ""
 
-    def rewinds(self, slot: int, n: int) -> int:
-        return self.snapshots if n == 1 else 0
+    def rewinds(self, slot: int) -> int:
+        return self.snapshots
 
-    def keeps_graph(self, slot: int, n: int) -> int:
-        if n > 1:
-            return 0
+    def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
     def guard(self, batch: Batch) -> None:
-        n, longest = len(batch.chunks), max(len(chunk.draft) for chunk in batch.chunks)
-        self._way = "snapshot" if longest <= self.rewinds(0, n) else "copy"
-        if self._way == "copy" and longest > self.keeps_graph(0, n):
+        alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
+        self._way = "snapshot" if alone and longest <= self.rewinds(0) else "copy"
+        if self._way == "copy" and not (alone and longest <= self.keeps_graph(0)):
             self._way = "cell"
             for chunk in batch.chunks:
                 if chunk.draft and self.held.get(slot := chunk.sequence.slot or 0) != chunk.start:
@@ -215,7 +213,7 @@ class World:
         self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
             cast("Any", self.card),
-            self.states,
+            cast("Any", self.states),
             [*([self.ngram] if ngram else []), self.head],
             self.controller,
             slots=SLOTS,
@@ -258,6 +256,12 @@ class World:
             batch.add(one, one.pending)
         self.speculator.propose(batch)
         return batch
+
+    @property
+    def drafted_by(self) -> str:
+        """Whose drafts the batch has."""
+        proposal = self.speculator._proposal
+        return "" if proposal is None else proposal.watched.drafter.name
 
     def step(self) -> int:
         """Tokens drafted."""
@@ -303,14 +307,14 @@ class World:
         ]
         return max(gains)
 
-    def _rehearse(self, n: int, rows: int) -> None:
+    def _rehearse(self, n: int, rows: int) -> float:
         batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)
             one.slot, one.begun, one.decoding = slot, True, True
             batch.add(one, 1)
-            batch.add_draft(batch.chunks[-1], [0] * (rows - 1), "")
-        self.speculator.verify(batch, [[1] for _ in range(n)], self.card.decode(batch))
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
+        return self.card.decode(batch)
 
 
 def on_h200(n: int = 1, **changes: Any) -> World:

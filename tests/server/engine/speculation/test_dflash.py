@@ -74,8 +74,8 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
         [text] = prompts("reasoning", 1)
         await ask(engine, Request(engine.vocab.tokenize(text * 8, special=True), 64))
         counts = engine.stats().drafts["dflash"]
-        [drafter] = engine._parts.states.followers
-        held = [reading.end - reading.first for reading in drafter._readings.values()]  # type: ignore[attr-defined]
+        [drafter] = engine._parts.states.hidden_drafters
+        held = [reading.end - reading.first for reading in drafter._readings.values()]
     assert counts.steps > 2
     assert not counts.failed
     assert max(held) <= 3 * 16
@@ -83,7 +83,7 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
 
 async def test_it_is_everything_that_a_drafter_can_be(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
-        [drafter] = engine._parts.states.followers
+        [drafter] = engine._parts.states.hidden_drafters
         its: Drafter = drafter  # type: ignore[assignment]
         assert (its.name, its.depth, its.most) == ("dflash", 15, 4)
         assert its.cost(1, 15) == its.cost(1, 1) > 0, "one pass, however deep"

@@ -78,9 +78,6 @@ class Scripted:
     def cost(self, n: int, depth: int) -> float:
         return 0.0
 
-    def look(self, sequences: ListLike[Sequence]) -> None:
-        pass
-
     def measure(self) -> None:
         pass
 

@@ -91,7 +91,6 @@ def test_a_way_back_that_fails_has_the_sequence_read_again() -> None:
 
 def test_hidden_rows_that_cannot_be_had_cost_no_step() -> None:
     world = on_h200()
-    world.head.wants = lambda one, end: True  # type: ignore[method-assign]
     world.card.hidden = Mock(side_effect=LlamaError("no"))  # type: ignore[method-assign]
     world.gain(10)
     assert world.speculator.stats()["mtp"].failed > 0

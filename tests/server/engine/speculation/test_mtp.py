@@ -14,8 +14,9 @@ import pytest
 from server.engine.errors import LlamaError, NoMemorySlot
 from server.engine.llama.mtp import MtpContext
 from server.engine.sequence import Sequence
-from server.engine.speculation.base import Drafter, DraftRequest, StateFollower
-from server.engine.speculation.mtp import KEPT, MOST, MtpDrafter, host_bytes
+from server.engine.sequence_ids import MTP_SEQUENCES
+from server.engine.speculation.base import Drafter, DraftRequest
+from server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
 from tests.server.engine.speculation.helpers import sequence
 
 SLOTS = 3
@@ -33,7 +34,6 @@ class Head:
         self.sequences, self.outputs = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
         self.beside = np.zeros((self.n_batch, WIDTH), np.float32)
         self.entries: dict[int, dict[int, tuple[int, float]]] = {}
-        self.sure = 0.9
         self.error: Exception | None = None
         self.widths: list[int] = []
         """Of the calls."""
@@ -52,9 +52,9 @@ class Head:
             if self.outputs[i]:
                 self._out[i] = int(self.tokens[i]), position
 
-    def best(self, slots: list[int], rows: list[int]) -> tuple[list[int], list[float]]:
+    def best(self, slots: list[int], rows: list[int]) -> list[int]:
         assert len(slots) == len(rows)
-        return [self._out[i][0] + 1 for i in rows], [self.sure] * len(rows)
+        return [self._out[i][0] + 1 for i in rows]
 
     def hidden(self, n: int) -> np.ndarray:
         assert n == len(self._out)
@@ -282,12 +282,11 @@ def test_a_copy_grows_when_it_is_read_on(head: Head) -> None:
     head.check(1, one.tokens)
 
 
-def test_it_is_what_the_speculator_and_the_states_expect(head: Head) -> None:
+def test_it_is_what_the_speculator_expects(head: Head) -> None:
     mtp = drafter(head)
     as_drafter: Drafter = mtp  # checked by mypy
-    as_follower: StateFollower = mtp
-    assert as_follower.save(0) is None
-    assert as_drafter.most == MOST
+    assert mtp.save(0) is None
+    assert as_drafter.most == MTP_SEQUENCES
     assert mtp.cost(1, 4) == 0
     mtp.measure()
     assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0

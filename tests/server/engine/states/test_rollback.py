@@ -98,7 +98,7 @@ def chunk_of(batch: Batch, slot: int, text: list[int], new: list[int], draft: li
     one.slot, one.computed = slot, len(text)
     batch.add(one, len(new))
     if draft:
-        batch.add_draft(batch.chunks[-1], draft, "")
+        batch.add_draft(batch.chunks[-1], draft)
 
 
 class Program:

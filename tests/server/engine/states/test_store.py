@@ -1,10 +1,10 @@
-"""The state store: as many cells as llama.cpp has, and followers that go along, or are lost alone."""
+"""The state store: as many cells as llama.cpp has, and drafters that go along, or are lost alone."""
 
 from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ from tests.server.engine.scheduling import NO_SAMPLER, store
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from server.engine.speculation.hidden import HiddenDrafter
 
 TOTAL, N_SEQ, SLOTS, N_UBATCH = 512, 8, 4, 64
 
@@ -115,10 +117,10 @@ def test_llama_cpp_has_as_many_cells_occupied(
     assert (cells.used, cells.free) == (TOTAL, 0)
 
 
-# --- those who follow --------------------------------------------------------------------------------------
+# --- drafters ----------------------------------------------------------------------------------------------
 
 
-class Follower:
+class FakeDrafter:
     """Keeps a word for each sequence id, and fails where it is told to."""
 
     def __init__(self, fails: str = "") -> None:
@@ -146,19 +148,19 @@ class Follower:
         self._perhaps_fail("restore")
 
 
-def followed(fails: str = "") -> tuple[StateStore, FakeContext, Follower, Follower]:
-    """A store in which slot 0 holds three tokens and a word, and one of its two followers fails."""
+def store_with_drafters(fails: str = "") -> tuple[StateStore, FakeContext, FakeDrafter, FakeDrafter]:
+    """A store in which slot 0 holds three tokens and a word, and one of its two drafters fails."""
     context = FakeContext()
-    states, broken, sound = store(context, 2), Follower(fails), Follower()
-    states.followers += [broken, sound]
+    states, broken, sound = store(context, 2), FakeDrafter(fails), FakeDrafter()
+    states.hidden_drafters += cast("list[HiddenDrafter]", [broken, sound])
     context.held[0] = (5, 6, 7)
     states.cells.append(0, 3)
     broken.words[0], sound.words[0] = "left", "right"
     return states, context, broken, sound
 
 
-def test_followers_go_where_the_trunk_goes() -> None:
-    states, context, _, sound = followed()
+def test_drafters_go_where_the_trunk_goes() -> None:
+    states, context, _, sound = store_with_drafters()
     states.copy(0, 3)
     assert (context.held[3], states.length(3), sound.words[3]) == ((5, 6, 7), 3, "right")
     assert states.cells.used == 3, "cells are shared"
@@ -171,12 +173,12 @@ def test_followers_go_where_the_trunk_goes() -> None:
     assert (context.held, states.length(2), sound.words) == ({2: (5, 6, 7)}, 3, {2: "right"})
 
 
-def test_a_follower_that_fails_loses_its_own_state_alone(caplog: pytest.LogCaptureFixture) -> None:
-    states, context, broken, sound = followed("copy")
+def test_a_drafter_that_fails_loses_its_own_state_alone(caplog: pytest.LogCaptureFixture) -> None:
+    states, context, broken, sound = store_with_drafters("copy")
     states.copy(0, 3)
     assert (context.held[3], states.length(3)) == ((5, 6, 7), 3)
     assert (broken.words, sound.words) == ({0: "left"}, {0: "right", 3: "right"})
-    assert "Follower of sequence 3 is lost: no room to copy" in caplog.text
+    assert "FakeDrafter of sequence 3 is lost: no room to copy" in caplog.text
     broken.words[3], broken.fails = "again", "restore"
     saved = states.save(3)
     states.free(3)
@@ -186,7 +188,7 @@ def test_a_follower_that_fails_loses_its_own_state_alone(caplog: pytest.LogCaptu
 
 
 def test_what_can_not_be_saved_is_still_there() -> None:
-    states, context, _, _ = followed()
+    states, context, _, _ = store_with_drafters()
     context.fails_to_save = True
     with pytest.raises(LlamaError, match="no host memory"):
         states.save(0)
@@ -194,7 +196,7 @@ def test_what_can_not_be_saved_is_still_there() -> None:
 
 
 def test_what_can_not_be_restored_leaves_nothing() -> None:
-    states, context, _, sound = followed()
+    states, context, _, sound = store_with_drafters()
     saved = states.save(0)
     context.fails_to_restore = True
     with pytest.raises(LlamaError, match="no cells"):

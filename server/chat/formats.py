@@ -25,8 +25,9 @@ from .tool_calls import resolve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-WHITE_SPACE = r"( |\n[ ]{0,64}|\n\t{0,16})"
-"""Between the tokens of JSON: enough for every usual style, too little for a small model to get lost in."""
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""Between the tokens of JSON, as llama.cpp allows it (json-schema-to-grammar.cpp, SPACE_RULE): enough for
+every usual style, too little for a small model to get lost in. vLLM's backends set no bound."""
 
 ANY = r"/(.|\n)*/"
 NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"
@@ -38,11 +39,11 @@ NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
 LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 """What tells Lark from GBNF."""
 
-MOST_REGEX = MOST_GBNF = 64 * 1024
-MOST_RULES = 1_000
+MAX_REGEX = MAX_GBNF = 64 * 1024
+MAX_RULES = 1_000
 """The converter from GBNF takes time in the square of both: 0.2 s for these rules, 3 s for 4,000."""
 
-MOST_ALTERNATIVES = 1_000
+MAX_ALTERNATIVES = 1_000
 """Of the values that a tool's parameters may have. References that share their targets multiply."""
 
 
@@ -109,8 +110,8 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
     """A grammar in Lark (llguidance's) or GBNF (llama.cpp's). Raises PromptError."""
     if LARK.search(text):
         return AnswerFormat(text, param)
-    if len(text) > MOST_GBNF or text.count("::=") > MOST_RULES:
-        most = f"{MOST_RULES:,} rules and {MOST_GBNF:,} characters"
+    if len(text) > MAX_GBNF or text.count("::=") > MAX_RULES:
+        most = f"{MAX_RULES:,} rules and {MAX_GBNF:,} characters"
         raise PromptError(f"{param} is longer than GBNF may be: {most}", param)
     try:
         return AnswerFormat(gbnf_to_lark(text), param)
@@ -262,8 +263,8 @@ class _Parameters:
     def _split(self, schema: object, where: str, depth: int = 0) -> tuple[list[str], list[dict[str, Any]]]:
         """Regular expressions (Lark) for the strings that a schema allows, and schemas of the rest."""
         self._alternatives += 1
-        if self._alternatives > MOST_ALTERNATIVES:
-            raise PromptError(f"{where} has more than {MOST_ALTERNATIVES:,} alternatives", where)
+        if self._alternatives > MAX_ALTERNATIVES:
+            raise PromptError(f"{where} has more than {MAX_ALTERNATIVES:,} alternatives", where)
         if schema is True or schema == {}:
             return [ANY], []
         if not isinstance(schema, Mapping) or depth > 16:
@@ -420,8 +421,8 @@ def lark_literal(text: str) -> str:
 
 def lark_regex(pattern: str, param: str) -> str:
     """A regular expression as a Lark terminal. Raises PromptError."""
-    if len(pattern) > MOST_REGEX:
-        raise PromptError(f"{param} has more than {MOST_REGEX:,} characters", param)
+    if len(pattern) > MAX_REGEX:
+        raise PromptError(f"{param} has more than {MAX_REGEX:,} characters", param)
     return f"/{regex_to_lark(pattern, use_ascii='')}/"
 
 

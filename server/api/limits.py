@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -25,6 +27,11 @@ _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 # not asyncio's own threads: the end of the loop would wait for those
 
 
+_COUNTING = threading.Lock()
+_resting = 0
+"""Bodies for which the garbage collector rests."""
+
+
 def stopped() -> ApiError:
     """What clients are told whose requests the end of the server cuts short."""
     return ApiError(503, "the server stopped before the answer was complete", code="draining")
@@ -34,7 +41,7 @@ class Abandoned(Exception):
     """Raised in a thread whose result nobody waits for."""
 
 
-class Intake:
+class Bodies:
     """The bodies that one server holds: counted from their first byte until they have become prompts."""
 
     def __init__(self, limit: int) -> None:
@@ -45,29 +52,32 @@ class Intake:
         self.closed = False
         """Whether the work on bodies is to end."""
 
-    def visit(self) -> Visit:
-        """For one request; to be left."""
-        return Visit(self)
+    def begin(self) -> Body:
+        """For one request; to be released."""
+        return Body(self)
 
 
-class Visit:
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+class Body:
+    """What one request holds of them."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
         self._size = 0
         self._alone = False
+        self._resting = False
 
-    def take(self, size: int) -> None:
+    def grow(self, size: int) -> None:
         """So many bytes more. Raises ApiError 429 where there is no memory for them."""
-        intake = self._intake
-        if intake.held + size > intake._limit:
+        bodies = self._bodies
+        if bodies.held + size > bodies._limit:
             raise ApiError(
                 429,
-                f"the bodies of all requests may take {intake._limit // 2**20} MiB together "
+                f"the bodies of all requests may take {bodies._limit // 2**20} MiB together "
                 "(max_bodies_mib), and other requests' fill them; try again later",
                 code="bodies_full",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
-        intake.held += size
+        bodies.held += size
         self._size += size
 
     @property
@@ -75,36 +85,69 @@ class Visit:
         """Whether the body, now complete, is decoded in its turn only."""
         return self._size >= LARGE
 
-    async def turn(self) -> None:
-        await self._intake._large.acquire()
+    async def wait_turn(self) -> None:
+        """Until no other large body is being worked on."""
+        await self._bodies._large.acquire()
         self._alone = True
 
-    def leave(self) -> None:
+    def rest_collector(self) -> None:
+        """No look for garbage until the body is released: it becomes many objects and none, and each look at
+        them would take some 10 ms in which no other thread runs.
+
+        Of several at once, the last to end lets the collector go on.
+        """
+        global _resting
+        with _COUNTING:
+            _resting += not self._resting
+            self._resting = True
+            gc.disable()
+
+    def release(self) -> None:
         """The body has become something smaller. May be called again."""
-        self._intake.held -= self._size
+        global _resting
+        if self._resting:
+            with _COUNTING:
+                _resting -= 1
+                self._resting = False
+                if not _resting:
+                    gc.enable()
+        self._bodies.held -= self._size
         self._size = 0
         if self._alone:
             self._alone = False
-            self._intake._large.release()
+            self._bodies._large.release()
 
 
 async def in_thread(work: Callable[[], Result], size: int) -> Result:
     """`work()` for a body of `size` bytes, on a thread."""
     pool = _LARGE_WORK if size >= LARGE else _SMALL_WORK
-    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _freeing, work)
 
 
-async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, intake: Intake) -> Result:
+def _freeing(work: Callable[[], Result]) -> Result:
+    """`work()`. An error takes nothing along of what a body was made into: it would be freed on the event
+    loop, all of it at once."""
+    try:
+        return work()
+    except BaseException as error:
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+        raise
+
+
+async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, bodies: Bodies) -> Result:
     """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled.
 
-    And ApiError 503 once the intake is closed.
+    And ApiError 503 once the bodies are closed.
     """
     given_up = threading.Event()
 
     def interrupt() -> None:
         if given_up.is_set():
             raise Abandoned
-        if intake.closed:
+        if bodies.closed:
             raise stopped()
 
     try:

@@ -1,0 +1,158 @@
+"""The models and contexts of llama.cpp that settings describe whose sizes are decided: the trunk's, the MTP
+head's, and those of a draft model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .llama import Context, ContextOptions, DeviceSampler, Model
+from .llama.draft import DraftContext
+from .sequence_ids import SequenceIds
+from .speculation import dflash
+from .speculation.mtp import WIDEST
+
+if TYPE_CHECKING:
+    from .draft_spec import DraftSpec
+    from .model_spec import ModelSpec
+    from .settings import EngineSettings
+
+CELL_PADDING = 256
+"""llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
+
+SCORED_ROWS = 64
+"""Prompt tokens of a step whose rows come back where log-probabilities are asked for: they bound what the
+host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the memory for the rows."""
+
+MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
+"""Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
+
+
+def padded(cells: int) -> int:
+    """So many cells, as llama.cpp rounds them."""
+    return -(-cells // CELL_PADDING) * CELL_PADDING
+
+
+def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
+    """Whether the multi-token-prediction head is loaded."""
+    return settings.speculation in ("both", "mtp") and spec.mtp_weights > 0
+
+
+def mtp_cells(settings: EngineSettings) -> int:
+    """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
+    and a draft needs no more than what came last."""
+    each = max(MTP_SPAN, 2 * settings.mtp_window)
+    return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
+
+
+def load_model(settings: EngineSettings, spec: ModelSpec, *, rehearse: bool = False) -> Model:
+    """The model to serve. Raises ModelLoadError."""
+    return Model(
+        settings.model,
+        n_gpu_layers=settings.n_gpu_layers,
+        main_gpu=settings.main_gpu,
+        shares=settings.shares,
+        use_mmap=settings.use_mmap,
+        mlock=settings.mlock,
+        rehearse=rehearse,
+        load_mtp=uses_mtp(settings, spec),
+    )
+
+
+def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
+    """The draft model, where the output of the model is. Raises ModelLoadError."""
+    return Model(
+        spec.path,
+        n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
+        main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
+        use_mmap=settings.use_mmap,
+        mlock=settings.mlock,
+        rehearse=rehearse,
+    )
+
+
+def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
+    """Its context beside the trunk's. Raises LlamaError."""
+    return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
+
+
+def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
+    """Tokens that the draft model's own cache holds."""
+    most = len(SequenceIds.of(settings).rollback)
+    held = dflash.cells(
+        settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
+    )
+    return padded(min(held, settings.ctx_size + most * spec.block))
+
+
+def verified_rows(settings: EngineSettings) -> int:
+    """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
+    if not (drafting := len(SequenceIds.of(settings).rollback)):
+        return 0
+    rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
+    return min(settings.ubatch_size, settings.batch_size, rows)
+
+
+def scored_rows(settings: EngineSettings) -> int:
+    """Most tokens of prompts that leave their rows in one step, where log-probabilities are asked for."""
+    return min(SCORED_ROWS, settings.ubatch_size, settings.batch_size)
+
+
+def context_options(settings: EngineSettings) -> ContextOptions:
+    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
+    n_seq, rows, scored = len(SequenceIds.of(settings)), verified_rows(settings), scored_rows(settings)
+    return ContextOptions(
+        n_ctx=settings.ctx_size,
+        n_seq=n_seq,
+        n_batch=settings.batch_size,
+        n_ubatch=settings.ubatch_size,
+        # llama.cpp reserves a row for each id, whatever is asked for
+        n_outputs=max(n_seq, rows, settings.parallel + scored),
+        n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
+        threads=settings.threads,
+        threads_batch=settings.threads_batch,
+        flash_attn=settings.flash_attn,
+        type_k=settings.cache_type_k,
+        type_v=settings.cache_type_v,
+        n_samplers=0 if settings.sampling == "host" else settings.parallel,
+        n_snapshots=settings.mtp_snapshots,
+        unified=not settings.deterministic,
+    )
+
+
+def head_options(settings: EngineSettings) -> ContextOptions:
+    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
+
+    Its batches are short but for the first of a sequence, and its buffers grow with them.
+    """
+    options = context_options(settings)
+    return replace(
+        options,
+        n_ctx=mtp_cells(settings),
+        n_batch=max(options.n_seq, min(settings.batch_size, 512)),
+        n_ubatch=min(settings.ubatch_size, 256),
+        n_outputs=max(options.n_seq, WIDEST),
+        n_outputs_per_seq=WIDEST,
+        n_snapshots=0,
+        sampler=DeviceSampler.GUESS,
+    )
+
+
+def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
+    """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
+
+    Who looks in both directions must do so in one pass. Every row of it is an output.
+    """
+    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
+    rows = max(options.n_seq, most * spec.block)
+    return replace(
+        options,
+        n_ctx=draft_cells(settings, spec),
+        n_batch=rows,
+        n_ubatch=rows,
+        n_outputs=rows,
+        n_outputs_per_seq=spec.block,
+        n_samplers=min(options.n_samplers, most),
+        n_snapshots=0,
+        sampler=DeviceSampler.GUESS,
+    )
