@@ -41,7 +41,7 @@ PATCHES    ?= 1
 NATIVE     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image chat test test-slow check fuzz soak test-reference test-image verify docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image submission chat test test-slow check fuzz soak test-reference test-image verify docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -82,6 +82,13 @@ else
 	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg VARIANT='$(VARIANT)' \
 		--build-arg CUDA_ARCHS='$(or $(CUDA_ARCHS),86)' --build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
 endif
+
+GATES ?= results
+
+submission: image $(VENV)/.bench ## `make image` with the same arguments, its rules checked, handed in [GATES=results]; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM in the environment
+	$(CONTAINER) save -o image.tar '$(IMAGE)'
+	gzip -f image.tar
+	$(PY) -m bench submit image.tar.gz --model '$(BAKED)' --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m server.client --url '$(URL)' $(ARGS)
@@ -128,7 +135,7 @@ verify: $(VENV)/.bench ## a running server, as it will be judged: contract, late
 	$(PY) -m bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
-	DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 
 lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .

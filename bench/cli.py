@@ -114,7 +114,7 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-INSTALL = "pip install -e '.[bench]'"
+INSTALL = "pip install 'qwen-serve[bench]'"
 
 
 def help_without_extras(asked: str | None, missing: str | None) -> str:

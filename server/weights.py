@@ -72,7 +72,7 @@ def _converted(source: str, name: str, place: str, weights: tuple[str, str], *ar
         return target
     command = [sys.executable, "-m", "convert", "--src", source, "--name", name, "--no-kld"]
     command += [*weights, "--out", str(folder), *arguments]
-    done = subprocess.run(command, check=False)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # tables; progress is on stderr
     target = _file(folder, wanted)
     if done.returncode != 0 or target is None:
         raise WeightsError(f"{source} could not be converted to {level}")

@@ -127,6 +127,7 @@ def debian(image: str, root: Path) -> None:
     release = re.fullmatch(r"debian:(\w+)-slim", image)
     if release is None:
         raise SystemExit(f"FROM {image}: only debian:RELEASE-slim can be made here")
+    root.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mmdebstrap", "--variant=apt", "--quiet", release[1], str(root)], check=True)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.servers.launch import free_port
 from tests.chroot_image import Stage, build, instructions, start
 
 ROOT = Path(__file__).parent.parent
@@ -46,12 +46,12 @@ def _described(root: Path) -> Stage:
 
 
 @contextmanager
-def running(image: Stage, *arguments: str, model: Path | None = None) -> Iterator[tuple[httpx.Client, int]]:
+def running(
+    image: Stage, *arguments: str, model: Path | None = None, **variables: str
+) -> Iterator[tuple[httpx.Client, int]]:
     """A client of the started image, and the server's process id."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = {"QWEN_PORT": str(port), "QWEN_THREADS": "1"}
+    port = free_port()
+    variables |= {"QWEN_PORT": str(port), "QWEN_THREADS": "1"}
     process = start(image, *arguments, model=model, **variables)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
@@ -95,6 +95,13 @@ def test_a_mounted_folder_replaces_the_model(image: Stage, tmp_path: Path) -> No
     tmp_path.chmod(0o755)
     with running(image, model=tmp_path) as (client, _):
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+
+
+def test_a_variant_that_is_baked_in(image: Stage) -> None:
+    """Its name reaches the server as a variable, and the file is in the package."""
+    with running(image, QWEN_VARIANT="small") as (client, _):
+        assert client.get("/v1/models").json()["data"][0]["id"] == "nano-Q4_K_M"
+    assert image.run(*image.entrypoint, *image.command, QWEN_VARIANT="smal").returncode == 2
 
 
 def test_what_it_holds(image: Stage) -> None:

@@ -172,6 +172,22 @@ def test_make_image(tmp_path: Path, given: list[str], expected: str) -> None:
     )
 
 
+def test_make_submission(tmp_path: Path) -> None:
+    """The image that is saved is the one that was built, and the rules are asked of what was baked in."""
+    said = dry_run(tmp_path, "submission", "VARIANT=exact", "SRC=some/where/Mine", "IMAGE=mine").stdout
+    steps = [
+        said.index(step)
+        for step in (
+            "docker build -f Dockerfile.cuda --build-arg MODEL='models/Mine-F16.gguf'",
+            "docker save -o image.tar 'mine'",
+            "gzip -f image.tar\n",
+            "-m bench submit image.tar.gz --model 'models/Mine-F16.gguf' --original 'some/where/Mine' "
+            "--gates 'results'",
+        )
+    ]
+    assert steps == sorted(steps)
+
+
 def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What make would run, a line each."""
     done = subprocess.run(
@@ -255,6 +271,7 @@ def test_make_alone_prints_the_help() -> None:
         "check",
         "test-reference",
         "image",
+        "submission",
         "lint",
         "clean",
     ):

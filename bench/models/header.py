@@ -44,7 +44,7 @@ def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
         raise BenchError("a recipe that prunes: the tensors that are left are not known without the model")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "header.gguf"
-        write_header(path, config, whole)
+        write_header(path, config, whole, vocab=False)
         try:
             types = quantized_types(path, file_type=recipe.file_type, overrides=recipe.overrides)
         except ConvertError as error:
@@ -52,13 +52,19 @@ def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
     return [TensorInfo(tensor.name, tensor.shape, types[tensor.name]) for tensor in whole]
 
 
-def write_header(path: Path, config: ModelConfig, tensors: Sequence[TensorInfo]) -> None:
-    """A GGUF with these tensors, their data left out, and a made-up vocabulary of the model's size."""
+def write_header(
+    path: Path, config: ModelConfig, tensors: Sequence[TensorInfo], *, vocab: bool = True
+) -> None:
+    """A GGUF with these tensors, their data left out, and a made-up vocabulary of the model's size.
+
+    `vocab`: writing it takes half a second; llama_model_quantize does not read it.
+    """
     writer = gguf.GGUFWriter(path=None, arch=config.arch)
     writer.add_type(gguf.GGUFType.MODEL)
     blocks = TensorPlan((), n_blocks=config.n_layers + 1, n_mtp_layers=1)
     add_hyperparameters(writer, config, blocks, tuple(range(config.n_layers)), "F16")
-    add_tokenizer(writer, make_vocab(config.vocab_size, np.random.default_rng(0)).vocab)
+    if vocab:
+        add_tokenizer(writer, make_vocab(config.vocab_size, np.random.default_rng(0)).vocab)
     for tensor in tensors:
         writer.add_tensor_info(
             tensor.name, tensor.shape[::-1], np.dtype(np.float16), tensor.n_bytes, raw_dtype=tensor.type

@@ -19,6 +19,7 @@ from bench.gates.score import WORKLOAD, gate_scores
 from bench.store import load
 from convert.errors import ConvertError
 from convert.safetensors import read_header
+from convert.source import resolve
 
 COMPETITION = ("mmlu_pro", "ifeval", "gpqa_diamond")
 """The gates that must pass; GSM8K is the hackathon's."""
@@ -64,13 +65,11 @@ def gates_rule(store: Path | None) -> Rule:
     return Rule("gates", all(verdict == "pass" for verdict in wanted.values()), found)
 
 
-def parameters_rule(models: tuple[Path, ...], original: Path | None) -> Rule:
+def parameters_rule(models: tuple[Path, ...], original: str | None) -> Rule:
     """All GGUFs together hold no more weights than the checkpoint that they were made of."""
     if not models or original is None:
         missing = "--model" if not models else "--original"
-        return Rule(
-            "parameters", False, f"no {missing}: every GGUF of the image, and the checkpoint's folder"
-        )
+        return Rule("parameters", False, f"no {missing}: every GGUF of the image, and the checkpoint")
     ours, allowed = sum(map(gguf_parameters, models)), checkpoint_parameters(original)
     return Rule("parameters", ours <= allowed, f"{ours:,} of {allowed:,}")
 
@@ -84,15 +83,19 @@ def gguf_parameters(path: Path) -> int:
     return sum(int(tensor.n_elements) for tensor in tensors)
 
 
-def checkpoint_parameters(folder: Path) -> int:
-    """Elements of all tensors of a checkpoint's safetensors, vision tower and MTP head included."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise BenchError(f"--original {folder}: no *.safetensors there")
+def checkpoint_parameters(original: str) -> int:
+    """Elements of all tensors of a checkpoint's safetensors, vision tower and MTP head included.
+
+    `original` is a folder or a hub id; what conversion fetched is read from the hub's cache.
+    """
     try:
+        files = sorted(resolve(original).folder.glob("*.safetensors"))
+        if not files:
+            raise BenchError(f"--original {original}: no *.safetensors there")
         return sum(prod(tensor.shape) for file in files for tensor in read_header(file))
     except (ConvertError, OSError) as error:
-        raise BenchError(f"--original {folder}: {error}") from error
+        why = str(error).removeprefix(f"--src {original}: ")
+        raise BenchError(f"--original {original}: {why}") from error
 
 
 def offline_rule(image: Path, timeout: float) -> Rule:

@@ -23,7 +23,7 @@ def submit(
     *,
     name: str | None = None,
     model: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
-    original: Path | None = None,
+    original: str | None = None,
     gates: Path | None = None,
     skip: Annotated[tuple[str, ...], comma_separated(str)] = (),
     start_timeout: float = 600.0,
@@ -43,7 +43,7 @@ def submit(
     model
         Each GGUF in the image, a drafter's too; may be repeated.
     original
-        Folder of the checkpoint that the model was made of: its parameters are the most that is allowed.
+        Checkpoint of the model, a folder or a hub id: its parameters are the most that is allowed.
     gates
         Store with the runs of `qwen-bench quality --tasks official`.
     skip

@@ -50,6 +50,6 @@ def test_without_the_extras_it_says_what_to_install(arguments: list[str]) -> Non
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         shown = done.stdout + done.stderr
         assert "Traceback" not in shown
-        assert "pip install -e '.[bench]'" in shown
+        assert "pip install 'qwen-serve[bench]'" in shown
         assert "One request at a time" in shown
         assert done.returncode == (0 if arguments or file == "__main__" else 1)

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.servers.launch import free_port
 from server.cluster import main
-from tests.server.test_scripts import free_port
 
 REPLICAS = 4
 START_S = 180

@@ -12,13 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.servers.launch import free_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def script(name: str, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -84,8 +84,8 @@ async def test_a_program_that_ends(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_is_never_ready(tmp_path: Path) -> None:
-    server = process(tmp_path, ready="/never", timeout=5)
-    with pytest.raises(StartError, match=r"not ready within 5 s: /never answers 404; its log"):
+    server = process(tmp_path, ready="/never", timeout=2)
+    with pytest.raises(StartError, match=r"not ready within 2 s: /never answers 404; its log"):
         await server.start()
     assert ends(child_of(server))
 

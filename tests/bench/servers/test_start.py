@@ -36,6 +36,7 @@ def measured(tmp_path: Path, *options: str) -> Results:
     return load([tmp_path / "store"])
 
 
+@pytest.mark.slow
 def test_ours_in_earnest_beside_another(
     nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,14 @@ from bench.cli import main
 from bench.errors import BenchError, ServerError, UnreachableError
 from bench.gates.score import WORKLOAD, GateScore
 from bench.store import Run
-from bench.submission.rules import LARGEST_IMAGE, gates_rule, offline_rule, parameters_rule, size_rule
+from bench.submission.rules import (
+    LARGEST_IMAGE,
+    checkpoint_parameters,
+    gates_rule,
+    offline_rule,
+    parameters_rule,
+    size_rule,
+)
 from bench.submission.service import Service
 
 NANO = Path(__file__).parents[3] / "models" / "nano"
@@ -213,13 +220,27 @@ def gguf_of(path: Path, count: int) -> Path:
 
 def test_parameters_of_all_files_together(tmp_path: Path) -> None:
     small, large = gguf_of(tmp_path / "a.gguf", 1000), gguf_of(tmp_path / "b.gguf", 50_000_000)
-    rule = parameters_rule((small,), NANO)
+    rule = parameters_rule((small,), str(NANO))
     assert rule.kept
     assert rule.found.startswith("1,000 of ")
-    assert not parameters_rule((small, large), NANO).kept
-    assert not parameters_rule((), NANO).kept
+    assert not parameters_rule((small, large), str(NANO)).kept
+    assert not parameters_rule((), str(NANO)).kept
     with pytest.raises(BenchError, match=r"no \*\.safetensors"):
-        parameters_rule((small,), tmp_path)
+        parameters_rule((small,), str(tmp_path))
+    with pytest.raises(BenchError, match=r"^--original no-such: no such folder, and not a hub id"):
+        parameters_rule((small,), "no-such")
+
+
+def test_parameters_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the snapshot that the conversion has left in the hub's cache; no network."""
+    snapshot = tmp_path / "models--some--nano" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(NANO)
+    (tmp_path / "models--some--nano" / "refs").mkdir()
+    (tmp_path / "models--some--nano" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert checkpoint_parameters("some/nano") == checkpoint_parameters(str(NANO)) > 1e6
 
 
 def test_the_newest_verdict_of_each_gate_counts(tmp_path: Path) -> None:

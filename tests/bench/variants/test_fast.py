@@ -44,7 +44,7 @@ def test_it_passes_the_gates() -> None:
 def test_nothing_like_it_that_passes_is_predicted_to_be_faster() -> None:
     fast = read_variant("fast")
     assert is_verified_fast(fast)
-    passing = [one for one in of_quants(known_recipes()) if passes(one) and is_verified_fast(one)]
-    assert fast.level in {one.level for one in passing}
-    assert all(times(one) >= times(fast) for one in passing)
+    alike = [one for one in of_quants(known_recipes()) if is_verified_fast(one)]
+    assert fast.level in {one.level for one in alike if passes(one)}
+    assert not [one.level for one in alike if times(one) < times(fast) and passes(one)]
     assert all(times(read_variant(name)) >= times(fast) for name in known_variants())

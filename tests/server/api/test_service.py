@@ -64,7 +64,7 @@ def test_an_engine_that_dies(start: Start) -> None:
 
 
 def test_draining_lets_running_requests_finish(start: Start) -> None:
-    server = start("x" * 500, delay=0.01)
+    server = start("x" * 150, delay=0.01)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/invocations", prompt="x")
         wait_until(lambda: bool(server.engine.running))
@@ -72,7 +72,7 @@ def test_draining_lets_running_requests_finish(start: Start) -> None:
         assert not server.service.drained
         assert server.http.get("/ping").json() == {"status": "draining"}
         assert error_of(server.post("/v1/completions", prompt="x"), 503)["code"] == "draining"
-        assert running.result().json()["choices"][0]["text"] == "x" * 500
+        assert running.result().json()["choices"][0]["text"] == "x" * 150
     wait_until(lambda: server.service.drained)
 
 

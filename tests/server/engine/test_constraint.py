@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from server.engine.llama import Rows
     from server.engine.vocab import Vocab
 
-N = 80
+N = 48
 PROMPTS = [random_prompt(random.Random(i), length) for i, length in enumerate((3, 40, 150, 7))]
 DRAWN = SamplingParams(temperature=1.0, top_k=20, top_p=0.8, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(ignore_eos=True)

@@ -142,10 +142,10 @@ async def test_answers_are_those_without_the_cache(
     rng = random.Random(configuration)
     settings = CONFIGURATIONS[configuration]
     keeps_all = ALL.items() <= settings.items()
-    count, longest = (8, 250) if configuration == "preempted" else (20, 25)
+    count, longest = (8, 130) if configuration == "preempted" else (20, 25)
     requests = mixture(rng, count, longest)
     one, two, three = (Request(random_prompt(rng, 170), 20) for _ in range(3))
-    wide = [Request(random_prompt(rng, 190), 250) for _ in range(2)]
+    wide = [Request(random_prompt(rng, 190), 130) for _ in range(2)]
     known = greedy_alone(nano_f32, [*requests, one, two, three, *wide])
     with running(nano_f32, **EXACT, **settings) as engine:
         for again in range(2):

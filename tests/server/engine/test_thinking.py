@@ -18,7 +18,7 @@ from server.engine.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 
-N = 90
+N = 60
 PROMPTS = [random_prompt(random.Random(i), 20 + 30 * i) for i in range(4)]
 GREEDY = SamplingParams(ignore_eos=True)
 BRIDGE = (300, 301, 3609, 302)  # 3609 is nano's </think>

@@ -28,6 +28,7 @@ from server.engine.speculation.controller import (
 )
 from server.engine.speculation.speculator import LISTEN, SPARSE
 from server.engine.speculation.times import StepTimes
+from tests.marks import slow_but
 from tests.server.engine.speculation.card import ANYONE, BUILD, Table, World, faster, h200, on_h200
 
 
@@ -82,7 +83,7 @@ def test_a_long_chat_of_short_answers_that_no_draft_suits_loses_next_to_nothing(
     assert fmean(world.answer(32) for _ in range(200)) > 0.98
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", slow_but([0], range(2)))
 @pytest.mark.parametrize("snapshots", [4, 8])
 @pytest.mark.parametrize("right", [1.0, 0.9, 0.8, 0.6])
 def test_it_comes_near_the_best_depth_within_some_tens_of_steps(
@@ -102,7 +103,7 @@ def test_it_comes_near_the_best_depth_within_some_tens_of_steps(
         assert world.card.graphs_built - built < 80, "the depth changes all the time"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 @pytest.mark.parametrize("snapshots", [0, 4, 8])
 @pytest.mark.parametrize("right", [0.3, 0.1, 0.0])
 def test_a_bad_head_costs_less_than_three_per_cent(right: float, snapshots: int, seed: int) -> None:

@@ -124,11 +124,10 @@ QUICK = ["text", "scripted, small steps", "head, too few cells", "drafter and ot
 async def test_drafts_change_no_answer(
     mix: str,
     nano_f32: Path,
-    nano_draft_f32: Path,
-    nano_draft_own_f32: Path,
     prompts: list[list[int]],
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     rng = random.Random(mix)
     monkeypatch.setattr(MtpDrafter, "most", 6)  # for all of them at once, as another drafter may
@@ -142,7 +141,8 @@ async def test_drafts_change_no_answer(
     ]
     settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
     if "drafter" in mix:
-        settings["draft_model"] = nano_draft_own_f32 if "reduced" in mix else nano_draft_f32
+        drafter = "nano_draft_own_f32" if "reduced" in mix else "nano_draft_f32"
+        settings["draft_model"] = request.getfixturevalue(drafter)
     with running(nano_f32, **EXACT, **settings) as engine:
         speculator = engine._speculator
         if "scripted" in mix:

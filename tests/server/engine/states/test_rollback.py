@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SLOTS, SPARE = 3, 2
 FIRST_SPARE, LAST = 2 * SLOTS, 2 * SLOTS + SPARE
 """The rollback copies are in between; the last id is for fresh prefills."""
-PROGRAMS, STEPS = 20, 12
+PROGRAMS, STEPS = 10, 12
 
 REPORT = re.compile(r"find_slot: stream\[0\], n = +\d+, used = +(\d+)")
 """What llama.cpp logs before it places tokens, with LLAMA_KV_CACHE_DEBUG: its occupied cells."""
