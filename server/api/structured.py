@@ -117,14 +117,14 @@ class StructuredFields(BaseModel):
             wanted.append(
                 ("response_format", lambda _: _of_response_format(self.response_format or {}, special))
             )
-        for param, make in FORMATS.items():
-            value = getattr(self, param)
-            if value not in (None, *NOTHING.get(param, ())):
-                wanted.append((param, partial(make, value)))
         if self.guided_json is not None:
             wanted.append(
                 ("guided_json", lambda param: json_format(self.guided_json, param, white_space=space))
             )
+        for param, make in FORMATS.items():
+            value = getattr(self, param)
+            if value not in (None, *NOTHING.get(param, ())):
+                wanted.append((param, partial(make, value)))
         if self.structured_outputs is not None:
             wanted.append(("structured_outputs", lambda _: _of_vllm(self.structured_outputs or {}, special)))
         if self.structural_tag is not None:
