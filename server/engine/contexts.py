@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .llama import Context, ContextOptions, DeviceSampler, Model
+from .llama import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
 from .llama.draft import DraftContext
 from .sequence_ids import SequenceIds
 from .speculation import dflash
@@ -72,8 +72,15 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
 
 
 def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
-    """Its context beside the trunk's. Raises LlamaError."""
+    """Its context beside the trunk's, which keeps rows for it. Raises LlamaError."""
+    trunk.open_ring(spec.layers, draft_ring(settings))
     return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
+
+
+def draft_ring(settings: EngineSettings) -> Ring:
+    """Rows of the trunk that wait for the draft model: a window of each sequence that drafts, and what a
+    verification may put behind it that turns out wrong."""
+    return Ring(len(SequenceIds.of(settings).rollback), settings.draft_window + settings.draft_max + 1)
 
 
 def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
@@ -141,15 +148,16 @@ def head_options(settings: EngineSettings) -> ContextOptions:
 def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
     """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
 
-    Who looks in both directions must do so in one pass. Every row of it is an output.
+    Who looks in both directions must do so in one pass. Every row of a block is an output.
     """
     options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
     rows = max(options.n_seq, most * spec.block)
+    batch = rows + most * spec.block if HAS_RING else rows  # as many are injected with blocks
     return replace(
         options,
         n_ctx=draft_cells(settings, spec),
-        n_batch=rows,
-        n_ubatch=rows,
+        n_batch=batch,
+        n_ubatch=batch,
         n_outputs=rows,
         n_outputs_per_seq=spec.block,
         n_samplers=min(options.n_samplers, most),

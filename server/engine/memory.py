@@ -18,6 +18,7 @@ from .contexts import (
     context_options,
     draft_cells,
     draft_context,
+    draft_ring,
     head_options,
     load_draft,
     load_model,
@@ -29,7 +30,7 @@ from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import Context, Device, devices
+from .llama import HAS_RING, Context, Device, devices
 from .llama.mtp import MtpContext
 from .measured import Buffers, RecordFile
 from .model_spec import ModelSpec
@@ -396,9 +397,11 @@ def _arrange(
         last.weights += draft.weights
         last.kv += draft.cell(settings) * cells
         host.cells += CELL_ENTRY * cells
-        # llama.cpp has room for the rows of a whole step
-        host.hidden += 4 * draft.n_features * settings.batch_size
-        host.hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
+        if HAS_RING:
+            last.hidden += 4 * draft.n_features * draft_ring(settings).n_rows
+        else:  # llama.cpp has room for the rows of a whole step
+            host.hidden += 4 * draft.n_features * settings.batch_size
+            host.hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
     return MemoryPlan(settings, spec, tuple(usages))
 
 

@@ -38,7 +38,7 @@ def test_a_block_is_what_the_training_module_makes_of_it(nano_f32: Path, nano_dr
     trunk.tokens[:n], trunk.positions[:n], trunk.outputs[:n] = tokens, range(n), 1
     trunk.decode(n)
     newest = int(trunk.logits(n)[-1].argmax())
-    given = context.features[:n] = trunk.layer_inputs(layers, range(n))
+    given = context.injected[:n] = trunk.layer_inputs(layers, range(n))
     context.positions[:n] = range(n)
     context.inject(n)
     context.tokens[:block], context.tokens[0] = shape.mask, newest

@@ -7,6 +7,7 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 from .context import Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
+from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
 from .patches import patches
@@ -16,12 +17,14 @@ from .samplers import SamplerChain
 
 __all__ = [
     "CACHE_TYPES",
+    "HAS_RING",
     "N_CANDIDATES",
     "Context",
     "ContextOptions",
     "Device",
     "DeviceSampler",
     "Model",
+    "Ring",
     "Rows",
     "SamplerChain",
     "devices",

@@ -114,6 +114,11 @@ class Context:
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 where the model does not keep any."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
+        self.ring: layers.Ring | None = None
+        """Where the rows stay that `keep_layers` asks for; None: they come to the host."""
+        self._ring_rows = np.zeros(0, np.int32)
+        """Of the last batch; empty while none are kept."""
+        self._fills_ring = False
         self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
         """What llama.cpp has to say about the states in its buffers on the device, by sequence."""
 
@@ -148,6 +153,9 @@ class Context:
         sequences = self.sequences[:n_tokens]
         for sequence in self._snapshots.disturbed(sequences):
             self._settle(sequence)
+        if self.ring is not None and self._fills_ring:
+            self._ring_rows = self.ring.rows(sequences, self.positions[:n_tokens])
+            layers.set_ring_rows(self._handle, self._ring_rows)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()
         status = C.llama_decode(self._handle, self._batch)
@@ -192,14 +200,28 @@ class Context:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
-    def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
-        """The same for what goes into layers, counted from 0. The next decode plans its graphs anew: slow."""
-        for layer in which:
-            layers.set_embeddings_layer_inp(self._handle, layer, keep)
+    def open_ring(self, which: Sequence[int], ring: layers.Ring) -> None:
+        """Have what goes into these layers stay on the device, if this llama.cpp and its memory allow it."""
+        if layers.HAS_RING and ring.open(self._handle, which):
+            self.ring = ring
 
-    def layer_inputs(self, which: Sequence[int], places: Sequence[int]) -> npt.NDArray[np.float32]:
+    def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
+        """The same for what goes into layers, counted from 0. The next decode builds its graph anew."""
+        if self.ring is None:
+            for layer in which:
+                layers.set_embeddings_layer_inp(self._handle, layer, keep)
+        elif self._fills_ring and not keep:
+            layers.set_ring_rows(self._handle, np.zeros(0, np.int32))
+        self._fills_ring = keep and self.ring is not None
+
+    def layer_inputs(
+        self, which: Sequence[int], places: Sequence[int]
+    ) -> npt.NDArray[np.float32] | npt.NDArray[np.int32]:
         """A copy of what went into layers at `places` of the last batch, which must have been kept: shape
-        [len(places), len(which) * n_embd], side by side. Waits for the device."""
+        [len(places), len(which) * n_embd], side by side. Waits for the device. With a ring, the places there:
+        shape [len(places), 1]."""
+        if self.ring is not None:
+            return self._ring_rows[list(places), None]
         self.wait()
         n, n_tokens = self._n_embd, self._batch.n_tokens
         together = places[-1] - places[0] == len(places) - 1

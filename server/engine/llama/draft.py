@@ -11,6 +11,7 @@ import numpy as np
 from server.engine.errors import LlamaError, NoMemorySlot
 
 from .context import Context
+from .layers import set_ring_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,6 +25,8 @@ POSITION_AXES = 4
 
 class DraftContext(Context):
     """Injects the trunk's rows into its cache, and guesses a block of tokens in one pass.
+
+    Where the trunk's rows stay on the device, they are injected from there, and one call injects and guesses.
 
     A row of features, the inputs of some of the trunk's layers side by side, becomes the keys and values of
     its position (`inject`). A block is the newest token and masks, at the positions that follow: filled and
@@ -39,14 +42,20 @@ class DraftContext(Context):
         super().__init__(model, options, other=trunk)
         C.llama_set_causal_attn(self._handle, causal)
         n = self.n_batch
-        self.features: npt.NDArray[np.float32] = np.zeros((n, n_features), np.float32)
-        """What `inject` puts at `positions` of `sequences`."""
+        self.source = trunk.ring
+        """The ring that rows are injected from, if there is one."""
+        if self.source is not None:
+            self.source.share(self._handle, trunk._handle)
+        self.injected: npt.NDArray[np.float32] | npt.NDArray[np.int32] = (
+            np.zeros((n, n_features), np.float32) if self.source is None else np.zeros((n, 1), np.int32)
+        )
+        """What `inject` puts at `positions` of `sequences`: features, or their places in the ring."""
         self._axes = np.zeros(POSITION_AXES * n, np.int32)
         self._nothing = np.zeros(n, np.int8)
         self._injection = C.llama_batch(
             n_tokens=0,
             token=None,
-            embd=self.features.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            embd=self.injected.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
             pos=self._axes.ctypes.data_as(ctypes.POINTER(C.llama_pos)),
             n_seq_id=self._batch.n_seq_id,
             seq_id=self._batch.seq_id,
@@ -54,7 +63,10 @@ class DraftContext(Context):
         )
 
     def inject(self, n: int) -> None:
-        """Take in the first `n` rows of `features`. Raises as `decode` does."""
+        """Take in the first `n` rows of `injected`. Raises as `decode` does."""
+        if self.source is not None:
+            self.inject_and_decode(n, 0)
+            return
         self._axes[: 3 * n] = np.tile(self.positions[:n], 3)
         self._axes[3 * n : 4 * n] = 0
         self._injection.n_tokens = n
@@ -63,3 +75,10 @@ class DraftContext(Context):
             raise NoMemorySlot(f"no room in the drafter's cache for {n} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for {n} rows of the drafter's")
+
+    def inject_and_decode(self, n: int, n_blocks: int) -> None:
+        """Take in the first `n` rows of `injected`, from a ring, and decode the `n_blocks` tokens of blocks
+        behind them. Raises as `decode` does."""
+        self.tokens[:n] = self.outputs[:n] = 0
+        set_ring_rows(self._handle, np.ascontiguousarray(self.injected[:n, 0], np.int32))
+        self.decode(n + n_blocks)

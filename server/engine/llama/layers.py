@@ -1,17 +1,23 @@
-"""What goes into chosen layers of the trunk, row by row, for drafters; llama.cpp exports it with C++ names.
+"""What goes into chosen layers of the trunk, row by row, for drafters.
 
-`llama_set_embeddings_layer_inp` and `llama_get_embeddings_layer_inp` of llama.cpp's src/llama-ext.h.
+`llama_set_embeddings_layer_inp` and `llama_get_embeddings_layer_inp` of llama.cpp's src/llama-ext.h, which
+exports them with C++ names, copy the rows to the host. With patch 0018 they can stay on the device: in a ring
+for each layer, of which the caller hands out the places.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
 
 def _bound(names: Sequence[str], arguments: list[Any], result: Any) -> Any:
@@ -41,3 +47,58 @@ get_embeddings_layer_inp = _bound(
     [C.llama_context_p_ctypes, ctypes.c_uint32],
     ctypes.c_void_p,
 )
+
+HAS_RING = hasattr(C._lib, "llama_init_layer_inp_ring")
+"""Whether this llama.cpp can keep the rows on the device."""
+
+if HAS_RING:
+    _init_ring = _bound(
+        ["llama_init_layer_inp_ring"],
+        [C.llama_context_p_ctypes, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32],
+        ctypes.c_bool,
+    )
+    _share_ring = _bound(
+        ["llama_share_layer_inp_ring"], [C.llama_context_p_ctypes, C.llama_context_p_ctypes], None
+    )
+    _set_rows = _bound(
+        ["llama_set_layer_inp_rows"], [C.llama_context_p_ctypes, ctypes.c_void_p, ctypes.c_size_t], None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The newest `length` rows of each of the sequence ids below `slots`, and one that nobody reads."""
+
+    slots: int
+    length: int
+
+    @property
+    def n_rows(self) -> int:
+        """Of each layer."""
+        return self.slots * self.length + 1
+
+    def open(self, context: Any, which: Sequence[int]) -> bool:
+        """Have memory for what goes into these layers of a context; False where there is none."""
+        layers = np.array(which, np.int32)
+        return bool(_init_ring(context, layers.ctypes.data, len(layers), self.n_rows))
+
+    def share(self, drafter: Any, trunk: Any) -> None:
+        """Let a drafter's context read from the trunk's, which must outlive it."""
+        _share_ring(drafter, trunk)
+
+    def rows(
+        self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Where the tokens of a batch are put: those that others of it would overwrite, and those of further
+        ids, where nobody reads."""
+        newest = np.zeros(int(sequences.max()) + 1, np.int32)
+        np.maximum.at(newest, sequences, positions)
+        lost = (sequences >= self.slots) | (positions <= newest[sequences] - self.length)
+        return np.where(lost, self.n_rows - 1, sequences * self.length + positions % self.length).astype(
+            np.int32
+        )
+
+
+def set_ring_rows(context: Any, rows: npt.NDArray[np.int32]) -> None:
+    """The ring's row for each token of the next batch; none: nothing is put there from now on."""
+    _set_rows(context, rows.ctypes.data, len(rows))

@@ -14,7 +14,7 @@ from .hidden import HiddenDrafter, Reading
 from .times import Mean, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as ListLike
 
     from server.engine.draft_spec import DraftSpec
@@ -38,16 +38,18 @@ def cells(window: int, slots: int, checkpoints: int, most: int, block: int) -> i
 
 
 def host_bytes(slots: int, window: int, n_features: int) -> int:
-    """Host memory that waiting rows may take, at most: a piece is whole while any of it is in the window."""
+    """Host memory that waiting rows may take without a ring, at most: a piece is whole while any of it is in
+    the window."""
     return 4 * slots * 2 * window * n_features
 
 
 class DflashDrafter(HiddenDrafter):
     """Injects what the trunk has read, and has the drafter fill a block of masks.
 
-    What the trunk's layers made of each token waits on the host until the sequence drafts, or its state is
-    shared; then it goes into the drafter's cache in one call, each row at its token's position. The drafter
-    looks back on `window` tokens at least and twice as many at most.
+    What the trunk's layers made of each token waits until the sequence drafts, or its state is shared: in a
+    ring on the device, or on the host where llama.cpp has none. Then it goes into the drafter's cache, each
+    row at its token's position; from the ring the newest rows go with the block itself. The drafter looks
+    back on `window` tokens at least and twice as many at most.
     """
 
     name = "dflash"
@@ -80,7 +82,7 @@ class DflashDrafter(HiddenDrafter):
                 self.free(source)
                 raise
         self._context.copy(source, target, first, end)
-        self._readings[target] = Reading(first, end, end, end)
+        self._readings[target] = Reading(first, end, end, end, fresh=end)
 
     # --- drafting ------------------------------------------------------------------------------------------
 
@@ -99,16 +101,18 @@ class DflashDrafter(HiddenDrafter):
         """
         slots = [request.slot for request in requests]
         waiting = sum(self._readings[slot].end - self._readings[slot].fed for slot in slots)
+        together = all(map(self._goes_with_a_block, slots))
         try:
             started = perf_counter()
-            self._inject(slots)
+            if not together:
+                self._inject(slots)
             injected = perf_counter()
-            drafts = self._fill(requests)
+            drafts = self._fill(requests, together=together)
         except Exception:
             self._readings.clear()
             self._context.clear()
             raise
-        if waiting <= FEW * len(slots):
+        if waiting <= FEW * len(slots) and not together:
             self._injections.add(injected - started)
         self._blocks.setdefault(group_of(len(slots)), Mean()).add(perf_counter() - injected)
         return drafts
@@ -119,33 +123,66 @@ class DflashDrafter(HiddenDrafter):
         while n <= min(self.most, self._slots):
             for _ in range(4 if n == 1 else 2):
                 started = perf_counter()
-                self._put_blocks([(slot, 0, 0) for slot in range(n)])
+                together = self._context.source is not None
+                self._put_blocks([(slot, self._block, 0) for slot in range(n)], together=together)
                 self._blocks.setdefault(n, Mean()).add(perf_counter() - started)
                 self._context.clear()
             n *= 2
 
-    def _fill(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def _goes_with_a_block(self, slot: int) -> bool:
+        """Whether the newest rows, as many as a block has, can be injected by the call that guesses: so its
+        shape is always the same, and so is its graph. Some of them may have been injected before."""
+        reading = self._readings[slot]
+        first = reading.end - self._block
+        return self._context.source is not None and max(reading.first, reading.fresh) <= first <= reading.fed
+
+    def _fill(self, requests: ListLike[DraftRequest], *, together: bool) -> list[Draft]:
         starts = [len(request.sequence.tokens) - 1 for request in requests]
+        if together:
+            for request, start in zip(requests, starts, strict=True):
+                reading = self._readings[request.slot]
+                if reading.fed > start - self._block:
+                    self._context.remove(request.slot, start - self._block, reading.fed)
+                reading.rows.clear()
+                reading.fed = reading.start = reading.end
         guesses = self._put_blocks(
-            [(r.slot, start, r.sequence.tokens[-1]) for r, start in zip(requests, starts, strict=True)]
+            [(r.slot, start, r.sequence.tokens[-1]) for r, start in zip(requests, starts, strict=True)],
+            together=together,
         )
+        self._trim(request.slot for request in requests)
         for request, start in zip(requests, starts, strict=True):
             self._context.remove(request.slot, start)
         return [Draft(g[: r.limit], self.name) for g, r in zip(guesses, requests, strict=True)]
 
-    def _put_blocks(self, wanted: ListLike[tuple[int, int, int]]) -> list[list[int]]:
-        """The `depth` tokens that are guessed behind `newest`, which is at `start`: (slot, start, newest)."""
+    def _put_blocks(self, wanted: ListLike[tuple[int, int, int]], *, together: bool) -> list[list[int]]:
+        """The `depth` tokens that are guessed behind `newest`, which is at `start`: (slot, start, newest).
+
+        With `together` the rows of as many tokens before it are injected by the same call.
+        """
         context, block = self._context, self._block
         n = len(wanted) * block
-        context.tokens[:n] = self._mask
-        context.outputs[:n] = 1  # the graph reads out every row, or the wrong ones
+        before = n if together else 0
+        context.tokens[before : before + n] = self._mask
+        context.outputs[before : before + n] = (
+            1  # the graph reads out every row of a block, or the wrong ones
+        )
         for number, (slot, start, newest) in enumerate(wanted):
-            at = number * block
+            at = before + number * block
             context.tokens[at] = newest
             context.positions[at : at + block] = np.arange(start, start + block)
             context.sequences[at : at + block] = slot
-        context.decode(n)
-        tokens = context.best(context.sequences[:n].tolist(), range(n))
+            if together:
+                at -= before
+                context.positions[at : at + block] = np.arange(start - block, start)
+                context.sequences[at : at + block] = slot
+        if together:
+            assert context.source is not None
+            context.injected[:n, 0] = context.source.rows(context.sequences[:n], context.positions[:n])
+            self._with_room(lambda: context.inject_and_decode(n, n))
+        else:
+            self._with_room(lambda: context.decode(n))
+        rows = range(before, before + n)
+        tokens = context.best(context.sequences[before : before + n].tolist(), rows)
         return [tokens[at + 1 : at + block] for at in range(0, n, block)]
 
     def _inject(self, ids: Iterable[int]) -> None:
@@ -161,7 +198,7 @@ class DflashDrafter(HiddenDrafter):
                         n = self._flush(n)
                     part = rows[start : start + context.n_batch - n]
                     end = n + len(part)
-                    context.features[n:end] = part
+                    context.injected[n:end] = part
                     context.positions[n:end] = np.arange(reading.fed, reading.fed + len(part))
                     context.sequences[n:end] = sequence_id
                     reading.fed += len(part)
@@ -169,6 +206,11 @@ class DflashDrafter(HiddenDrafter):
             reading.rows.clear()
             reading.start = reading.fed
         self._flush(n)
+        self._trim(ids)
+
+    def _trim(self, ids: Iterable[int]) -> None:
+        """Cut entries back to one window where they have come to more than RUNNING."""
+        context = self._context
         for sequence_id in ids:
             reading = self._readings[sequence_id]
             if reading.fed - reading.first > RUNNING * self.window:
@@ -177,13 +219,17 @@ class DflashDrafter(HiddenDrafter):
 
     def _flush(self, n: int) -> int:
         if n:
-            try:
-                self._context.inject(n)
-            except NoMemorySlot:  # copies that wait for a request to come make room
-                held = [sequence_id for sequence_id in self._readings if sequence_id >= self._slots]
-                if not held:
-                    raise
-                for sequence_id in held:
-                    self.free(sequence_id)
-                self._context.inject(n)
+            self._with_room(lambda: self._context.inject(n))
         return 0
+
+    def _with_room(self, call: Callable[[], None]) -> None:
+        """Copies that wait for a request to come make room where the cache has none."""
+        try:
+            call()
+        except NoMemorySlot:
+            held = [sequence_id for sequence_id in self._readings if sequence_id >= self._slots]
+            if not held:
+                raise
+            for sequence_id in held:
+                self.free(sequence_id)
+            call()

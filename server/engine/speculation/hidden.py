@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +29,10 @@ class Reading:
     fed: int
     start: int
     end: int
-    rows: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """Pieces [n, width] that nobody writes to."""
+    rows: list[npt.NDArray[Any]] = field(default_factory=list)
+    """Pieces [n, width] that nobody writes to: of rows, or [n, 1] of where they stay on the device."""
+    fresh: int = 0
+    """Position from which on the rows were collected for this very id, one after the other."""
     length: int | None = None
     """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
 
@@ -39,7 +41,7 @@ class Reading:
         """Tokens that the id holds, and of which there was a row."""
         return self.end if self.length is None else min(self.end, self.length)
 
-    def between(self, start: int, end: int) -> npt.NDArray[np.float32]:
+    def between(self, start: int, end: int) -> npt.NDArray[Any]:
         """The rows of positions `start` up to `end` - 1, in an array of their own."""
         pieces, at = [], self.end
         for piece in reversed(self.rows):
@@ -85,14 +87,14 @@ class HiddenDrafter:
         self._context, self._slots = context, slots
         self._readings: dict[int, Reading] = {}
 
-    def collect(self, slot: int, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or
-        [n, len(layers) * n_embd], at most `window` of them, to be kept."""
-        reading = self._readings.setdefault(slot, Reading(start, start, start, start))
+    def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
+        """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or as
+        `Context.layer_inputs` gives them, at most `window` of them, to be kept."""
+        reading = self._readings.setdefault(slot, Reading(start, start, start, start, fresh=start))
         reading.length = None
         if start > reading.end:
             reading.rows.clear()
-            reading.end = start
+            reading.end = reading.fresh = start
             self._drop_entries(slot, start)
         if not len(new := rows[reading.end - start :]):
             return  # read again after a rejection
@@ -152,7 +154,8 @@ class HiddenDrafter:
             except LlamaError:  # it begins anew
                 self._context.remove(sequence_id)
                 return
-        self._readings[sequence_id] = replace(saved.reading, rows=[*saved.reading.rows])
+        reading = saved.reading
+        self._readings[sequence_id] = replace(reading, rows=[*reading.rows], fresh=reading.end)
 
     def _drop_entries(self, sequence_id: int, start: int) -> None:
         """Its cache is emptied; what comes next begins with the row of position `start`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Draft, DrafterStats, DraftRequest
 from .controller import Always, Backoff, Controller, Option, Step
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
-    import numpy as np
     import numpy.typing as npt
 
     from server.engine.batch import Batch, Chunk, Sampled
@@ -396,7 +395,7 @@ class Speculator:
         the rows of 512 took 37 ms on an H200, and most trials fail."""
         return min(LISTEN, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 
-    def _hidden(self, reader: HiddenDrafter, batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
+    def _hidden(self, reader: HiddenDrafter, batch: Batch, places: list[int]) -> npt.NDArray[Any]:
         """What a reader wants of the rows at `places` of the batch."""
         if reader.layers:
             return self._context.layer_inputs(reader.layers, places)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.engine import Vocab
 from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import Context, ContextOptions, Model, devices, row_bytes, tapped_log
+from server.engine.llama import Context, ContextOptions, Model, Ring, devices, row_bytes, tapped_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,3 +237,27 @@ def test_with_cells_of_their_own_a_copy_is_made_in_the_next_decode(model: Model)
         assert np.array_equal(alone, decode(context, [300, 301, 302], sequence=1))
     finally:
         context.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=6),
+    st.integers(0, 40),
+)
+def test_a_ring_has_the_newest_rows_of_each_sequence(pieces: list[tuple[int, int]], start: int) -> None:
+    """Those of a batch that are put there, each in a place of its own; others where nobody reads."""
+    ring = Ring(3, 16)
+    at = dict.fromkeys(range(5), start)
+    tokens = []
+    for sequence, n in pieces:
+        tokens += [(sequence, at[sequence] + i) for i in range(n)]
+        at[sequence] += n
+    sequences, positions = (np.array(column, np.int32) for column in zip(*tokens, strict=True))
+    rows = ring.rows(sequences, positions)
+    kept = rows != ring.n_rows - 1
+    assert len(set(rows[kept].tolist())) == kept.sum()
+    assert rows.min() >= 0
+    for (sequence, position), row, is_kept in zip(tokens, rows.tolist(), kept.tolist(), strict=True):
+        assert is_kept == (sequence < 3 and position >= at[sequence] - 16)
+        if is_kept:
+            own, place = np.array([sequence], np.int32), np.array([position], np.int32)
+            assert ring.rows(own, place).tolist() == [row], "it is found where it was put"

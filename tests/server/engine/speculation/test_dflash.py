@@ -11,9 +11,10 @@ import pytest
 
 from models.nano.train import heldout
 from models.nano.train.document import prompt_text
-from server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
+from server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams, contexts, memory
 from server.engine.draft_spec import DraftSpec
 from server.engine.gguf import read_header
+from server.engine.llama import HAS_RING, layers
 from server.engine.model_spec import ModelSpec
 from server.engine.speculation.base import Drafter
 from tests.drafters import converted, some_tokens, with_own_vocabulary
@@ -52,6 +53,28 @@ async def test_blocks_are_right_in_good_part(
         tokens, blocks = accepted(engine)
     print(f"{family}: {tokens / blocks:.2f} a block")
     assert tokens / blocks > least
+
+
+@pytest.mark.skipif(not HAS_RING, reason="a llama.cpp without patch 0018")
+async def test_rows_that_stay_on_the_device_give_the_same_drafts(
+    nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for ring in (True, False):
+        for module in (layers, contexts, memory):
+            monkeypatch.setattr(module, "HAS_RING", ring)
+        with running(nano_f32, **ALONE, **EXACT, draft_model=nano_draft_f32, draft_window=48) as engine:
+            assert (engine._parts.context.ring is not None) == ring
+            requests = [
+                Request(engine.vocab.tokenize(text, special=True), 64, params=SamplingParams())
+                for text in prompts("instructions", 2) + prompts("continuation", 2)
+            ]
+            answers = [await ask(engine, requests[0]), *await ask_all(engine, requests)]
+            counts.append((answers, accepted(engine)))
+    (with_ring, (right, blocks)), (without, (expected, passes)) = counts
+    assert with_ring == without
+    assert right / blocks == pytest.approx(expected / passes, rel=0.05)
+    assert right > 100
 
 
 async def test_a_cached_prompt_is_drafted_for_as_if_it_had_been_read(

@@ -19,10 +19,10 @@ WINDOW, WIDTH, SLOTS = 32, 6, 2
 class Cache:
     """A block drafter's, which remembers what was injected."""
 
-    n_batch = 16
+    n_batch, source = 16, None
 
     def __init__(self) -> None:
-        self.features = np.zeros((self.n_batch, WIDTH), np.float32)
+        self.injected = np.zeros((self.n_batch, WIDTH), np.float32)
         self.positions = np.zeros(self.n_batch, int)
         self.sequences = np.zeros(self.n_batch, int)
         self.entries: dict[int, dict[int, float]] = {}
@@ -33,7 +33,7 @@ class Cache:
             raise self.error
         for i in range(n):
             self.entries.setdefault(int(self.sequences[i]), {})[int(self.positions[i])] = float(
-                self.features[i, 0]
+                self.injected[i, 0]
             )
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
