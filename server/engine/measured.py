@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -115,7 +116,13 @@ def build() -> str:
 
 def fingerprint(model: Path) -> str:
     """What tells a model file from others: its size, its header and the end of its last tensor."""
-    digest, size = hashlib.sha256(), model.stat().st_size
+    stat = model.stat()
+    return _fingerprint(model, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@lru_cache(8)  # a start asks several times, and hashes 32 MiB of each model for the answer
+def _fingerprint(model: Path, size: int, *_: int) -> str:
+    digest = hashlib.sha256()
     with model.open("rb") as file:
         digest.update(file.read(EDGE))
         file.seek(max(0, size - EDGE))

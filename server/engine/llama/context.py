@@ -117,7 +117,7 @@ class Context:
         self.ring: layers.Ring | None = None
         """Where the rows stay that `keep_layers` asks for; None: they come to the host."""
         self._ring_rows = np.zeros(0, np.int32)
-        """Of the last batch; empty while none are kept."""
+        """Of the last batch that filled the ring, in its order."""
         self._fills_ring = False
         self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
         """What llama.cpp has to say about the states in its buffers on the device, by sequence."""
