@@ -3,10 +3,9 @@
 #     cmake -DCMAKE_PROJECT_INCLUDE=/path/to/patches/apply.cmake ...
 #
 # works for llama-cpp-python (CMAKE_ARGS) and for llama.cpp itself. -DLLAMA_PATCHES=OFF builds stock sources,
-# -DLLAMA_PATCHES_LAST=0002 those up to that number, -DLLAMA_PATCHES_NEXT=ON those that wait for a card, too. A
-# patch that does not apply stops the build with its name. What was applied lies in .patches/ beside the sources,
-# so that a later configuration with other patches takes it back first, and `llama_patches()`, exported by
-# libllama, returns the names.
+# -DLLAMA_PATCHES_LAST=0002 those up to that number. A patch that does not apply stops the build with its name. What
+# was applied lies in .patches/ beside the sources, so that a later configuration with other patches takes it back
+# first, and `llama_patches()`, exported by libllama, returns the names.
 #
 # CMAKE_PROJECT_INCLUDE and not CMAKE_PROJECT_TOP_LEVEL_INCLUDES, which CMake before 3.24 ignores without a word.
 
@@ -15,7 +14,6 @@ if(NOT CMAKE_CURRENT_SOURCE_DIR STREQUAL CMAKE_SOURCE_DIR)
 endif()
 
 option(LLAMA_PATCHES "Patch llama.cpp" ON)
-option(LLAMA_PATCHES_NEXT "Those of llama.cpp/next, too, which no card has run yet" OFF)
 set(LLAMA_PATCHES_LAST "9999" CACHE STRING "Patch llama.cpp up to this number")
 
 set(LLAMA_PATCHED_DIR ${CMAKE_SOURCE_DIR})
@@ -40,10 +38,6 @@ function(llama_patch_sources)
     set(queue "")
     if(LLAMA_PATCHES)
         file(GLOB queue ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/llama.cpp/*.patch)
-        if(LLAMA_PATCHES_NEXT)
-            file(GLOB next ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/llama.cpp/next/*.patch)
-            list(APPEND queue ${next})
-        endif()
         set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${queue})
         foreach(patch IN LISTS queue)
             get_filename_component(name ${patch} NAME)

@@ -193,9 +193,10 @@ class SpeculationSettings(Section, title="speculation"):
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
     mtp_snapshots: int = Field(-1, ge=-1)
-    """rejected tokens that a lone sequence can take back without a copy of its state; the memory of every
-    recurrent state is multiplied by one more than it. -1: 2 with the MTP head and at most 8 sequences, or
-    what fits; else 0"""
+    """rejected tokens that a lone sequence can take back without a copy of its state; each takes the memory
+    of a recurrent state. -1: 8 with the MTP head, as many as a draft model's block has tokens, or what fits;
+    else 0. With a stock llama.cpp each takes that for every sequence and every state of the prefix cache, and
+    -1 is 2 with at most 8 sequences"""
     mtp_window: int = Field(512, ge=1)
     """most tokens that the MTP head reads before its first draft for a sequence; their hidden states wait in
     host memory"""

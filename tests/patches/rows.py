@@ -24,12 +24,24 @@ if TYPE_CHECKING:
 N_SEQ = 12
 """Sequences that generate; as many more hold checkpoints."""
 
+SHARED = 0x80000000
+"""LLAMA_RS_SEQ_SHARED of src/llama-ext.h."""
+
 
 class Engine:
     """A context, and which sequence holds how many tokens."""
 
     def __init__(
-        self, model: Path, *, n_ctx: int, gpu: bool, flash: bool, unified: bool, f32: bool, snapshots: int
+        self,
+        model: Path,
+        *,
+        n_ctx: int,
+        gpu: bool,
+        flash: bool,
+        unified: bool,
+        f32: bool,
+        snapshots: int,
+        shared: bool,
     ) -> None:
         C.llama_backend_init()
         options = C.llama_model_default_params()
@@ -38,7 +50,7 @@ class Engine:
         params = C.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 64
         params.n_seq_max = 2 * N_SEQ
-        params.n_rs_seq = snapshots
+        params.n_rs_seq = snapshots | (SHARED if shared else 0)
         params.kv_unified = unified
         params.flash_attn_type = int(flash)
         params.n_threads = params.n_threads_batch = 2
@@ -159,6 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--f32", action="store_true", help="the KV cache in F32")
     parser.add_argument("--snapshots", type=int, default=0, help="of each recurrent state, to go back to")
+    parser.add_argument("--shared", action="store_true", help="snapshots of one sequence, not of each")
     options = parser.parse_args()
     n_ctx = 2 * N_SEQ * 256
     engine = Engine(
@@ -169,6 +182,7 @@ def main() -> None:
         unified=not options.streams,
         f32=options.f32,
         snapshots=options.snapshots,
+        shared=options.shared,
     )
     play(engine, options.seed, options.actions, n_ctx, options.snapshots)
     rows = np.stack(engine.rows)

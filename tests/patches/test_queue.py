@@ -89,6 +89,20 @@ def test_logits_are_those_of_stock(
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("options", ["--f32 --seed 6", "--streams --seed 7", "--flash --seed 8"])
+def test_shared_snapshots_are_those_of_every_cell(
+    libraries: dict[str, Path], tmp_path: Path, options: str
+) -> None:
+    model, every = nano_gguf("F32"), [*options.split(), "--snapshots", "5"]
+    first, second = (
+        rows(libraries["patched"], model, tmp_path / f"{len(more)}.npz", *every, *more)
+        for more in ([], ["--shared"])
+    )
+    assert len(first) > 300
+    assert np.array_equal(first, second)
+
+
+@pytest.mark.reference
 def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) -> None:
     """llama.cpp's test that a patch brings: random cells, every mask compared with the function as it was."""
     sources, library = llama_cpp_sources(), libraries["patched"]

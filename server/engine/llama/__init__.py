@@ -14,11 +14,13 @@ from .patches import patches
 from .pipe import wake
 from .rows import Rows
 from .samplers import SamplerChain
+from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
     "CACHE_TYPES",
     "HAS_RING",
     "N_CANDIDATES",
+    "SHARES_SNAPSHOTS",
     "Context",
     "ContextOptions",
     "Device",

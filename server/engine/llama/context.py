@@ -17,7 +17,7 @@ from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .log import reason, tapped_log
 from .rows import Rows, matrix
-from .snapshots import Snapshots
+from .snapshots import Snapshots, n_rs_seq
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ContextOptions:
     """Their device sampler at first."""
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
-    recurrent state for every sequence id."""
+    recurrent state, without patch 0019 for every sequence id."""
     unified: bool = True
     """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
     to another copies its keys and values on the device."""
@@ -83,7 +83,7 @@ class Context:
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
         params.n_outputs_max_per_seq = options.n_outputs_per_seq
-        params.n_rs_seq = options.n_snapshots
+        params.n_rs_seq = n_rs_seq(options.n_snapshots)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]

@@ -5,17 +5,34 @@ With `n_rs_seq` = n, a call leaves beside a sequence's newest state those before
 llama-memory-recurrent.cpp does not check: the states are those of the last call alone, so fewer tokens leave
 fewer of them; other sequences of the call may move the newest state and leave the others behind; and until
 the next call, copies of the sequence get its newest state, not the one that it went back to.
+
+Stock llama.cpp has room for n snapshots of every sequence. With patch 0019 there are those of one, of the one
+that was alone in the last call, which is all that is ever gone back to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from server.engine.errors import LlamaError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+SHARED: Final = hasattr(C._lib, "llama_rs_seq_shared")
+"""Whether this llama.cpp can have the snapshots of one sequence only."""
+
+SHARED_FLAG: Final = 0x80000000
+"""LLAMA_RS_SEQ_SHARED of its src/llama-ext.h: or-ed to `n_rs_seq`."""
+
+
+def n_rs_seq(n_snapshots: int) -> int:
+    """The parameter of a context with so many snapshots."""
+    return n_snapshots | SHARED_FLAG if SHARED and n_snapshots else n_snapshots
 
 
 class Snapshots:

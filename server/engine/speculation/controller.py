@@ -38,6 +38,10 @@ of the depths below with each draft that ends above them."""
 ASSUMED_WEIGHT, REMEMBERED = 2, 2
 """Tries that an assumption counts for; and those that are left of what was learnt before a rest."""
 
+STALE = 0.02
+"""What fades of all that is known of a drafter with each step for which another one drafts: so it has another
+go some fifty steps later, whatever became of its first drafts."""
+
 HOPE = 0.95
 """Chance of each token with which one draft is tried after a rest where less could not pay: it tells."""
 
@@ -108,6 +112,12 @@ class HitRates:
             self.hits[depth] *= share
             self.tries[depth] *= share
         self.missed = self._valid = False
+
+    def fade(self) -> None:
+        """Another drafter had the step."""
+        self.hits = [(1 - STALE) * hits for hits in self.hits]
+        self.tries = [(1 - STALE) * tries for tries in self.tries]
+        self._valid = False
 
     def expected(self, n: int) -> float:
         """Right tokens of a draft of `n`."""
@@ -356,7 +366,10 @@ class Controller:
                     trial.in_a_row += 1
                     if trial.in_a_row >= PROVEN:
                         trial.rest.end()
-                elif plan is None and longest >= min(JUDGED, option.drafter.depth):
+                elif plan is not None:
+                    if not (plan.drafter.instant or option.drafter.instant):
+                        self.rates(option.drafter, kind).fade()
+                elif longest >= min(JUDGED, option.drafter.depth):
                     self._give_up(trial, n, untried=0 if n == 1 or option.drafter.instant else REST_LAST)
 
     def _give_up(self, trial: Trial, n: int, *, untried: int = 0) -> None:

@@ -119,7 +119,8 @@ def four_b() -> Header:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that there are GPUs with so many bytes free, and 32 GiB of host memory."""
+    """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and patch 0019."""
+    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", True)
 
     def pretend(*free: int) -> None:
         found = [
@@ -164,9 +165,9 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert host.weights == 500 * MIB
     head = 16_384 * 4 * 1024 if by_head else 0
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024 + head, 0)
-    state, snapshots = plan.spec.state, 2 if by_head else 0
+    state, snapshots = plan.spec.state, 8 if by_head else 0
     assert plan.settings.mtp_snapshots == snapshots
-    assert gpu.states == (8 + 8 + 32) * (1 + snapshots) * state
+    assert gpu.states == (8 + 8 + 32 + snapshots) * state
     assert gpu.settling == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
@@ -186,12 +187,22 @@ def test_with_deterministic_every_sequence_and_state_has_cells_of_its_own(card: 
 
 
 @pytest.mark.parametrize(
-    ("free", "snapshots", "checkpoints"),
-    [(40, 2, 32), (16, 2, 32), (14, 2, 24), (13, 2, 18), (11, 1, 16), (10.5, 0, 32)],
+    ("shared", "free", "snapshots", "checkpoints"),
+    [
+        (False, 40, 2, 32),
+        (False, 16, 2, 32),
+        (False, 14, 2, 24),
+        (False, 13, 2, 18),
+        (False, 11, 1, 16),
+        (False, 10.5, 0, 32),
+        (True, 40, 8, 32),
+        (True, 11, 8, 32),
+    ],
 )
 def test_snapshots_and_checkpoints_make_room_for_each_other(
-    card: Any, free: float, snapshots: int, checkpoints: int
+    card: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, free: float, snapshots: int, checkpoints: int
 ) -> None:
+    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
     card(int(free * GIB))
     chosen = four_b_plan(speculation="both").settings
     assert (chosen.mtp_snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
@@ -229,15 +240,21 @@ def test_a_step_follows_the_pass_that_fits(card: Any) -> None:
     assert (chosen.ubatch_size, chosen.batch_size) == (1024, 4096)
 
 
-def test_snapshots_are_for_drafts(card: Any) -> None:
+@pytest.mark.parametrize(("shared", "alone", "crowd"), [(False, 2, 0), (True, 8, 8)])
+def test_snapshots_are_for_drafts(
+    card: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, alone: int, crowd: int
+) -> None:
+    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
     card(60 * GIB)
+    assert four_b_plan(speculation="both").settings.mtp_snapshots == alone
     assert four_b_plan(speculation="both", mtp_depth=1).settings.mtp_snapshots == 1
-    assert four_b_plan(speculation="both", parallel=9).settings.mtp_snapshots == 0, "a crowd pays for them"
+    assert four_b_plan(speculation="both", parallel=9).settings.mtp_snapshots == crowd
     assert four_b_plan(speculation="both", parallel=9, mtp_snapshots=2).settings.mtp_snapshots == 2
     assert four_b_plan(speculation="both", mtp_snapshots=20).settings.mtp_snapshots == 20
     assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.mtp_snapshots == 1
     assert four_b_plan(speculation="ngram", mtp_snapshots=2).settings.mtp_snapshots == 2
     assert four_b_plan(speculation="off", mtp_snapshots=2).settings.mtp_snapshots == 0
+    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", False)
     card(12 * GIB)
     with pytest.raises(DoesNotFit, match="mtp_snapshots=0"):
         four_b_plan(speculation="both", mtp_snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
@@ -475,7 +492,7 @@ def test_layers_are_shared_out_by_free_memory(card: Any) -> None:
     assert first.weights == 26 * 70 * MIB
     assert second.weights == 7 * 70 * MIB + 500 * MIB + 10240
     assert (first.kv, second.kv) == (6 * 16_384 * 4096, 2 * 16_384 * 4096 + 16_384 * 4 * 1024)
-    assert first.states + second.states == (8 + 8 + 32) * (1 + plan.settings.mtp_snapshots) * plan.spec.state
+    assert first.states + second.states == (8 + 8 + 32 + plan.settings.mtp_snapshots) * plan.spec.state
     assert (host.weights, host.kv, host.states) == (500 * MIB, 0, 0)
     assert "CUDA1" in str(plan)
 

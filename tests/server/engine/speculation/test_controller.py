@@ -174,6 +174,21 @@ def test_a_head_that_costs_too_much_is_not_even_tried() -> None:
     assert sum(world.step() for _ in range(1000)) == 0
 
 
+def test_who_was_unlucky_at_first_drafts_again_while_another_drafts() -> None:
+    world = on_h200(snapshots=15)
+    block = Mock(instant=False, depth=15, kinds={"dflash": 0.85})
+    block.name, block.cost.return_value = "dflash", 1.7e-3
+    options = [Option(block, ["dflash"], [15]), Option(world.head, ["mtp"], [8])]
+    step = Step([1], 200, 200, rewinds=15, keeps_graph=15)
+    for _ in range(2):
+        world.controller.rates(block, "dflash").add(15, 0)
+        world.controller.rates(world.head, "mtp").add(4, 3)
+    plans = [world.controller.choose(options, step) for _ in range(100)]
+    drafters = [plan.drafter for plan in plans if plan is not None]
+    assert drafters[0] is world.head
+    assert block in drafters[10:]
+
+
 def test_who_rests_is_not_planned_for() -> None:
     world = on_h200()
     world.head.right = 0.0
