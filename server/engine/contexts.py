@@ -148,11 +148,13 @@ def head_options(settings: EngineSettings) -> ContextOptions:
 def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
     """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
 
-    Who looks in both directions must do so in one pass. Every row of a block is an output.
+    Who looks in both directions must do so in one pass. Every row of a block is an output. What a checkpoint
+    is to share of a prompt, up to a window, is injected by one call.
     """
     options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
     rows = max(options.n_seq, most * spec.block)
     batch = rows + most * spec.block if HAS_RING else rows  # as many are injected with blocks
+    batch = max(batch, min(settings.draft_window, settings.ubatch_size))
     return replace(
         options,
         n_ctx=draft_cells(settings, spec),
