@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WINDOW = 512  # tokens that our server's drafter looks back on
-# kernels that llama.cpp's CUDA backend launches for src/models/dflash.cpp, counted as those of geometry.py
-BLOCK_KERNELS, INJECT_KERNELS, FUSE_KERNELS = 26, 9, 4
+# kernels that llama.cpp's CUDA backend launches for src/models/dflash.cpp, counted as those of geometry.py:
+# a layer with a block and the rows before it, one with rows alone, and what makes those of features
+BLOCK_KERNELS, INJECT_KERNELS, FUSE_KERNELS = 27, 9, 4
 
 
 class BlockDrafter:
     """Layers, fusion and head of a drafter; embedding and head are the target's where it has none.
 
-    What the target's layers made of a token goes to the host and back before it is injected (`host_bytes`).
+    What the target's layers made of each token waits on the card, in a ring (patch 0018).
 
     Raises:
         BenchError: the file is no block drafter's.
@@ -39,31 +40,36 @@ class BlockDrafter:
         queries = [tensor for tensor in self._layers if tensor.name.endswith("attn_output.weight")]
         self._n_layers, self._queries = len(queries), sum(tensor.shape[0] for tensor in queries)
         self._kv = target.kv_bytes * sum(tensor.shape[1] for tensor in self._keys)
+        self._features = F32_BYTES * self._fuse.shape[0]
+        self._n_target_layers = self._fuse.shape[0] // self._fuse.shape[1]
+        self._fuse_kernels = FUSE_KERNELS + 2 * self._n_target_layers  # gathered, and put side by side
         self._integer = self._fuse.type not in FLOATS
 
-    def guess(self, rows: float, context: float) -> Work:
-        """A pass that fills a block of `rows`."""
-        seen = min(context, 1.5 * WINDOW) + rows
-        weights = [*self._layers, self._head]
-        operations = 2.0 * rows * _elements(weights) + 4.0 * self._queries * rows * seen
-        kernels = float(self._n_layers * BLOCK_KERNELS + HEAD_KERNELS)
-        return Work(_bytes(weights) + self._kv * (seen + rows), operations, kernels, self._integer)
+    def keep(self, rows: float, *, passes: int = 1) -> Work:
+        """What the target's passes over `rows` tokens add: the features of each go into the ring."""
+        return Work(self._features * rows, kernels=float(passes * self._n_target_layers))
 
-    def inject(self, rows: float, *, extracted: float | None = None) -> Work:
-        """Take in the features of `rows` tokens, of `extracted` that the target has given to the host."""
-        weights = [self._fuse, *self._keys]
-        features = F32_BYTES * self._fuse.shape[0]
+    def draft(self, rows: float, context: float) -> Work:
+        """A pass that fills a block of `rows`, and injects as many of the newest tokens, new or not."""
+        seen = min(context, 1.5 * WINDOW) + rows
+        weights = [self._fuse, *self._layers, self._head]
+        attention = 4.0 * self._queries * rows * seen
         return Work(
-            _bytes(weights) + self._kv * rows,
-            2.0 * rows * _elements(weights),
-            float(self._n_layers * INJECT_KERNELS + FUSE_KERNELS),
+            _bytes(weights) + self._features * rows + self._kv * (seen + 2 * rows),
+            2.0 * rows * (_elements(weights) + _elements(self._keys)) + attention,
+            float(self._n_layers * BLOCK_KERNELS + self._fuse_kernels + HEAD_KERNELS),
             self._integer,
-            host_bytes=features * (rows + (rows if extracted is None else extracted)),
         )
 
-    def read(self, prompt: float) -> Work:
-        """Take in a prompt: all of its features go to the host, and those of the window back."""
-        return self.inject(min(prompt, WINDOW), extracted=prompt)
+    def inject(self, rows: float) -> Work:
+        """A pass that takes in the features of `rows` tokens: the end of a prompt."""
+        weights = [self._fuse, *self._keys]
+        return Work(
+            _bytes(weights) + (self._features + self._kv) * rows,
+            2.0 * rows * _elements(weights),
+            float(self._n_layers * INJECT_KERNELS + self._fuse_kernels),
+            self._integer,
+        )
 
 
 def _bytes(tensors: list[TensorInfo]) -> float:

@@ -5,7 +5,7 @@
 is a model, not a bound: launches are added, though a card hides some of them behind work, and bandwidth and
 compute are the shares of the datasheet's that somebody measured. The bound is `least`: the bytes at the
 datasheet's bandwidth or the operations at its highest rate, that of 8-bit integers where the weights are
-quantized, and no launches.
+quantized, and no launches. With drafts it is that of our server's passes: others may have another way back.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.analysis.block_drafter import BlockDrafter
+from bench.analysis.block_drafter import WINDOW, BlockDrafter
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from convert.cards import BANDWIDTH
-
-SNAPSHOTS = 2  # tokens of the longest draft that our server, by default, takes back without copying a state
+from server.engine.memory import SNAPSHOTS
 
 
 @dataclass(frozen=True)
 class Card:
-    """Bytes a second, operations a second of dense F16 and of 8-bit integers on tensor cores, and bytes a
-    second to the host or from it."""
+    """Bytes a second, and operations a second of dense F16 and of 8-bit integers on tensor cores."""
 
     name: str
     bandwidth: float
     compute: float
     integer: float
-    host: float
 
     def least(self, work: Work) -> float:
         """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
@@ -38,14 +35,14 @@ class Card:
         return max(work.n_bytes / self.bandwidth, work.operations / peak)
 
 
-# Published datasheets, dense rates; PCIe one way
+# Published datasheets, dense rates
 CARDS = {
-    name: Card(name, BANDWIDTH[name], compute * 1e12, integer * 1e12, host * 1e9)
-    for name, compute, integer, host in (
-        ("A10G", 70, 140, 32),
-        ("L4", 121, 242.5, 32),
-        ("H100", 989.5, 1979, 64),
-        ("H200", 989.5, 1979, 64),
+    name: Card(name, BANDWIDTH[name], compute * 1e12, integer * 1e12)
+    for name, compute, integer in (
+        ("A10G", 70, 140),
+        ("L4", 121, 242.5),
+        ("H100", 989.5, 1979),
+        ("H200", 989.5, 1979),
     )
 }
 
@@ -62,10 +59,9 @@ class Reached:
     def terms(self, card: Card, work: Work) -> NDArray[np.float64]:
         """The seconds of one pass, an estimate: bytes being moved, arithmetic, launches."""
         memory = work.n_bytes / (card.bandwidth * self.bandwidth)
-        moved = work.host_bytes / card.host
         compute = work.operations / (card.compute * self.compute)
         launch = work.kernels * self.launch
-        return np.array([memory + moved, 0.0, launch] if memory >= compute else [moved, compute, launch])
+        return np.array([memory, 0.0, launch] if memory >= compute else [0.0, compute, launch])
 
 
 @dataclass(frozen=True)
@@ -88,21 +84,31 @@ class Drafts:
 
     @property
     def rejected(self) -> float:
-        """The chance that a draft is not right to its end and the recurrent state has to go back."""
-        return 1 - self.acceptance**self.count if self.count > SNAPSHOTS else 0.0
+        """The chance that a draft is not right to its end."""
+        return 1 - self.acceptance**self.count
 
     @property
     def recomputed(self) -> float:
-        """Expected tokens of a verification that were right and are computed again with the next."""
-        right = self.tokens - 1 - self.count * self.acceptance**self.count
-        return right if self.count > SNAPSHOTS else 0.0
+        """Expected tokens of a verification that were right before a wrong one: after a copy of the state is
+        gone back to, they are computed again with the next draft."""
+        return self.tokens - 1 - self.count * self.acceptance**self.count
+
+    def snapshots(self, geometry: Geometry) -> int:
+        """States that our server keeps behind the newest by default: of a draft no longer than that, what is
+        wrong is taken back for nothing."""
+        if self.block is not None:
+            return self.count
+        return SNAPSHOTS if geometry.draft is not None else 0
 
 
 def prefill_passes(
-    geometry: Geometry, tokens: int, *, cached: bool, ubatch: int = UBATCH
+    geometry: Geometry, tokens: int, drafts: Drafts | None = None, *, cached: bool, ubatch: int = UBATCH
 ) -> Iterator[tuple[Work, float]]:
     """Reading a prompt: passes and how often each; ``cached``: all but its last token is there already."""
-    passes = [geometry.decode(tokens - 1)] if cached else geometry.prefill(tokens, ubatch=ubatch)
+    passes = [geometry.decode(tokens - 1)] if cached else [*geometry.prefill(tokens, ubatch=ubatch)]
+    if drafts is not None and drafts.block is not None:
+        rows = 1 if cached else tokens
+        passes += [drafts.block.keep(rows, passes=len(passes)), drafts.block.inject(min(rows, WINDOW))]
     return ((work, 1.0) for work in passes)
 
 
@@ -111,20 +117,23 @@ def decode_passes(
 ) -> Iterator[tuple[Work, float]]:
     """The `tokens - 1` output tokens after the first, which the prefill gives: passes, how often each."""
     done, left = 0.0, float(tokens - 1)
+    snapshots = drafts.snapshots(geometry) if drafts is not None else 0
     while left > 1e-9:
         context, gained = prompt + done, drafts.tokens if drafts is not None else 1.0
         share = min(1.0, left / gained)  # the last step may be needed in part only
         if drafts is None:
             yield geometry.decode(context), share
         else:
-            yield geometry.verify(drafts.count + 1 + drafts.recomputed, context), share
-            if drafts.rejected:
+            rows = drafts.count + 1.0
+            if drafts.count > snapshots:
+                rows += drafts.recomputed
                 yield _way_back(geometry, drafts), share
+            yield geometry.verify(rows, context, snapshots=snapshots), share
             if drafts.mtp:
                 yield geometry.draft_step(context), share * drafts.count
             if drafts.block is not None:
-                yield drafts.block.inject(gained), share
-                yield drafts.block.guess(drafts.count + 1, context), share
+                yield drafts.block.keep(rows), share
+                yield drafts.block.draft(drafts.count + 1, context), share
         done, left = done + gained * share, left - gained * share
 
 

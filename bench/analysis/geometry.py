@@ -40,8 +40,6 @@ class Work:
     operations: float = 0.0
     kernels: float = 0.0
     integer: bool = False
-    host_bytes: float = 0.0
-    """What goes between the card and the host."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,14 @@ class Geometry:
         """One token for each of `sequences`, which have `context` tokens behind them."""
         return self.verify(1, context, sequences=sequences)
 
-    def verify(self, rows: float, context: float, *, sequences: int = 1) -> Work:
-        """`rows` new tokens a sequence, each with its logits: a verification of `rows - 1` drafts."""
-        return self._pass(self.trunk, rows, context, outputs=rows, sequences=sequences)
+    def verify(self, rows: float, context: float, *, sequences: int = 1, snapshots: int = 0) -> Work:
+        """`rows` new tokens a sequence, each with its logits: a verification of `rows - 1` drafts.
+
+        It writes the states before its last tokens too, of as many as there are `snapshots`.
+        """
+        work = self._pass(self.trunk, rows, context, outputs=rows, sequences=sequences)
+        further = sequences * min(rows - 1, snapshots) * self.state_bytes
+        return replace(work, n_bytes=work.n_bytes + further)
 
     def prefill(self, tokens: int, *, start: int = 0, ubatch: int = UBATCH) -> Iterator[Work]:
         """The passes that read `tokens` prompt tokens after `start`; the last one has logits of one row."""

@@ -69,7 +69,7 @@ def roofline(
     ubatch
         Rows of one prefill pass.
     draft
-        Tokens drafted for each verification.
+        Tokens drafted for each verification; by dflash, all of a block but its first.
     acceptance
         Probability that a drafted token is right, if those before it were.
     drafter
@@ -105,12 +105,11 @@ def predict(
     for category in CATEGORIES.values():
         prompt, tokens = category.prompt_tokens, category.max_tokens
         for case in CASES if drafts is not None else CASES[:2]:
+            drafting = drafts if "drafts" in case else None
             passes = [
-                *prefill_passes(geometry, prompt, cached="cached" in case, ubatch=ubatch),
-                *decode_passes(geometry, prompt, tokens, drafts if "drafts" in case else None),
+                *prefill_passes(geometry, prompt, drafting, cached="cached" in case, ubatch=ubatch),
+                *decode_passes(geometry, prompt, tokens, drafting),
             ]
-            if drafts is not None and drafts.block is not None and case == CASES[2]:
-                passes.append((drafts.block.read(prompt), 1.0))
             terms = 1000 * np.sum([reached.terms(card, work) * times for work, times in passes], axis=0)
             found[category.name, case] = {
                 "memory ms": float(terms[0]),
@@ -152,11 +151,12 @@ def passes(geometry: Geometry, drafts: Drafts | None, ubatch: int) -> Iterator[t
         yield f"decode of {sequences} sequences at 512", geometry.decode(512, sequences=sequences)
     if drafts is not None:
         for category in CATEGORIES.values():
-            at = category.prompt_tokens
-            yield f"verification of {drafts.count + 1} rows at {at:,}", geometry.verify(drafts.count + 1, at)
+            at, rows = category.prompt_tokens, drafts.count + 1
+            work = geometry.verify(rows, at, snapshots=drafts.snapshots(geometry))
+            yield f"verification of {rows} rows at {at:,}", work
         if drafts.mtp:
             yield "one MTP draft at 2,048", geometry.draft_step(2048)
         if drafts.block is not None:
-            yield "one block at 2,048", drafts.block.guess(drafts.count + 1, 2048)
-            yield "injection of 5 tokens", drafts.block.inject(5)
-            yield "injection of a prompt of 8,192", drafts.block.read(8192)
+            yield "one block at 2,048", drafts.block.draft(drafts.count + 1, 2048)
+            yield "features of 512 tokens kept", drafts.block.keep(512)
+            yield "and injected", drafts.block.inject(512)

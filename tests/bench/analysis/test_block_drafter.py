@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.analysis.block_drafter import WINDOW, BlockDrafter
-from bench.analysis.cards import CARDS, Drafts, Reached, decode_passes
+from bench.analysis.cards import Drafts, decode_passes, prefill_passes
 from bench.analysis.geometry import Geometry
 from bench.errors import BenchError
 from convert.gguf_header import read_tensors
@@ -18,47 +18,41 @@ def target(nano_f32: Path) -> Geometry:
     return Geometry.load(nano_f32)
 
 
-def test_a_block_reads_the_layers_and_the_targets_head(target: Geometry, nano_draft_f32: Path) -> None:
+FEATURES = 3 * 256 * 4  # what goes into three layers, F32
+CACHE = 2 * 3 * 2 * 2 * 64  # F16, layers, keys and values, heads, elements
+
+
+def test_one_pass_injects_the_newest_rows_and_fills_a_block(target: Geometry, nano_draft_f32: Path) -> None:
     drafter = BlockDrafter(nano_draft_f32, target)
-    layers = sum(tensor.n_bytes for tensor in read_tensors(nano_draft_f32) if tensor.name.startswith("blk."))
-    work = drafter.guess(16, 0)
-    cache = 2 * 3 * 2 * 2 * 64 * 32  # f16, layers, keys and values, heads, elements; read, and written
-    assert work.n_bytes == layers + target.head.n_bytes + cache
-    assert work.host_bytes == 0
-    assert drafter.guess(16, 8192).n_bytes == drafter.guess(16, 1.5 * WINDOW).n_bytes, "it sees no further"
+    tensors = {tensor.name: tensor.n_bytes for tensor in read_tensors(nano_draft_f32)}
+    layers = sum(n_bytes for name, n_bytes in tensors.items() if name.startswith("blk."))
+    work = drafter.draft(16, 64)
+    weights = tensors["fc.weight"] + layers + target.head.n_bytes
+    seen, written = 64 + 16, 2 * 16
+    assert work.n_bytes == weights + 16 * FEATURES + (seen + written) * CACHE
+    assert drafter.draft(16, 8192).n_bytes == drafter.draft(16, 1.5 * WINDOW).n_bytes, "it sees no further"
+    keys = sum(n_bytes for name, n_bytes in tensors.items() if "attn_k." in name or "attn_v." in name)
+    assert drafter.inject(5).n_bytes == tensors["fc.weight"] + keys + 5 * (FEATURES + CACHE)
 
 
-def test_features_go_to_the_host_and_back(target: Geometry, nano_draft_f32: Path) -> None:
+def test_features_stay_on_the_card(target: Geometry, nano_draft_f32: Path) -> None:
     drafter = BlockDrafter(nano_draft_f32, target)
-    assert drafter.inject(5).host_bytes == 2 * 5 * 3 * 256 * 4
-    assert drafter.read(8192).host_bytes == (8192 + WINDOW) * 3 * 256 * 4
-    card, work = CARDS["A10G"], drafter.inject(5)
-    terms = Reached().terms(card, work)
-    assert terms[0] == work.n_bytes / card.bandwidth + work.host_bytes / card.host
-    assert card.least(work) < terms.sum(), "an engine may leave them where they are"
+    drafts = Drafts(15, 0.8, mtp=False, block=drafter)
+    *read, keep, inject = (work for work, _ in prefill_passes(target, 1200, drafts, cached=False))
+    assert len(read) == 3
+    assert (keep.n_bytes, keep.kernels) == (1200 * FEATURES, 3 * 3), "by each pass, for each layer"
+    assert inject == drafter.inject(WINDOW)
+    *_, keep, inject = (work for work, _ in prefill_passes(target, 1200, drafts, cached=True))
+    assert (keep, inject) == (drafter.keep(1), drafter.inject(1))
 
 
-def test_each_verification_has_a_way_back_an_injection_and_a_block(
-    target: Geometry, nano_draft_f32: Path
-) -> None:
+def test_a_step_verifies_keeps_features_and_drafts(target: Geometry, nano_draft_f32: Path) -> None:
     drafter = BlockDrafter(nano_draft_f32, target)
     drafts = Drafts(15, 0.81, mtp=False, block=drafter)
     passes = list(decode_passes(target, 64, 1 + round(4 * drafts.tokens), drafts))
-    verify, way_back, inject, block = (work for work, _ in passes[:4])
-    wrong = 1 - 0.81**15
-    right = sum(0.81**i for i in range(1, 16)) - 15 * (1 - wrong)
-    again = target.verify(16 + right, 64)
-    assert verify.operations == pytest.approx(again.operations), "what was right goes along once more"
-    assert way_back.n_bytes == pytest.approx(2 * (1 + wrong) * target.state_bytes)
-    assert inject == drafter.inject(drafts.tokens)
-    assert block == drafter.guess(16, 64)
-    assert sum(share for work, share in passes if work.host_bytes) == pytest.approx(4, rel=0.05)
-
-
-@pytest.mark.parametrize("drafts", [Drafts(2, 0.5, mtp=True), Drafts(8, 1.0, mtp=False)])
-def test_what_is_taken_back_for_nothing_or_never_costs_nothing(target: Geometry, drafts: Drafts) -> None:
-    assert drafts.rejected == 0
-    assert next(decode_passes(target, 64, 9, drafts))[0] == target.verify(drafts.count + 1, 64)
+    step = [target.verify(16, 64, snapshots=15), drafter.keep(16), drafter.draft(16, 64)]
+    assert [work for work, _ in passes[:3]] == step, "a whole block is taken back without a copy"
+    assert sum(share for _, share in passes) == pytest.approx(3 * 4, rel=0.05)
 
 
 def test_another_kind_of_file_is_refused(target: Geometry, nano_f32: Path) -> None:

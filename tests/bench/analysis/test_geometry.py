@@ -93,6 +93,14 @@ def test_a_verification_has_logits_for_every_row() -> None:
     assert geometry.verify(1, 10) == geometry.decode(10)
 
 
+def test_a_verification_writes_the_states_before_its_last_tokens() -> None:
+    geometry = Geometry(tensors())
+    for rows, snapshots, further in ((1, 8, 0), (3, 8, 2), (9, 8, 8), (16, 8, 8), (16, 0, 0)):
+        bare, work = geometry.verify(rows, 10), geometry.verify(rows, 10, snapshots=snapshots)
+        assert work.n_bytes - bare.n_bytes == further * STATE_BYTES
+        assert (work.operations, work.kernels) == (bare.operations, bare.kernels)
+
+
 def test_a_prompt_is_read_in_passes_and_only_the_last_has_logits() -> None:
     first, second = Geometry(tensors()).prefill(10, ubatch=8)
     assert first.n_bytes == WEIGHT_BYTES + 8 * 64 + 2 * 32 * 16 + 2 * STATE_BYTES
@@ -125,7 +133,7 @@ def test_an_untied_head_is_read_instead_of_the_embedding() -> None:
     assert untied.decode(10).n_bytes - Geometry(tensors()).decode(10).n_bytes == HEAD_BYTES
 
 
-MADE_UP = Card("x", bandwidth=1000, compute=10_000, integer=20_000, host=100)
+MADE_UP = Card("x", bandwidth=1000, compute=10_000, integer=20_000)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,6 @@ MADE_UP = Card("x", bandwidth=1000, compute=10_000, integer=20_000, host=100)
         (Work(2000, 500, 3), (2.0, 0.0, 0.3)),
         (Work(2000, 30_000, 3), (0.0, 3.0, 0.3)),
         (Work(200, 500, 9), (0.2, 0.0, 0.9)),
-        (Work(200, 500, 9, host_bytes=100), (1.2, 0.0, 0.9)),
     ],
 )
 def test_a_pass_takes_its_launches_and_the_slower_of_memory_and_compute(
@@ -184,14 +191,40 @@ def test_a_request_is_the_sum_of_its_steps() -> None:
         return sum(work.n_bytes * times for work, times in passes)
 
     assert moved(5, None) == pytest.approx(sum(geometry.decode(100 + i).n_bytes for i in range(4)))
-    right = geometry.verify(2, 100).n_bytes + geometry.verify(2, 102).n_bytes
+    right = sum(geometry.verify(2, at, snapshots=1).n_bytes for at in (100, 102))
     assert moved(5, Drafts(1, 1.0, mtp=False)) == pytest.approx(right)
     draft = geometry.draft_step(100).n_bytes
-    assert moved(3, Drafts(1, 1.0, mtp=True)) == pytest.approx(geometry.verify(2, 100).n_bytes + draft)
+    verify = geometry.verify(2, 100, snapshots=1).n_bytes
+    assert moved(3, Drafts(1, 1.0, mtp=True)) == pytest.approx(verify + draft)
     # one of the four is wanted
-    assert moved(2, Drafts(3, 1.0, mtp=False)) == pytest.approx(geometry.verify(4, 100).n_bytes / 4)
+    verify = geometry.verify(4, 100, snapshots=3).n_bytes
+    assert moved(2, Drafts(3, 1.0, mtp=False)) == pytest.approx(verify / 4)
     assert read(100, cached=True) == geometry.decode(99).n_bytes
     assert read(600, cached=False) == pytest.approx(sum(work.n_bytes for work in geometry.prefill(600)))
+
+
+@pytest.mark.parametrize(
+    ("count", "head", "snapshots"),
+    [(8, True, 8), (9, True, 8), (1, False, 0)],
+    ids=["fits", "long", "no head"],
+)
+def test_a_draft_longer_than_there_are_snapshots_goes_back_by_a_copy(
+    count: int, head: bool, snapshots: int
+) -> None:
+    geometry, drafts = Geometry(tensors(draft=head)), Drafts(count, 0.5, mtp=False)
+    assert drafts.snapshots(geometry) == snapshots
+    *copies, verify = (work for work, _ in decode_passes(geometry, 64, 2, drafts))
+    if count <= snapshots:
+        assert not copies
+        assert verify == geometry.verify(count + 1, 64, snapshots=snapshots)
+        return
+    wrong = 1 - 0.5**count
+    (way_back,) = copies
+    assert way_back.n_bytes == pytest.approx(2 * (1 + wrong) * STATE_BYTES)
+    right = sum(0.5**i for i in range(1, count + 1)) - count * (1 - wrong)
+    again = geometry.verify(count + 1 + right, 64, snapshots=snapshots)
+    assert verify.operations == pytest.approx(again.operations), "what was right goes along once more"
+    assert verify.n_bytes == pytest.approx(again.n_bytes)
 
 
 def test_another_architecture_is_refused() -> None:
