@@ -233,6 +233,8 @@ class Speculator:
         drafter, n = watched.drafter, len(requests)
         if n > drafter.most or watched.disabled.left(self._controller.now):
             return None
+        if not (drafter.instant or all(request.sequence.generated for request in requests)):
+            return None  # no first token waits for who has to read the prompt: 13 ms on an H200
         if not (allowed := self._controller.allowed(drafter, n)):
             return None
         if drafter.instant:

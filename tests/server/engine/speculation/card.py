@@ -227,7 +227,9 @@ class World:
         """Tokens drafted, by step."""
 
     def newcomer(self, slot: int) -> Sequence:
+        """A sequence with its first token."""
         one = sequence([self.rng.randrange(ANYONE) for _ in range(20)], 10**6)
+        one.prompt_length -= 1
         one.slot, one.computed = slot, len(one.tokens) - 1
         one.begun = one.decoding = True
         return one
@@ -238,6 +240,7 @@ class World:
             self.speculator.forget(other)
         self.sequences = [other for other in self.sequences if other.slot != slot]
         one = self.newcomer(slot)
+        one.prompt_length += 1
         one.computed, one.decoding = 0, False
         batch = Batch(draft_room=2000)
         batch.add(one, one.pending)

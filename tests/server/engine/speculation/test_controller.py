@@ -174,6 +174,13 @@ def test_a_head_that_costs_too_much_is_not_even_tried() -> None:
     assert sum(world.step() for _ in range(1000)) == 0
 
 
+def test_no_first_token_waits_for_a_head_that_has_to_read_the_prompt() -> None:
+    world = on_h200()
+    world.sequences[0].prompt_length += 1
+    assert world.step() == 0
+    assert world.step() > 0
+
+
 def test_who_was_unlucky_at_first_drafts_again_while_another_drafts() -> None:
     world = on_h200(snapshots=15)
     block = Mock(instant=False, depth=15, kinds={"dflash": 0.85})
