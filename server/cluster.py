@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 HEALTH_CHECK_S = 2
 ROUTER_FLAGS = {
     "policy": "cache_aware",
-    # by default 64 requests may pile up on one replica before prefixes give way to load
+    # a prefix leaves its replica where that has 3 requests more than another, and over 3 times as many
     "balance-abs-threshold": 2,
-    "balance-rel-threshold": 1.1,
+    "balance-rel-threshold": 3.0,
     "health-check-interval-secs": HEALTH_CHECK_S,
     "health-check-timeout-secs": 2,
     "health-failure-threshold": 1,

@@ -49,7 +49,7 @@ class ClusterProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [*command, "--speculation", "off", "--prefix-checkpoints", "4", "--prefill-budget", "128"],
+            [*command, "--speculation", "off", "--prefix-checkpoints", "32", "--prefill-budget", "128"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -79,6 +79,11 @@ class ClusterProcess:
         """Replicas that the router sends to."""
         workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
         return sum(worker["is_healthy"] for worker in workers)
+
+    def prompts(self) -> list[float]:
+        """Tokens of prompts that each replica has had."""
+        pages = [httpx.get(f"http://127.0.0.1:{self.port + 1 + i}/metrics").text for i in range(REPLICAS)]
+        return [float(re.findall(r"\nqwen_prompt_tokens_total (\S+)", page)[0]) for page in pages]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +162,31 @@ async def test_fields_of_our_own_pass_and_a_known_prompt_goes_where_it_is_cached
             assert all(answer["choices"][0]["message"]["reasoning_content"] for answer in answers)
             cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
             assert min(cached[1:]) > answers[0]["usage"]["prompt_tokens"] / 2, (subject, cached)
+
+
+@pytest.mark.slow
+async def test_under_load_a_prefix_has_a_home_and_a_hot_one_has_all(cluster: ClusterProcess) -> None:
+    """Prefixes come one after the other, twelve requests each, as few-shot benchmarks send them."""
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        places = asyncio.Semaphore(64)
+
+        async def computed(subject: str, number: int) -> bool:
+            """Whether the prefix was."""
+            content = f"Tell me all about {subject}. " * 40 + f"What of number {number}?"
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "ignore_eos": True}
+            async with places:
+                usage = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] / 2
+
+        subjects = ("bread", "cheese", "apples", "pears", "plums", "grapes", "beans", "onions")
+        asked = [computed(subject, number) for subject in subjects for number in range(12)]
+        times = sum(await asyncio.gather(*asked)) / len(subjects)
+        assert times < 3, f"each prefix was computed {times} times, of {REPLICAS}"
+        await asyncio.gather(*(computed("honey", number) for number in range(96)))
+        before = cluster.prompts()
+        await asyncio.gather(*(computed("honey", number) for number in range(96)))
+        shares = [after - before for after, before in zip(cluster.prompts(), before, strict=True)]
+        assert min(shares) > sum(shares) / 16, f"a prefix that all ask for: {shares} tokens of prompts"
 
 
 @pytest.mark.slow
