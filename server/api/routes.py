@@ -174,6 +174,24 @@ async def apply_template(http: Request) -> Response:
     return await tokens.apply_template(http, *await request_of(http, lambda _: ChatRequest))
 
 
+@plain.post("/v1/chat/completions/render", openapi_extra=documented(ChatRequest))
+async def render_chat(http: Request) -> Response:
+    """The ids of the prompt that a conversation would be answered with."""
+    return await tokens.render(http, *await request_of(http, lambda _: ChatRequest))
+
+
+@plain.post("/v1/completions/render", openapi_extra=documented(CompletionRequest))
+async def render_completion(http: Request) -> Response:
+    """The ids of each prompt that would be continued."""
+    return await tokens.render(http, *await request_of(http, completed))
+
+
+@plain.post("/v1/responses/render", openapi_extra=documented(ResponsesRequest))
+async def render_response(http: Request) -> Response:
+    """The ids of the prompt that a response would answer."""
+    return await tokens.render(http, *await request_of(http, lambda _: ResponsesRequest))
+
+
 @others.get("/tokenizer_info")
 async def about_tokenizer(http: Request) -> dict[str, Any]:
     """Special tokens and chat template."""

@@ -1,5 +1,6 @@
-"""/tokenize, /detokenize, /apply-template, /tokenizer_info: the model's vocabulary, for clients that count.
+"""/tokenize, /detokenize, /apply-template, .../render, /tokenizer_info: the model's vocabulary.
 
+For clients that count, and routers that look for prefixes.
 /tokenize is llama-server's where the body has `content`, vLLM's where it has `prompt` or `messages`.
 """
 
@@ -11,8 +12,9 @@ from fastapi.responses import JSONResponse
 
 from server.api.chat import prompt_of
 from server.api.errors import bad_request
-from server.api.protocol import TokenizeChatRequest, TokenizePromptRequest, TokenizeRequest
-from server.api.request import prepared
+from server.api.protocol import ChatRequest, TokenizeChatRequest, TokenizePromptRequest, TokenizeRequest
+from server.api.request import on_thread, prepared
+from server.api.responses_protocol import ResponsesRequest
 from server.api.service import service_of
 from server.engine import TokenBudget
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
-    from server.api.protocol import ChatRequest, DetokenizeRequest
+    from server.api.protocol import CompletionRequest, DetokenizeRequest
     from server.api.service import Service
     from server.engine import Vocab
 
@@ -101,6 +103,28 @@ async def apply_template(http: Request, request: ChatRequest, size: int) -> Resp
     def answer(interrupt: Callable[[], None]) -> Response:
         ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
         return JSONResponse({"prompt": b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")})
+
+    return await prepared(http, answer, size)
+
+
+async def render(
+    http: Request, request: ChatRequest | CompletionRequest | ResponsesRequest, size: int
+) -> Response:
+    """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`: a
+    completion's may be several, in a list. Raises ApiError 400.
+    """
+    service = service_of(http)
+    asked = await on_thread(request.chat, size) if isinstance(request, ResponsesRequest) else request
+
+    def rendered(ids: Sequence[int]) -> dict[str, Any]:
+        return {"model": service.settings.model_id, "token_ids": ids}
+
+    def answer(interrupt: Callable[[], None]) -> Response:
+        if isinstance(asked, ChatRequest):
+            return JSONResponse(rendered(prompt_of(service, asked, bounded(interrupt, "messages"))[0]))
+        raw, check = service.backend.prompter.raw, bounded(interrupt, "prompt")
+        prompts = [raw(given, check) if isinstance(given, str) else given for given in asked.prompt]
+        return JSONResponse(list(map(rendered, prompts)))
 
     return await prepared(http, answer, size)
 

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template."""
+"""/tokenize, /detokenize, /apply-template and .../render."""
 
 from __future__ import annotations
 
@@ -66,12 +66,27 @@ def test_a_conversation_is_counted_as_it_is_answered(server: Server, fields: dic
     assert answer["tokens"] == submission.prompt
     assert answer["count"] == len(submission.prompt)
     assert server.post("/apply-template", **body).json() == {"prompt": submission.text}
+    rendered = server.post("/v1/chat/completions/render", **body).json()
+    assert rendered["token_ids"] == submission.prompt
     assert server.post("/detokenize", tokens=answer["tokens"]).json()["prompt"] == submission.text
+
+
+def test_completions_and_responses_are_rendered(server: Server) -> None:
+    rendered = server.post("/v1/completions/render", prompt=["né", [5, 6]]).json()
+    assert [each["token_ids"] for each in rendered] == [list("né".encode()), [5, 6]]
+    tool = {"type": "function", "name": "look", "parameters": {}}
+    body: dict[str, Any] = {"input": "Hi", "instructions": "Be brief.", "tools": [tool]}
+    rendered = server.post("/v1/responses/render", **body).json()
+    assert server.post("/v1/responses", **body).status_code == 200
+    assert rendered["token_ids"] == server.engine.submissions[-1].prompt
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/v1/chat/completions/render", {}, "messages"),
+        ("/v1/completions/render", {"prompt": 5}, "prompt"),
+        ("/v1/responses/render", {"input": 5}, "input"),
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": 5}, "content"),
         ("/tokenize", {"prompt": 5}, "prompt"),
