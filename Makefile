@@ -114,8 +114,8 @@ fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and request
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_openapi.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
-test-reference: setup $(VENV)/.reference ## the comparisons with transformers and llama.cpp's own programs
-	$(PY) -m pytest -m reference --timeout 1800 tests/reference $(ARGS) # the first use builds llama.cpp's tools
+test-reference: setup $(VENV)/.reference ## the comparisons with transformers, stock llama.cpp and its programs
+	$(PY) -m pytest -m reference --timeout 1800 tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
 
 test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot, and its server (root, mmdebstrap, ten minutes)
 	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
