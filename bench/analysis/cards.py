@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from bench.analysis.block_drafter import WINDOW, BlockDrafter
 from bench.analysis.geometry import UBATCH, Geometry, Work
 from convert.cards import BANDWIDTH
-from server.engine.memory import SNAPSHOTS
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,8 @@ class Drafts:
         wrong is taken back for nothing."""
         if self.block is not None:
             return self.count
+        from server.engine.memory import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
+
         return SNAPSHOTS if geometry.draft is not None else 0
 
 

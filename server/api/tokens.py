@@ -16,6 +16,7 @@ from server.api.protocol import ChatRequest, TokenizeChatRequest, TokenizePrompt
 from server.api.request import on_thread, prepared
 from server.api.responses_protocol import ResponsesRequest
 from server.api.service import service_of
+from server.api.serving import truncated
 from server.engine import TokenBudget
 
 if TYPE_CHECKING:
@@ -114,10 +115,11 @@ async def render(
     completion's may be several, in a list. Raises ApiError 400.
     """
     service = service_of(http)
+    context_size = service.backend.engine.context_size
     asked = await on_thread(request.chat, size) if isinstance(request, ResponsesRequest) else request
 
-    def rendered(ids: Sequence[int]) -> dict[str, Any]:
-        return {"model": service.settings.model_id, "token_ids": ids}
+    def rendered(ids: list[int]) -> dict[str, Any]:
+        return {"model": service.settings.model_id, "token_ids": truncated(ids, asked, context_size)}
 
     def answer(interrupt: Callable[[], None]) -> Response:
         if isinstance(asked, ChatRequest):

@@ -163,9 +163,7 @@ class DflashDrafter(HiddenDrafter):
         n = len(wanted) * block
         before = n if together else 0
         context.tokens[before : before + n] = self._mask
-        context.outputs[before : before + n] = (
-            1  # the graph reads out every row of a block, or the wrong ones
-        )
+        context.outputs[before : before + n] = 1  # of blocks all: the graph would read out the wrong ones
         for number, (slot, start, newest) in enumerate(wanted):
             at = before + number * block
             context.tokens[at] = newest

@@ -74,6 +74,8 @@ def test_a_conversation_is_counted_as_it_is_answered(server: Server, fields: dic
 def test_completions_and_responses_are_rendered(server: Server) -> None:
     rendered = server.post("/v1/completions/render", prompt=["né", [5, 6]]).json()
     assert [each["token_ids"] for each in rendered] == [list("né".encode()), [5, 6]]
+    [rendered] = server.post("/v1/completions/render", prompt="abc", truncate_prompt_tokens=2).json()
+    assert rendered["token_ids"] == list(b"bc")
     tool = {"type": "function", "name": "look", "parameters": {}}
     body: dict[str, Any] = {"input": "Hi", "instructions": "Be brief.", "tools": [tool]}
     rendered = server.post("/v1/responses/render", **body).json()
