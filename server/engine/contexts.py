@@ -122,7 +122,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         type_k=settings.cache_type_k,
         type_v=settings.cache_type_v,
         n_samplers=0 if settings.sampling == "host" else settings.parallel,
-        n_snapshots=settings.mtp_snapshots,
+        n_snapshots=settings.snapshots,
         unified=not settings.deterministic,
     )
 

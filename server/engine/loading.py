@@ -60,7 +60,7 @@ WARM_UP_TOKENS_CPU = 32
 DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
 """Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
 
-STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "mtp_snapshots")
+STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "snapshots")
 """What the layout of a saved state depends on."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2

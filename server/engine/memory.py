@@ -183,9 +183,9 @@ class MemoryPlan:
             head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             draft = f", draft model {spec.draft.path}" if spec.draft else ""
             lines.append(f"speculation: {rollback} states to go back to{head}{draft}")
-        if settings.mtp_snapshots:
+        if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
-            lines.append(f"snapshots: {settings.mtp_snapshots} {whose}")
+            lines.append(f"snapshots: {settings.snapshots} {whose}")
         if spec.mtp_weights and not uses_mtp(settings, spec):
             lines.append(f"not loaded: multi-token-prediction head, {_size(spec.mtp_weights)}")
         return "\n".join(lines)
@@ -247,7 +247,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
     """Less of what `wanted` leaves open; the same where nothing is left to give up."""
     settings = plan.settings
-    if wanted.mtp_snapshots < 0 and settings.mtp_snapshots:
+    if wanted.snapshots < 0 and settings.snapshots:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings
     if not wanted.ctx_size:
@@ -297,7 +297,7 @@ def _with_passes(
 
 def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
-    wanted = settings.mtp_snapshots
+    wanted = settings.snapshots
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
         if spec.draft is not None:
@@ -308,7 +308,7 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
-    return settings.replace(mtp_snapshots=min(wanted, most))
+    return settings.replace(snapshots=min(wanted, most))
 
 
 def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSettings:
@@ -317,14 +317,14 @@ def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSetti
     With `checkpoints`, some of these may go, too.
     """
     settings = before = plan.settings
-    while settings.mtp_snapshots and not plan.fits:
+    while settings.snapshots and not plan.fits:
         fewer = max(FEW_CHECKPOINTS, settings.prefix_checkpoints * 3 // 4)
         if checkpoints and fewer < settings.prefix_checkpoints:
             settings = settings.replace(prefix_checkpoints=fewer)
         else:
-            settings = settings.replace(mtp_snapshots=settings.mtp_snapshots - 1)
+            settings = settings.replace(snapshots=settings.snapshots - 1)
         plan = _rearranged(plan, settings)
-    return settings if settings.mtp_snapshots else before.replace(mtp_snapshots=0)
+    return settings if settings.snapshots else before.replace(snapshots=0)
 
 
 def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
@@ -378,9 +378,9 @@ def _arrange(
         return usages[bisect_right(bounds, (layer - first) / (layers - first) * bounds[-1])]
 
     last = holder_of(spec.n_blocks)
-    n_states = len(ids) + settings.mtp_snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
+    n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
-    n_settling = len(ids.lone) if settings.mtp_snapshots or drafts else 0
+    n_settling = len(ids.lone) if settings.snapshots or drafts else 0
     for layer, size in enumerate(spec.layer_weights):
         holder = holder_of(layer)
         holder.weights += size
@@ -549,10 +549,10 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         found.append(f"ctx_size={cells}")
     if settings.flash_attn != "off" and does_with(cache_type_k="q8_0", cache_type_v="q8_0"):
         found.append("cache_type_k=q8_0 with cache_type_v=q8_0")
-    if settings.speculation != "off" and does_with(speculation="off", mtp_snapshots=0):
+    if settings.speculation != "off" and does_with(speculation="off", snapshots=0):
         found.append("speculation=off")
-    if settings.mtp_snapshots and does_with(mtp_snapshots=0):
-        found.append("mtp_snapshots=0")
+    if settings.snapshots and does_with(snapshots=0):
+        found.append("snapshots=0")
     if window := most("mtp_window", 1, settings.mtp_window):
         found.append(f"mtp_window={window}")
     if checkpoints := most("prefix_checkpoints", 1, settings.prefix_checkpoints):

@@ -192,14 +192,14 @@ class SpeculationSettings(Section, title="speculation"):
     """draft as far as possible whenever possible, rather than by what pays"""
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
-    mtp_snapshots: int = Field(-1, ge=-1)
+    mtp_window: int = Field(512, ge=1)
+    """most tokens that the MTP head reads before its first draft for a sequence; their hidden states wait in
+    host memory"""
+    snapshots: int = Field(-1, ge=-1)
     """rejected tokens that a lone sequence can take back without a copy of its state; each takes the memory
     of a recurrent state. -1: 8 with the MTP head, as many as a draft model's block has tokens, or what fits;
     else 0. With a stock llama.cpp each takes that for every sequence and every state of the prefix cache, and
     -1 is 2 with at most 8 sequences"""
-    mtp_window: int = Field(512, ge=1)
-    """most tokens that the MTP head reads before its first draft for a sequence; their hidden states wait in
-    host memory"""
 
 
 class CpuSettings(Section, title="CPU"):

@@ -38,7 +38,7 @@ def decided(model: Path, **changes: Any) -> EngineSettings:
         {"parallel": 16, "ctx_size": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"speculation": "off"},
         {"speculation": "both"},
-        {"speculation": "both", "mtp_snapshots": 0},
+        {"speculation": "both", "snapshots": 0},
         {"speculation": "draft", "draft_window": 64},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
         {"deterministic": True, "ctx_size": 4 * 1000, "flash_attn": "off", "speculation": "off"},
@@ -166,7 +166,7 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     head = 16_384 * 4 * 1024 if by_head else 0
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024 + head, 0)
     state, snapshots = plan.spec.state, 8 if by_head else 0
-    assert plan.settings.mtp_snapshots == snapshots
+    assert plan.settings.snapshots == snapshots
     assert gpu.states == (8 + 8 + 32 + snapshots) * state
     assert gpu.settling == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
@@ -205,7 +205,7 @@ def test_snapshots_and_checkpoints_make_room_for_each_other(
     monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
     card(int(free * GIB))
     chosen = four_b_plan(speculation="both").settings
-    assert (chosen.mtp_snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
+    assert (chosen.snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
     assert chosen.ctx_size == 8 * 16_384 + chosen.prefix_cells
 
 
@@ -246,18 +246,18 @@ def test_snapshots_are_for_drafts(
 ) -> None:
     monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
     card(60 * GIB)
-    assert four_b_plan(speculation="both").settings.mtp_snapshots == alone
-    assert four_b_plan(speculation="both", mtp_depth=1).settings.mtp_snapshots == 1
-    assert four_b_plan(speculation="both", parallel=9).settings.mtp_snapshots == crowd
-    assert four_b_plan(speculation="both", parallel=9, mtp_snapshots=2).settings.mtp_snapshots == 2
-    assert four_b_plan(speculation="both", mtp_snapshots=20).settings.mtp_snapshots == 20
-    assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.mtp_snapshots == 1
-    assert four_b_plan(speculation="ngram", mtp_snapshots=2).settings.mtp_snapshots == 2
-    assert four_b_plan(speculation="off", mtp_snapshots=2).settings.mtp_snapshots == 0
+    assert four_b_plan(speculation="both").settings.snapshots == alone
+    assert four_b_plan(speculation="both", mtp_depth=1).settings.snapshots == 1
+    assert four_b_plan(speculation="both", parallel=9).settings.snapshots == crowd
+    assert four_b_plan(speculation="both", parallel=9, snapshots=2).settings.snapshots == 2
+    assert four_b_plan(speculation="both", snapshots=20).settings.snapshots == 20
+    assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.snapshots == 1
+    assert four_b_plan(speculation="ngram", snapshots=2).settings.snapshots == 2
+    assert four_b_plan(speculation="off", snapshots=2).settings.snapshots == 0
     monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", False)
     card(12 * GIB)
-    with pytest.raises(DoesNotFit, match="mtp_snapshots=0"):
-        four_b_plan(speculation="both", mtp_snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
+    with pytest.raises(DoesNotFit, match="snapshots=0"):
+        four_b_plan(speculation="both", snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
 
 
 @pytest.mark.parametrize(("wanted", "left"), [("both", "ngram"), ("mtp", "off")])
@@ -492,7 +492,7 @@ def test_layers_are_shared_out_by_free_memory(card: Any) -> None:
     assert first.weights == 26 * 70 * MIB
     assert second.weights == 7 * 70 * MIB + 500 * MIB + 10240
     assert (first.kv, second.kv) == (6 * 16_384 * 4096, 2 * 16_384 * 4096 + 16_384 * 4 * 1024)
-    assert first.states + second.states == (8 + 8 + 32 + plan.settings.mtp_snapshots) * plan.spec.state
+    assert first.states + second.states == (8 + 8 + 32 + plan.settings.snapshots) * plan.spec.state
     assert (host.weights, host.kv, host.states) == (500 * MIB, 0, 0)
     assert "CUDA1" in str(plan)
 

@@ -21,7 +21,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"speculation": "ngram"},
     "mtp": {"speculation": "mtp", "mtp_depth": 4},
     "auto": {"speculation": "both", "mtp_depth": 4},
-    "mtp, no snapshots": {"speculation": "mtp", "mtp_depth": 4, "mtp_snapshots": 0},
+    "mtp, no snapshots": {"speculation": "mtp", "mtp_depth": 4, "snapshots": 0},
 }
 
 

@@ -26,11 +26,11 @@ ALL: dict[str, Any] = {
     "prefix_checkpoints": 12,
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "scripted": {"speculation": "ngram", "mtp_snapshots": 20},
-    "text": {"speculation": "ngram", "mtp_snapshots": 6, "draft_max": 6},
-    "head": {"speculation": "mtp", "mtp_depth": 3, "mtp_snapshots": 3},
-    "both": {"speculation": "both", "mtp_depth": 6, "mtp_snapshots": 4, "draft_max": 12, "mtp_window": 30},
-    "on the device": {"speculation": "mtp", "mtp_depth": 4, "mtp_snapshots": 4, "sampling": "device"},
+    "scripted": {"speculation": "ngram", "snapshots": 20},
+    "text": {"speculation": "ngram", "snapshots": 6, "draft_max": 6},
+    "head": {"speculation": "mtp", "mtp_depth": 3, "snapshots": 3},
+    "both": {"speculation": "both", "mtp_depth": 6, "snapshots": 4, "draft_max": 12, "mtp_window": 30},
+    "on the device": {"speculation": "mtp", "mtp_depth": 4, "snapshots": 4, "sampling": "device"},
 }
 
 
@@ -110,7 +110,7 @@ async def test_drafts_of_one_length_take_one_graph(nano_f32: Path) -> None:
     prompt = random_prompt(random.Random(1), 30)
     for snapshots in (0, 4):
         with running(
-            nano_f32, **ALL, speculation="mtp", mtp_depth=4, mtp_snapshots=snapshots, threads_batch=1
+            nano_f32, **ALL, speculation="mtp", mtp_depth=4, snapshots=snapshots, threads_batch=1
         ) as engine:
             context, steps = engine._parts.context, engine.stats().steps
             reused = context.graphs_reused
