@@ -30,7 +30,7 @@ from .draft_spec import DraftSpec
 from .errors import DoesNotFit, LlamaError, ModelLoadError
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import HAS_RING, SHARES_SNAPSHOTS, Context, Device, devices
+from .llama import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, devices
 from .llama.mtp import MtpContext
 from .measured import Buffers, RecordFile
 from .model_spec import ModelSpec
@@ -63,14 +63,25 @@ SMALLEST_CONTEXT = 2_048
 """The least that is worth choosing on one's own; a smaller one has to be asked for."""
 
 CHECKPOINTS = 32
-"""States that the prefix cache may hold when nobody says how many."""
+"""States that the prefix cache may hold when nobody says how many, and memory does not decide."""
 
 SLOWDOWN = 0.1
-"""How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says:
-such a step reads the weights and every occupied cell once, so this is the ratio of their sizes."""
+"""How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says
+and every step reads it: such a step reads the weights and every occupied cell once, so this is the ratio of
+their sizes."""
 
 MIN_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
+
+MAX_HELD = 131_072
+"""Cells that it may hold where steps do not read them, when nobody says: the most whose cost was measured,
++0.2 ms of 3.1 for one sequence, +0.1 of 4.6 for eight and +0.6 of 12 for 64, of 512 tokens each, on one H200
+(`patches/measure.sh ... held`, synthetic 4B Q4_K_M)."""
+
+SHARE, PARTS = 1 / 2, 16
+"""What it may take there of the memory that is left when everything else has its place; and the parts in
+which it grows up to the most: sizes that followed every byte would be others at each start, and what earlier
+ones have measured of no use."""
 
 SNAPSHOTS = 8
 """Snapshots where drafts are made from hidden rows and nobody says how many; a draft model has as many as a
@@ -140,10 +151,16 @@ class Usage:
         return sum(self.parts.values())
 
     @property
-    def short(self) -> int:
-        """Bytes missing, with a margin for what drivers and libraries take on the side; 0 if it fits."""
+    def left(self) -> int:
+        """Bytes that stay free beside a margin for what drivers and libraries take on the side; negative
+        where some are missing."""
         margin = max(256 * MIB, self.device.total // 64) if self.device.is_gpu else 64 * MIB
-        return max(0, self.total + margin - self.device.free)
+        return self.device.free - margin - self.total
+
+    @property
+    def short(self) -> int:
+        """Bytes missing, that margin included; 0 if it fits."""
+        return max(0, -self.left)
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,20 @@ class MemoryPlan:
         return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
 
     @property
+    def reads_own_cells(self) -> bool:
+        """Whether steps do not read the cells that others hold: there are kernels for that for NVIDIA's GPUs,
+        and for F16 keys and values."""
+        settings, gpus = self.settings, self.usages[:-1]
+        return (
+            READS_OWN_CELLS
+            and self.fully_offloaded
+            and all(usage.device.name.startswith("CUDA") for usage in gpus)
+            and settings.flash_attn != "off"
+            and settings.cache_type_k == settings.cache_type_v == "f16"
+            and not settings.deterministic
+        )
+
+    @property
     def fits(self) -> bool:
         return not any(usage.short for usage in self.usages)
 
@@ -233,6 +264,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         settings = settings.replace(ctx_size=cells + (0 if settings.deterministic else settings.prefix_cells))
     settings = settings.replace(ctx_size=_in_streams(settings))
     plan = _rehearsed_plan(settings, spec, places)
+    if plan.fits:
+        return _with_larger_prefix_cache(plan, wanted)
     while not plan.fits:
         smaller = _smaller(plan, wanted)
         if smaller == plan.settings:
@@ -337,6 +370,42 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     weights = sum(spec.layer_weights) + spec.output_weights
     cells = settings.prefix_cells or max(MIN_CELLS, padded(int(SLOWDOWN * weights / spec.cell(settings))))
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
+
+
+def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
+    """Let the prefix cache have its share of the memory that is left, as far as `wanted` leaves that open.
+
+    Running sequences take what they need of the pool, whoever holds it; so it may hold more cells than were
+    added for its sake.
+    """
+    before = plan.settings
+    if not before.prefix_cache or not plan.reads_own_cells:
+        return plan
+    ids = MAX_SEQUENCES - SequenceIds.of(before).checkpoints.stop
+    states = 0 if wanted.prefix_checkpoints else ids
+    cells = 0 if wanted.prefix_cells or wanted.ctx_size else max(0, MAX_HELD - before.prefix_cells)
+
+    def larger(part: int) -> EngineSettings:
+        pool = padded(before.ctx_size + cells * part // PARTS)
+        return before.replace(
+            prefix_checkpoints=before.prefix_checkpoints + states * part // PARTS,
+            prefix_cells=wanted.prefix_cells or max(before.prefix_cells, min(MAX_HELD, pool)),
+            ctx_size=pool,
+        )
+
+    def is_modest(other: MemoryPlan) -> bool:
+        return all(
+            after.total - now.total <= SHARE * now.left
+            for after, now in zip(other.usages, plan.usages, strict=True)
+        )
+
+    part = _largest(0, PARTS, lambda part: is_modest(_rearranged(plan, larger(part))))
+    while part:
+        grown = _rehearsed_plan(larger(part), plan.spec, [usage.device for usage in plan.usages])
+        if is_modest(grown):  # with the buffers that more ids bring
+            return grown
+        part -= 1
+    return _rearranged(plan, larger(0))
 
 
 def _places(settings: EngineSettings) -> list[Device]:

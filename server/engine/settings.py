@@ -83,7 +83,7 @@ class CacheSettings(Section, title="KV cache"):
 
     ctx_size: int = Field(0, ge=0)
     """tokens that the KV cache holds, all sequences together; 0: 16,384 for each but no more than 262,144,
-    and what the prefix cache may hold; or what fits"""
+    and some for the prefix cache; or what fits"""
     flash_attn: FlashAttention = "auto"
     """flash attention"""
     cache_type_k: CacheType = "f16"
@@ -148,12 +148,15 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     prefix_cache: bool = True
     """go on from what earlier prompts and answers left computed"""
     prefix_checkpoints: int = Field(0, ge=0)
-    """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits"""
+    """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits.
+    Where steps read their own cells only (an NVIDIA GPU with all layers, F16 cache, patches 0009 and 0014)
+    more, up to all 256 ids: they and cells for them take at most half of the memory that is left"""
     prefix_cells: int = Field(0, ge=0)
-    """KV cells that it may hold beyond those of running sequences; each step reads all up to the highest
-    occupied one. 0: a tenth of the bytes of the weights, at least 9,216"""
+    """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
+    where steps read their own only; else, as each reads all up to the highest occupied one, a tenth of the
+    bytes of the weights, at least 9,216"""
     prefix_shrinks: bool = True
-    """hold fewer beside more than 8 running sequences, in proportion, and where prompts do not come again"""
+    """hold fewer cells where less than half of what prompts bring was read before, in proportion"""
     prefix_interval: int = Field(4096, ge=0)
     """tokens between the states kept while a long prompt is read; 0: none on the way"""
     prefix_host_mib: int = Field(0, ge=0)

@@ -10,7 +10,7 @@ from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
-from .patches import patches
+from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .rows import Rows
 from .samplers import SamplerChain
@@ -20,6 +20,7 @@ __all__ = [
     "CACHE_TYPES",
     "HAS_RING",
     "N_CANDIDATES",
+    "READS_OWN_CELLS",
     "SHARES_SNAPSHOTS",
     "Context",
     "ContextOptions",

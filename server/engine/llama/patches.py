@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
@@ -19,6 +20,10 @@ def patches() -> tuple[str, ...]:
     function.restype, function.argtypes = ctypes.c_char_p, []
     return tuple(function().decode().split())
 
+
+READS_OWN_CELLS: Final = {"0009-attention-own-cells", "0014-kq-mask-in-place"} <= set(patches())
+"""Whether a step on an NVIDIA GPU, with F16 keys and values, reads the cells of its own sequences alone, and
+the host does not write a mask over those of others for it."""
 
 AMX = "0003-amx-broadcast"
 

@@ -119,8 +119,10 @@ def four_b() -> Header:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and patch 0019."""
+    """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and of the patches that
+    sizes depend on 0019 alone."""
     monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", True)
+    monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
 
     def pretend(*free: int) -> None:
         found = [
@@ -171,6 +173,92 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert gpu.settling == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
+
+
+@pytest.fixture
+def own_cells(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patches 0009 and 0014 as well."""
+    monkeypatch.setattr(memory, "READS_OWN_CELLS", True)
+
+
+@pytest.mark.usefixtures("own_cells")
+@pytest.mark.parametrize(("free", "parallel"), [(12, 8), (16, 8), (23, 8), (23, 64), (30, 8), (79, 64)])
+def test_where_held_cells_cost_little_the_prefix_cache_has_half_of_what_is_left(
+    card: Any, monkeypatch: pytest.MonkeyPatch, free: int, parallel: int
+) -> None:
+    card(free * GIB)
+    chosen = four_b_plan(speculation="both", parallel=parallel)
+    monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
+    usual = four_b_plan(speculation="both", parallel=parallel)
+    assert chosen.settings.snapshots == usual.settings.snapshots == 8
+    assert chosen.settings.prefix_cells == 131_072
+    ids, more = len(SequenceIds.of(chosen.settings)), chosen.settings.ctx_size - usual.settings.ctx_size
+    assert 0 <= more <= 131_072 - usual.settings.prefix_cells
+    assert (free < 23) or chosen.settings.prefix_checkpoints > usual.settings.prefix_checkpoints
+    left = usual.usages[0].left
+    assert left / 2 <= chosen.usages[0].left
+    if ids < 256:  # and not much less, as far as it goes in parts
+        assert chosen.usages[0].left <= left / 2 + (208 * chosen.spec.state + 2**17 * 2**15) / 16
+    assert (ids == 256) == (free > 30) == (more == 131_072 - usual.settings.prefix_cells)
+
+
+@pytest.mark.usefixtures("own_cells")
+def test_what_is_asked_for_of_the_prefix_cache_stays_and_costs_no_other_size(card: Any) -> None:
+    card(79 * GIB)
+    assert four_b_plan(prefix_checkpoints=20).settings.prefix_checkpoints == 20
+    cells = four_b_plan(prefix_cells=5000).settings
+    assert (cells.prefix_cells, cells.ctx_size, cells.prefix_checkpoints) == (5000, 136_192, 240)
+    pool = four_b_plan(ctx_size=65_536).settings
+    assert (pool.prefix_cells, pool.ctx_size, pool.prefix_checkpoints) == (65_536, 65_536, 240)
+    assert four_b_plan(prefix_cache=False).settings.prefix_checkpoints == 0
+
+
+@pytest.mark.usefixtures("own_cells")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_type_k": "q8_0"},
+        {"flash_attn": "off"},
+        {"n_gpu_layers": 20},
+        {"n_gpu_layers": 0},
+        {"deterministic": True, "speculation": "off"},
+    ],
+)
+def test_where_steps_read_what_others_hold_the_prefix_cache_stays_small(
+    card: Any, changes: dict[str, Any]
+) -> None:
+    card(79 * GIB)
+    chosen = four_b_plan(**changes).settings
+    assert chosen.prefix_checkpoints == (8 if "deterministic" in changes else 32)
+    assert chosen.prefix_cells < 20_000
+
+
+@pytest.mark.usefixtures("own_cells")
+@pytest.mark.parametrize("free", [5, 6, 9, 10.5])
+def test_nobody_gives_up_anything_for_the_prefix_cache(
+    card: Any, monkeypatch: pytest.MonkeyPatch, free: float
+) -> None:
+    card(int(free * GIB))
+    chosen = four_b_plan(speculation="both").settings
+    monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
+    assert four_b_plan(speculation="both").settings == chosen
+
+
+@pytest.mark.usefixtures("own_cells")
+def test_buffers_that_come_with_more_ids_are_part_of_its_share(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(23 * GIB)
+    small = four_b_plan()
+
+    def rehearse(settings: EngineSettings, *_: object) -> dict[str, int]:
+        ids = len(SequenceIds.of(settings))
+        return {"CUDA0": 300 * MIB, "CUDA_Host": 20 * MIB + 200 * MIB * (ids - 40)}
+
+    monkeypatch.setattr(memory, "_rehearse", rehearse)
+    plan = four_b_plan()
+    assert 32 < plan.settings.prefix_checkpoints < small.settings.prefix_checkpoints
+    assert plan.usages[1].left > 14 * GIB
 
 
 def test_with_deterministic_every_sequence_and_state_has_cells_of_its_own(card: Any) -> None:
