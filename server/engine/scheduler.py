@@ -223,7 +223,6 @@ class Scheduler:
         batch = Batch()
         self._last = None
         self._admit()
-        self._cache.running = len(self.running)
         self._begin()
         if self._prefill_is_due:
             self._schedule_prefills(batch)

@@ -36,18 +36,9 @@ MIN_TURN = 64
 HEAD = 4
 """Tokens of a chat turn that say whose it is, and whether it brings what a tool gave."""
 
-CROWD = 8
-"""Running sequences beyond which the end of a prompt is kept only if another one wants it too: after a
-checkpoint llama.cpp gathers the recurrent states of everyone in the next pass, which then takes longer. And
-beyond which idle cells are fewer, in proportion: each is looked at for every row of a step. Nor is the end of
-an answer kept that has more tokens than those."""
-
-HABIT, FULL = 0.1, 1 / 2
-"""What a prompt counts for in the share of prompt tokens that were read before; and the share from which on
-the budget of cells is used whole, below it in proportion."""
-
-ANSWER = 512
-"""Tokens of an answer for which room is made in advance; it may have as many as it likes."""
+FULL = 1 / 2
+"""Share of prompt tokens that were read before from which on the budget of cells is used whole; below it in
+proportion."""
 
 MIN_RESTORE = 128
 """Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""
@@ -100,11 +91,11 @@ class _PromptPath:
 class PrefixCache:
     """Checkpoints of prefixes, in spare sequence ids of the context that share cells with those who use them.
 
-    A checkpoint is taken where a prompt ends (all but its last token), where its last chat turn begins,
-    around its last question, after its first message, every `interval` tokens, where its path leaves one that
-    is known or is waiting to be computed, and where an answer ends. The least recently used go when ids or
-    cells run short; `max_cells` bounds what is held beyond the running sequences, because attention reads
-    every occupied cell in every step.
+    A checkpoint is taken where the last chat turn of a prompt begins, around its last question, after its
+    first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
+    computed, where it ends (all but its last token), and where an answer ends; not less than MIN_GAIN tokens
+    behind another. The least recently used go when ids or cells run short; `max_cells` bounds what is held
+    beyond the running sequences.
     Used by the scheduler on the engine's thread. Off when there are no `ids`.
     """
 
@@ -125,8 +116,6 @@ class PrefixCache:
     ) -> None:
         self._states, self._cells = states, states.cells
         self.enabled = bool(ids)
-        self.running = 0
-        """Sequences that run; the scheduler keeps this up to date."""
         self._free = sorted(ids, reverse=True)
         self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
@@ -141,7 +130,8 @@ class PrefixCache:
         self._held: dict[Node, None] = {}  # the least recently used first
         self._paths: dict[Sequence, _PromptPath] = {}
         self._ghost, self._again = GhostCache(), 1.0
-        """And the share of prompt tokens that had been read before, of late."""
+        """And the share of prompt tokens that had been read before, of the last ones, about as many as the
+        budget has cells."""
         self._stats = PrefixStats()
         """The counts of it; the rest is filled in where it is asked for."""
 
@@ -160,7 +150,6 @@ class PrefixCache:
             start = depth
             node.marks += 1
             marks.append(node)
-        node.is_end = node.parent is not None
         self._paths[sequence] = _PromptPath(node, root, known, parts, marks)
         if best := self._deepest_held(node):
             self._touch(best)
@@ -179,15 +168,13 @@ class PrefixCache:
                 if above.holder is not None:
                     self._touch(above)
             self._touch(node)
-        needed = sequence.pending + min(ANSWER, sequence.limit - len(sequence.tokens))
-        if self._cells.used - self._cells.idle == sequence.computed and needed <= self._max_cells:
-            self._limit(self._max_cells - needed)  # it is alone: let it have low cells
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.computed
             before = self._read(sequence, sequence.prompt_length)
             sequence.missed = self._missed(sequence, before)
             again = max(sequence.computed, before)
-            self._again += HABIT * (again / sequence.prompt_length - self._again)
+            weight = min(1.0, sequence.prompt_length / max(1, self._max_cells))
+            self._again += weight * (again / sequence.prompt_length - self._again)
             self._stats.tokens_saved += sequence.computed
             self._stats.hits += sequence.computed > 0
             self._stats.misses += sequence.computed == 0
@@ -211,7 +198,7 @@ class PrefixCache:
         needed = MIN_GAIN + (best.depth if best else 0)
         shared = {node for node in own.path() if node.depth >= needed and (node.children or node.marks > 1)}
         return bool(shared) and any(
-            node in shared
+            node in shared and self._has_id(node)
             for leader in earlier
             if leader.computed < leader.prompt_length - 1
             for node in self._cuts(leader)
@@ -219,7 +206,9 @@ class PrefixCache:
 
     def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next depth at which the sequence must pause so that a checkpoint can be taken."""
-        return next((node.depth for node in self._cuts(sequence)), None) if self.enabled else None
+        if not self.enabled:
+            return None
+        return next((node.depth for node in self._cuts(sequence) if self._has_id(node)), None)
 
     def cache_unfinished(self, sequence: Sequence) -> None:
         """Take a checkpoint if the sequence has just come to where one is wanted."""
@@ -227,7 +216,7 @@ class PrefixCache:
             return
         for node in self._paths[sequence].end.path():
             if node.depth == sequence.computed and node.holder is None:
-                if node in self._cuts(sequence, since=sequence.computed - 1):
+                if self._has_id(node) and node in self._cuts(sequence, since=sequence.computed - 1):
                     self._hold(node, sequence.slot)
                 return
 
@@ -241,15 +230,13 @@ class PrefixCache:
             return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
-        if self.running > CROWD and depth > self._budget():
-            return  # it would go again soon
         end = self._paths[sequence].end
         start = end if depth >= end.depth else self._paths[sequence].root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
         best = self._deepest_held(node)
         if best is node:
             self._touch(node)
-        elif depth - (best.depth if best else 0) >= MIN_GAIN:
+        elif depth - (best.depth if best else 0) >= MIN_GAIN and self._has_id(node):
             self._hold(node, slot)
         else:
             self._tree.prune(node)
@@ -266,22 +253,12 @@ class PrefixCache:
     def trim(self) -> None:
         """Give up checkpoints until those left are within the budget of cells.
 
-        If it shrinks, that is less beside a crowd, and where prompts do not come again. In no crowd, the last
-        may stay.
+        If it shrinks, that is less where prompts do not come again; the last may stay.
         """
-        last = next(reversed(self._held), None) if self.running <= CROWD else None
+        share = min(1.0, self._again / FULL) if self._shrinks else 1.0
+        last = next(reversed(self._held), None)
         least = min(self._max_cells, self._cells.idle_in(self._holder(last))) if last else 0
-        self._limit(max(self._budget(), least))
-
-    def _budget(self) -> int:
-        if not self._shrinks:
-            return self._max_cells
-        share = min(1.0, self._again / FULL) * CROWD / max(CROWD, self.running)
-        return int(share * self._max_cells)
-
-    def _limit(self, cells: int) -> None:
-        """Give up checkpoints until no more than so many cells are idle."""
-        cells = max(0, cells)
+        cells = max(int(share * self._max_cells), least)
         while self._cells.idle > cells:
             sizes = {node: self._cells.exclusive(self._holder(node)) for node in self._held}
             # one that alone is too large would otherwise drive out all the others first
@@ -387,18 +364,16 @@ class PrefixCache:
         since = sequence.computed if since is None else since
         previous = 0
         for node in reversed([*self._paths[sequence].end.path()]):
+            worth = node.depth > since and node.depth - previous >= MIN_GAIN
             if node.holder is not None:
                 previous = node.depth
-            elif node.depth > since and node.depth % self._chunk == 0 and self._is_wanted(node, previous):
+            elif worth and node.depth % self._chunk == 0:
                 previous = node.depth
                 yield node
 
-    def _is_wanted(self, node: Node, previous: int) -> bool:
-        """Whether it pays to keep a state here, `previous` being the depth of the one before."""
-        if node.is_end:
-            alone = node.marks == 1 and not node.children
-            return node.depth >= MIN_GAIN and not (alone and self.running > CROWD)
-        return node.depth - previous >= MIN_GAIN
+    def _has_id(self, node: Node) -> bool:
+        """Whether a state may be kept here: for one request nothing goes that another in flight wants."""
+        return node.marks > 1 or bool(self._free) or any(not held.marks for held in self._held)
 
     def _read(self, sequence: Sequence, length: int) -> int:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
@@ -460,7 +435,8 @@ class PrefixCache:
         """A free sequence id for `node`, which must not go while others make room for it."""
         node.marks += 1
         if not self._free:
-            self._evict(next(iter(self._held)))
+            unwanted = (held for held in self._held if not held.marks)
+            self._evict(next(unwanted, None) or next(iter(self._held)))
         node.marks -= 1
         return self._free.pop()
 

@@ -23,7 +23,7 @@ class Node:
     (`saved`), somebody marked it, or paths part here.
     """
 
-    __slots__ = ("children", "depth", "holder", "is_end", "marks", "parent", "saved", "tokens")
+    __slots__ = ("children", "depth", "holder", "marks", "parent", "saved", "tokens")
 
     def __init__(self, tokens: Tokens, parent: Node | None) -> None:
         self.tokens = tokens
@@ -37,8 +37,6 @@ class Node:
         self.saved: SavedState | None = None
         self.marks = 0
         """Requests in flight that want a checkpoint here."""
-        self.is_end = False
-        """A prompt ends here, but for its last token."""
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, without the root."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from server.chat import Prompter
+from server.engine.prefix_cache.cache import MIN_GAIN
 from server.engine.sequence import Sequence
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World
@@ -150,7 +151,7 @@ def test_what_is_rewritten_is_all_that_is_read_again(keeps: bool, steps: int, id
         assert cached >= known - SLACK
         assert known > 900
     cached, known = agent.ask(edited)  # another answer to the same
-    assert cached == known
+    assert cached > known - MIN_GAIN
 
 
 def test_a_nonce_costs_what_follows_it() -> None:
