@@ -118,6 +118,13 @@ class StageRecord:
         stat = output.path.stat()
         return bool(entry.get("bytes") == stat.st_size and entry.get("mtime_ns") == stat.st_mtime_ns)
 
+    def made_from(self, path: Path) -> str | None:
+        """The fingerprint of a file that stands in this folder as it was made here; None of any other."""
+        entry = self._entries.get(path.name, {})
+        known = Output(path, str(entry.get("fingerprint")))
+        here = path.resolve().parent == self._path.resolve().parent
+        return known.fingerprint if here and self.is_finished(known) else None
+
     def make(self, output: Output, write: Callable[[Path], object]) -> Output:
         """Has a file written, under a temporary name, unless it is there."""
         if output.path in self._settled:
