@@ -321,7 +321,20 @@ class Pipeline:
         path = quantized.with_suffix(".toml")
         with replacing(path) as part:
             write_recipe(recipe.model_copy(update={"evidence": evidence}), part)
-        print_found(found, report, path)
+        print_found(found, report, path, self._took(target, recipe, found))
+
+    def _took(self, target: Target, recipe: Recipe, found: Found) -> dict[str, float]:
+        """Seconds of each stage of a searched file, whichever run made it."""
+        file, record = self._quant(target.label, recipe), self._record
+        purposes: tuple[Purpose, ...] = ("calibration", "search", "evaluation")
+        took = {
+            "texts": record.seconds(map(self._text, purposes)),
+            "importance matrix": record.seconds([self._imatrix(self._cut(None))]),
+            "search": found.seconds,
+            "file": record.seconds([file]),
+            "report": record.seconds([Output(file.path.with_suffix(".json"), "")]),
+        }
+        return {stage: seconds for stage, seconds in took.items() if seconds}
 
     def _evidence(self, found: Found) -> Evidence:
         return Evidence(

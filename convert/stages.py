@@ -132,19 +132,26 @@ class StageRecord:
         if self.is_finished(output):
             print(f"{output.path}: already there", file=sys.stderr)
         else:
+            start = time.monotonic()
             with replacing(output.path) as part:
                 write(part)
-            self.finish(output)
+            self.finish(output, time.monotonic() - start)
         self._settled.add(output.path)
         return output
 
-    def finish(self, output: Output) -> None:
-        """Puts a complete file on record."""
+    def seconds(self, outputs: Iterable[Output]) -> float:
+        """That those which this run has made, or has found finished, took to make."""
+        names = [output.path.name for output in outputs if output.path in self._settled]
+        return sum(float(self._entries[name].get("seconds", 0.0)) for name in names)
+
+    def finish(self, output: Output, seconds: float = 0.0) -> None:
+        """Puts a complete file on record, and how long it took to make."""
         stat = output.path.stat()
         self._entries[output.path.name] = {
             "fingerprint": output.fingerprint,
             "bytes": stat.st_size,
             "mtime_ns": stat.st_mtime_ns,
+            "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         with replacing(self._path) as part:

@@ -70,5 +70,7 @@ def test_whatever_the_hub_client_raises_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_neither_folder_nor_hub_id() -> None:
-    with pytest.raises(ConvertError, match=r"no such folder, and not a hub id such as Qwen/Qwen3\.5-4B"):
+    with pytest.raises(
+        ConvertError, match=r"no such file or folder, and not a hub id such as Qwen/Qwen3\.5-4B"
+    ):
         resolve("no-such-thing")
