@@ -71,6 +71,7 @@ serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) #
 CONTAINER ?= docker
 IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)
 NAMED     := $(if $(filter command line environment,$(origin MODEL)),$(MODEL))
+# What the converter names its files after: the last part of SRC, of a GGUF without its type.
 WHOLE     := $(foreach type,F16 BF16 F32,%-$(type).gguf)
 MADE      := $(notdir $(or $(firstword $(foreach file,$(WHOLE) %.gguf,$(patsubst $(file),%,$(filter $(file),$(SRC))))),$(SRC)))
 BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)

@@ -132,7 +132,7 @@ class Pipeline:
         """Raises ConvertError for what a GGUF is not made into, and where it would be overwritten."""
         options, at = self._options, f"--src {model.path}"
         if others := {options.outtype, *options.float_types} - {model.type}:
-            raise ConvertError(f"{at}: is {model.type}; {others.pop()} is made from a checkpoint")
+            raise ConvertError(f"{at}: is {model.type}; want the checkpoint for {', '.join(sorted(others))}")
         if any(self._cut(recipe) != WHOLE for recipe in (None, *options.recipes.values())):
             raise ConvertError(f"{at}: --keep-vocab, and recipes that prune, are for checkpoints")
         names = [self._name(name, recipe) for name, recipe in options.recipes.items()]

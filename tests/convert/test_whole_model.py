@@ -87,8 +87,8 @@ def test_type_and_experts_are_its_own(tmp_path: Path, kind: str) -> None:
     [
         (["--keep-vocab", 257], "--keep-vocab, and recipes that prune, are for checkpoints"),
         (["--recipe", "short.toml"], "--keep-vocab, and recipes that prune, are for checkpoints"),
-        (["--outtype", "BF16"], "is F16; BF16 is made from a checkpoint"),
-        (["--quant", "F16,F32"], "is F16; F32 is made from a checkpoint"),
+        (["--outtype", "BF16"], "is F16; want the checkpoint for BF16"),
+        (["--quant", "BF16,F16,F32"], "is F16; want the checkpoint for BF16, F32"),
         (["--target", "some/model"], "--target is for block drafters, and "),
         (["--revision", "main"], "--revision main: is for hub ids, and "),
         (["--recipe", "F16.toml", "--out", ""], "would be written to; give another --out or --name"),
