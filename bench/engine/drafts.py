@@ -69,6 +69,11 @@ class Cell:
         return (1 + self.waves) * self.at_once * self.input_tokens
 
 
+def make_cells(input_tokens: Positives, concurrency: Positives, requests: int) -> list[Cell]:
+    """One for each length and concurrency, of at least so many requests."""
+    return [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
+
+
 def draft_cost(
     gguf: Path,
     /,
@@ -114,7 +119,7 @@ def draft_cost(
         NAME=VALUE for another setting of the engines, such as mtp_depth=4, draft_always=true or parallel=64;
         may be repeated.
     """
-    cells = [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
+    cells = make_cells(input_tokens, concurrency, requests)
     others = named_values(set, "--set")
     if own := others.keys() & {"model", *OWN}:
         raise BenchError(f"--set {min(own)}: this command has an option for that")
