@@ -91,8 +91,8 @@ def draft_cost(
 ) -> int:
     """Milliseconds to the first token and a token after it by the way to draft, and what steps spend them on.
 
-    Each way has an engine of its own; all are loaded at once and answer the same requests in turns, each turn
-    after one wave that is not timed. Ratios are against "off".
+    Each way has an engine of its own, without a prefix cache; all are loaded at once and answer the same
+    requests in turns, each turn after one wave that is not timed. Ratios are against "off".
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def draft_cost(
     }
     with begun(gguf, "draft-cost", store, settings) as run, ExitStack() as stack:
         engines: dict[str, Engine] = {}
-        for way in speculation or _possible_ways(gguf, draft_model):
+        for way in dict.fromkeys(speculation or _possible_ways(gguf, draft_model)):
             engines[way] = engine = _start(way, given, draft_model, stack)
             chosen = engine.settings.model_dump(mode="json", exclude={"model", "draft_model"})
             run.describe(way, device=devices()[0].description, **chosen)
