@@ -46,7 +46,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
-  <name>.stages.json        which of these are finished, and what each was made from
+  <name>.stages.json        which of these are finished, what each was made from, and how long it took
 A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
@@ -229,7 +229,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("models"), help="where to (%(default)s)"
     )
-    what.add_argument("--name", help="first part of the output names (the last part of --src)")
+    what.add_argument(
+        "--name",
+        help="first part of the output names (the last part of --src, without -F16.gguf and the like)",
+    )
     auto = parser.add_argument_group(f"what --quant {AUTO} is to keep to; of several, all of them")
     auto.add_argument(
         "--target-size", metavar="SIZE", type=_size, help="the file's size at most, such as 2.4GB or 900MiB"
@@ -269,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=_positive,
         help="keep the first N regular tokens and all special ones, for a smaller embedding and output head; "
-        "other text is spelt in smaller pieces, bytes if need be (every token there is)",
+        "other text is spelt in smaller pieces, bytes if need be (every token there is); for checkpoints",
     )
     how.add_argument(
         "--calibration",
