@@ -213,8 +213,8 @@ class Sampler:
 
     def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int:
         """The same from the best tokens, in any order: enough without penalties. `logits` are changed."""
-        if self._banned is not None:
-            logits[np.isin(ids, self._banned)] = -np.inf
+        if self._never and not self._never.isdisjoint(ids.tolist()):
+            logits[np.isin(ids, list(self._never))] = -np.inf
         if self._chain is None:
             return int(ids[logits == logits.max()].min())
         return self._chain.draw(ids, logits)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, cast
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
 from server.engine.errors import FormatTooComplex
-from server.engine.llama import Context, ContextOptions, Model
+from server.engine.llama import Context, ContextOptions, Model, SamplerChain
 from server.engine.sampling import Penalties, Sampler, SamplingParams
 from server.engine.thinking import ThinkingLimits
 from server.engine.vocab import Vocab
@@ -176,6 +178,32 @@ def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
     )
     shares = np.bincount(chosen, minlength=3) / 4000
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_a_chain_draws_what_llama_cpp_draws_whatever_the_number_of_candidates() -> None:
+    """Its room is used again for fewer candidates, and grows for more; what it is given stays as it is."""
+    rng = np.random.default_rng(0)
+    ours = SamplerChain(temperature=0.8, top_k=20, top_p=0.9, min_p=0.0, seed=5)
+    theirs = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+    for part in (
+        C.llama_sampler_init_top_k(20),
+        C.llama_sampler_init_temp(0.8),
+        C.llama_sampler_init_top_p(0.9, 1),
+        C.llama_sampler_init_dist(5),
+    ):
+        C.llama_sampler_chain_add(theirs, part)
+    for n in [64, 64, 3, 64, 1, 2000, 64, 1024, 1025, *[64] * 100]:
+        ids = rng.permutation(5000)[:n].astype(np.int32)
+        logits = rng.normal(0, 2, n).astype(np.float32)
+        before = ids.copy(), logits.copy()
+        data = (C.llama_token_data * n)(*zip(ids.tolist(), logits.tolist(), [0.0] * n, strict=True))
+        array = C.llama_token_data_array(data=data, size=n, selected=-1, sorted=False)
+        C.llama_sampler_apply(theirs, ctypes.byref(array))
+        assert ours.draw(ids, logits) == data[array.selected].id
+        assert np.array_equal(ids, before[0])
+        assert np.array_equal(logits, before[1])
+    ours.close()
+    C.llama_sampler_free(theirs)
 
 
 def test_temperature_comes_before_top_p(context: Context, model: Model) -> None:
