@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from server.engine.errors import FormatTooComplex
-from server.engine.llama import Context, ContextOptions, Model, SamplerChain
-from server.engine.sampling import Penalties, Sampler, SamplingParams
+from server.engine.llama import Context, ContextOptions, DeviceSampler, Model, SamplerChain
+from server.engine.sampling import Penalties, RowNotKept, Sampler, SamplingParams
 from server.engine.thinking import ThinkingLimits
 from server.engine.vocab import Vocab
+from tests.server.engine.fake_rows import DeviceRows, HostRows
+from tests.server.engine.fake_rows import SmallVocab as RowVocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,6 +124,73 @@ def test_penalties_equal_their_definition() -> None:
         penalties.apply(logits)
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
         penalties.accept(token)
+
+
+# --- penalties on the best tokens of a row, as the device tells them ----------------------------------------
+
+
+def fed(params: SamplingParams, steps: Sequence[DeviceRows]) -> list[int]:
+    """An answer with these rows, in thoughts that have a penalty of their own for its first half."""
+    watch = Watch()
+    watch.limits = ThinkingLimits(bridge=(1,), repetition_penalty=1.2)
+    thoughts = cast("ThinkingWatch", watch) if params.frequency_penalty else None
+    one = Sampler(params, cast("Vocab", RowVocab()), [5, 6, 7, 8], thinking=thoughts)
+    assert one.need is DeviceSampler.TOP_K
+    chosen = []
+    for i, rows in enumerate(steps):
+        watch.open = i < len(steps) // 2
+        chosen.append(one.sample(cast("Rows", rows), 0))
+    one.close()
+    return chosen
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_penalised_candidates_give_what_the_penalised_row_gives(spread: float, ties: bool) -> None:
+    rng = np.random.default_rng(3)
+    fetched = 0
+    for trial in range(150):
+        # of equal logits at the edge of top-k either may be kept, so with ties only the best is compared
+        greedy = ties or trial % 4 == 0
+        params = SamplingParams(
+            temperature=0.0 if greedy else float(rng.choice([0.3, 1.0, 2.0])),
+            top_k=0 if greedy else int(rng.choice([1, 5, 20, 62])),
+            top_p=float(rng.choice([0.5, 0.95, 1.0])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            presence_penalty=float(rng.choice([0.5, 1.5])),
+            frequency_penalty=float(rng.choice([0.0, 0.3, 2.0])),
+            repetition_penalty=float(rng.choice([1.0, 1.1, 4.0])),
+            ignore_eos=bool(trial % 3 == 0),
+            seed=trial,
+        )
+        base = rng.normal(0, spread, 1000)
+        told, whole = [], []
+        for _ in range(20):  # the same few tokens are the best again and again
+            logits = np.full(1024, -1e9, np.float32)
+            logits[:1000] = base + rng.normal(0, 0.3 * spread, 1000)
+            if ties:
+                logits = np.round(logits)
+            told.append(DeviceRows(logits))
+            whole.append(HostRows(logits))
+        assert fed(params, told) == fed(params, whole), params
+        fetched += sum(rows.fetched for rows in told)
+    assert fetched < 0.3 * 20 * 150, "rows are fetched although enough candidates settle the choice"
+    assert fetched or ties, "it must come to that at times for this to mean anything"
+
+
+def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
+    """And nothing is counted for it before."""
+    logits = np.zeros(1024, np.float32)
+    logits[:64] = 1.0  # which all are the bound of what is known
+    params = SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5, seed=1)
+    one = Sampler(params, cast("Vocab", RowVocab()), [1])
+    with pytest.raises(RowNotKept):
+        one.sample(cast("Rows", DeviceRows(logits, kept=False)), 0)
+    assert one.need is DeviceSampler.ROW
+    other = Sampler(params, cast("Vocab", RowVocab()), [1])
+    assert one.sample(cast("Rows", HostRows(logits)), 0) == other.sample(cast("Rows", HostRows(logits)), 0)
+    one.close()
+    other.close()
 
 
 # --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
