@@ -153,6 +153,9 @@ class Sampler:
         if thinking is not None and thinking.limits.repetition_penalty != 1.0:
             penalty = thinking.limits.repetition_penalty
             self._thoughts = Penalties(SamplingParams(repetition_penalty=penalty), vocab.n_real, [])
+        follow = (self._rules, self._penalties, self._thoughts)
+        self._followers = [each for each in follow if each is not None]
+        """Who is told of every token that was chosen, or forced."""
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
         self._failed: Exception | None = None
@@ -219,7 +222,7 @@ class Sampler:
 
         Penalties that only lower logits leave every other token at most where the least of these was.
         """
-        penalties = self._in_force()
+        penalties = self._in_force() if self._followers else ()
         lowest = float(logits.min()) if penalties else -math.inf
         for each in penalties:
             logits = each.applied(ids, logits)
@@ -285,12 +288,8 @@ class Sampler:
 
     def _count(self, token: int) -> None:
         """A token was chosen, or forced."""
-        if self._rules is not None:
-            self._rules.accept(token)
-        if self._penalties is not None:
-            self._penalties.accept(token)
-        if self._thoughts is not None:
-            self._thoughts.accept(token)
+        for each in self._followers:
+            each.accept(token)
 
     def validate(self, draft: list[int]) -> list[int]:
         """As much of a draft as may come next."""

@@ -55,7 +55,7 @@ class SamplerChain:
         n, array = len(ids), self._array
         if n != len(self._ids):
             self._ids, self._logits = self._columns(n)
-        self._ids[:], self._logits[:] = ids, logits
+        self._ids[...], self._logits[...] = ids, logits
         array.size, array.selected, array.sorted = n, -1, False
         if n <= _FEW:
             _apply_quickly(self._address, self._array_address)
