@@ -7,6 +7,7 @@ import pytest
 
 from bench.cli import main
 from bench.engine import drafts
+from bench.engine.sampling import DRAWS
 from bench.store import Results, load
 from server.engine import Engine, Prompt
 
@@ -23,9 +24,12 @@ def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (
         main(["sampling-cost", str(nano_f32), "--rows", "1,2", "--times", "2", "--out", str(tmp_path)]) == 0
     )
-    found = cells(load([tmp_path]), "step_time")
+    results = load([tmp_path])
+    found, drawn = cells(results, "step_time"), cells(results, "sample_time")
     for way in ("whole rows, argmax on the host", "device sampler BEST", "llama.cpp's greedy sampler"):
         assert found[f"{way}, 1 rows"] == found[f"{way}, 2 rows"] == 2
+    for draw in DRAWS:
+        assert drawn[f"{draw}, 1 rows"] == drawn[f"{draw}, 2 rows"] == 2
     assert found["first step after a change of device sampler, 2 rows"] == 1
     assert "median" in capsys.readouterr().out
 
