@@ -16,8 +16,8 @@
 #                 DRAFT_MODEL, TEXT: a GGUF that drafts for MODEL and what prompts are cut from); not timed yet
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
-# A step is all patches up to its number. Each part has the steps that it can tell apart: llama-batched-bench none after
-# 0014, since it has no snapshots and no drafts. STEPS="0003 0013 0020" names others for all parts, STEPS=all has all.
+# A step is all patches up to its number. Each part has the steps that it can tell apart: llama-batched-bench none of
+# 0015 to 0020, since it has no snapshots and no drafts. STEPS="0003 0013 0020" names others for all parts, STEPS=all has all.
 #
 # SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) are turns of each step in
 # waterfall, prompt and drafts. DRAFT_OPTIONS are for draft-cost (default: --input-tokens 64,2048 --concurrency 1).
@@ -54,6 +54,7 @@ declare -A off=(
     [0018]=LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots
     [0019]=LLAMA_PATCHES_HIDE=0019-shared-snapshots
     [0020]=LLAMA_SEQ_ALL_CELLS=1
+    [0021]=LLAMA_KV_NO_WINDOW=1
 )
 mapfile -t switched < <(printf '%s\n' "${!off[@]}" | sort)
 all=(0003 "${switched[@]}")
@@ -141,7 +142,7 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014); do
+        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
@@ -173,7 +174,7 @@ crossover() {
 held() {
     local step set
     : >"$out/held.jsonl"
-    for step in $(steps 0008 0009 0010 0013 0014); do
+    for step in $(steps 0008 0009 0010 0013 0014 0021); do
         set=$(switches "$step") || continue
         # shellcheck disable=SC2086
         env $set "$bin/held-speed" "$step" "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log" ||

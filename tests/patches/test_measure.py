@@ -86,7 +86,7 @@ def test_each_step_takes_away_what_is_later(tmp_path: Path) -> None:
             for name, value in [OFF[number].split("=", 1)]
         }
         assert have == {f"{name}={value}" for name, value in values.items()}
-    assert found["0020"] == set()
+    assert found[max(OFF)] == set()
     assert "LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots" in found["0017"]
     assert "LLAMA_PATCHES_HIDE=0019-shared-snapshots" in found["0018"]
     assert done.stdout.count("| 512 | 1 |") == len(found), "one table"
@@ -94,7 +94,8 @@ def test_each_step_takes_away_what_is_later(tmp_path: Path) -> None:
 
 def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
     measure(tmp_path, "waterfall", {})
-    assert sorted(settings(tmp_path)) == [number for number in ["0003", *sorted(OFF)] if number <= "0014"]
+    drafts_only = [number for number in OFF if "0015" <= number <= "0020"]
+    assert sorted(settings(tmp_path)) == ["0003", *sorted(OFF.keys() - set(drafts_only))]
 
 
 def test_a_step_that_the_build_cannot_take_is_left_out(tmp_path: Path) -> None:
