@@ -52,7 +52,7 @@ help: ## this text
 
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
 
-convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id or folder] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
+convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
 	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
@@ -71,7 +71,10 @@ serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) #
 CONTAINER ?= docker
 IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)
 NAMED     := $(if $(filter command line environment,$(origin MODEL)),$(MODEL))
-BAKED     := $(or $(NAMED),models/$(notdir $(SRC))-$(QUANT).gguf)
+# What the converter names its files after: the last part of SRC, of a GGUF without its type.
+WHOLE     := $(foreach type,F16 BF16 F32,%-$(type).gguf)
+MADE      := $(notdir $(or $(firstword $(foreach file,$(WHOLE) %.gguf,$(patsubst $(file),%,$(filter $(file),$(SRC))))),$(SRC)))
+BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)
 
 image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M or VARIANT=fast [SRC=...], or MODEL=models/x.gguf [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
 	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
+from bench.errors import BenchError
 from bench.store import Run
 
 T = TypeVar("T")
@@ -47,6 +48,14 @@ def parsed_by(read: Callable[[str], T]) -> Parameter:
         return read(tokens[-1].value)
 
     return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=())
+
+
+def named_values(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """What a flag said as NAME=VALUE, once for each name; BenchError that names the flag else."""
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise BenchError(f"{flag} {wrong[0]}: want NAME=VALUE")
+    return {name: value for name, _, value in pairs}
 
 
 def positive(text: str) -> int:

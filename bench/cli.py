@@ -38,6 +38,7 @@ COMMANDS = {
     "grammar-cost": ("bench.engine.grammar:grammar_cost", "The engine alone: answers kept to a schema."),
     "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
     "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
+    "draft-cost": ("bench.engine.drafts:draft_cost", "The engine alone: ways to draft, in turns."),
     "kv-cache": (
         "bench.engine.kv_cache:kv_cache",
         "Types of the KV cache: bytes, time, divergence, retrieval from far back.",

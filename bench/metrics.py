@@ -51,6 +51,7 @@ METRICS: dict[str, Metric] = {
     "steps": Metric("steps", None, "steps of the engine"),
     "step_tokens": Metric("tokens", None, "tokens in their batches"),
     "device_time": Metric("ms", None, "in llama_decode, and waiting for it"),
+    "draft_time": Metric("ms", None, "making drafts, the drafters' passes among it"),
     "host_time": Metric("ms", None, "the host's own part of steps"),
     "overlapped_time": Metric("ms", None, "host work while a GPU computes"),
     "verifications": Metric("drafts", None, "drafts verified"),

@@ -45,6 +45,11 @@ class Checkpoint:
         config = ModelConfig.from_json(read_json(folder / "config.json"))
         return cls(folder, config, read_tensors(folder))
 
+    @property
+    def used_experts(self) -> int | None:
+        """Of a block, by a token; None for a dense model."""
+        return self.config.experts.used if self.config.experts is not None else None
+
     def fingerprint(self) -> str:
         """Changes with every file the GGUF is made from: by content, but large shards by size and time."""
         texts = {
@@ -56,10 +61,12 @@ class Checkpoint:
 def shard_stamps(tensors: Mapping[str, StoredTensor]) -> list[tuple[str, int, str | int]]:
     """Name, size, and content or time, of every file that some tensors are in."""
     shards = sorted({tensor.path for tensor in tensors.values()})
-    return [(path.name, path.stat().st_size, _content_or_time(path)) for path in shards]
+    return [(path.name, path.stat().st_size, content_or_time(path)) for path in shards]
 
 
-def _content_or_time(path: Path) -> str | int:
+def content_or_time(path: Path) -> str | int:
+    """What tells a file from another one of its size: its digest where that takes no time, else when it was
+    written."""
     status = path.stat()
     return file_digest(path) if status.st_size <= SMALL_SHARD else status.st_mtime_ns
 

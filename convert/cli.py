@@ -22,17 +22,20 @@ from convert.search import Target
 from convert.search.target import parse_size, spell_size
 from convert.source import resolve
 from convert.tensors import FLOAT_TYPES, FloatType
+from convert.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT_SOURCE = "Qwen/Qwen3.5-4B"
 DEFAULT_QUANT = "Q4_K_M"
+DEFAULT_OUTTYPE: FloatType = "F16"
 AUTO = "auto"
 INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
 
 DESCRIPTION = """\
 Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
+--src may also be a GGUF that is not quantized: it is read where it lies, in place of <name>-F16.gguf.
 
 Files go to --out, each under its final name only when it is complete:
   <name>-F16.gguf           the whole model, from which everything else is made
@@ -43,7 +46,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
-  <name>.stages.json        which of these are finished, and what each was made from
+  <name>.stages.json        which of these are finished, what each was made from, and how long it took
 A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
@@ -55,6 +58,7 @@ examples:
   python -m convert --src models/nano --quant Q4_K_M,Q2_K
   python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
   python -m convert --src ./my-finetune --quant F16
+  python -m convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
   python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
   python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
   python -m convert --src models/nano --quant auto --target-size 4.0MB
@@ -89,14 +93,15 @@ def _convert(arguments: argparse.Namespace) -> None:
     if quants or arguments.recipe is not None:
         float_types, recipes = select_quants(quants if arguments.quant else None, arguments.recipe)
     source = resolve(arguments.src, arguments.revision)
+    whole = WholeModel.open(source.path) if source.is_gguf else None
     options = Options(
         out=arguments.out,
         name=arguments.name or source.name,
         float_types=float_types,
         recipes=recipes,
         search=search,
-        command=_command(search, source.repo_id or source.name, arguments),
-        outtype=arguments.outtype,
+        command=_command(search, source.title, arguments),
+        outtype=arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE),
         calibration=arguments.calibration,
         keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
@@ -104,17 +109,20 @@ def _convert(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
-    if not is_draft(source.folder):
+    if whole is not None or not is_draft(source.path):
         if arguments.target is not None:
             raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
-        Pipeline(source, Checkpoint.open(source.folder), options).run()
+        Pipeline(source, whole or Checkpoint.open(source.path), options).run()
         return
     if arguments.target is None:
         raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
     if search is not None:
         raise ConvertError(f"--quant auto searches a recipe for a model; {arguments.src} is a block drafter")
-    target = Checkpoint.open(resolve(arguments.target).folder)
-    DraftPipeline(source, DraftCheckpoint.open(source.folder, target), options).run()
+    target_source = resolve(arguments.target)
+    if target_source.is_gguf:
+        raise ConvertError(f"--target {arguments.target}: is a file; want the checkpoint that it drafts for")
+    target = Checkpoint.open(target_source.path)
+    DraftPipeline(source, DraftCheckpoint.open(source.path, target), options).run()
 
 
 def select_target(arguments: argparse.Namespace) -> Target | None:
@@ -193,7 +201,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to convert, to what")
     what.add_argument(
-        "--src", metavar="SRC", default=DEFAULT_SOURCE, help="a checkpoint folder or a hub id (%(default)s)"
+        "--src",
+        metavar="SRC",
+        default=DEFAULT_SOURCE,
+        help="a checkpoint folder, a hub id, or a GGUF in F16, BF16 or F32 (%(default)s)",
     )
     what.add_argument(
         "--target",
@@ -218,7 +229,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("models"), help="where to (%(default)s)"
     )
-    what.add_argument("--name", help="first part of the output names (the last part of --src)")
+    what.add_argument(
+        "--name",
+        help="first part of the output names (the last part of --src, without -F16.gguf and the like)",
+    )
     auto = parser.add_argument_group(f"what --quant {AUTO} is to keep to; of several, all of them")
     auto.add_argument(
         "--target-size", metavar="SIZE", type=_size, help="the file's size at most, such as 2.4GB or 900MiB"
@@ -250,15 +264,15 @@ def _parser() -> argparse.ArgumentParser:
         "--outtype",
         type=str.upper,
         choices=FLOAT_TYPES,
-        default="F16",
-        help="type of the whole model's file, from which the rest is made (%(default)s)",
+        help="type of the whole model's file, from which the rest is made "
+        f"({DEFAULT_OUTTYPE}; a GGUF has its own)",
     )
     how.add_argument(
         "--keep-vocab",
         metavar="N",
         type=_positive,
         help="keep the first N regular tokens and all special ones, for a smaller embedding and output head; "
-        "other text is spelt in smaller pieces, bytes if need be (every token there is)",
+        "other text is spelt in smaller pieces, bytes if need be (every token there is); for checkpoints",
     )
     how.add_argument(
         "--calibration",

@@ -13,6 +13,8 @@ from convert.errors import CheckpointError
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
+ARCHS = ("qwen35", "qwen35moe")
+"""llama.cpp's names for them, dense and with experts: `general.architecture`."""
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
 DEFAULT_MROPE_SECTION = (11, 11, 10)
@@ -61,8 +63,8 @@ class ModelConfig:
 
     @property
     def arch(self) -> str:
-        """llama.cpp's name for the architecture, `general.architecture`."""
-        return "qwen35" if self.experts is None else "qwen35moe"
+        """One of `ARCHS`."""
+        return ARCHS[self.experts is not None]
 
     @property
     def mrope_sections(self) -> tuple[int, ...]:

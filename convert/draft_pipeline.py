@@ -130,7 +130,7 @@ class DraftPipeline:
 
     def _report(self, model: Output, recipe: Recipe | None) -> None:
         provenance = {
-            "source": self._source.repo_id or self._source.name,
+            "source": self._source.title,
             "revision": self._source.revision,
             "target": self._draft.target.folder.name,
             "fingerprint": model.fingerprint,

@@ -1,4 +1,4 @@
-"""The tensor table of a GGUF file, read without the key-value pairs before it.
+"""The head of a GGUF file: its tensor table, and those key-value pairs that are one value.
 
 gguf's own reader makes an array of every token and every merge: half a minute for the official vocabulary.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -17,23 +17,27 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from convert.errors import ConvertError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-VALUE_BYTES = {
-    GGUFValueType.UINT8: 1,
-    GGUFValueType.INT8: 1,
-    GGUFValueType.BOOL: 1,
-    GGUFValueType.UINT16: 2,
-    GGUFValueType.INT16: 2,
-    GGUFValueType.UINT32: 4,
-    GGUFValueType.INT32: 4,
-    GGUFValueType.FLOAT32: 4,
-    GGUFValueType.UINT64: 8,
-    GGUFValueType.INT64: 8,
-    GGUFValueType.FLOAT64: 8,
+NUMBERS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
 }
+"""By struct's letters."""
+
+Value = str | int | float
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,25 @@ class TensorInfo:
         return self.n_elements // int(block) * int(n_bytes)
 
 
+@dataclass(frozen=True)
+class Head:
+    """All before the data: values by key, of an array its length, and the tensors in the file's order."""
+
+    values: Mapping[str, Value]
+    tensors: list[TensorInfo]
+
+
 def read_tensors(path: Path) -> list[TensorInfo]:
     """The tensors of a GGUF file in the order of its table.
+
+    Raises:
+        ConvertError: as `read_head`.
+    """
+    return read_head(path).tensors
+
+
+def read_head(path: Path) -> Head:
+    """What stands before the data of a GGUF file.
 
     Raises:
         ConvertError: not a GGUF file, of a version that is not known, or cut short.
@@ -63,7 +84,7 @@ def read_tensors(path: Path) -> list[TensorInfo]:
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(data).tensors()
+                return _Cursor(data).head()
         except (ValueError, struct.error) as error:
             raise ConvertError(f"{path}: not a whole GGUF file ({error})") from None
 
@@ -74,47 +95,51 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._position = data, 0
 
-    def tensors(self) -> list[TensorInfo]:
+    def head(self) -> Head:
         if self._data[:4] != MAGIC:
             raise ValueError(f"it starts with {self._data[:4]!r}, not {MAGIC!r}")
         self._position = 4
         if (version := self._number("I")) not in VERSIONS:
             raise ValueError(f"version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}")
         n_tensors, n_keys = self._number("Q"), self._number("Q")
-        for _ in range(n_keys):
-            self._skip_string()
-            self._skip_value(GGUFValueType(self._number("I")))
-        return [self._tensor() for _ in range(n_tensors)]
+        values = {self._string(): self._value(GGUFValueType(self._number("I"))) for _ in range(n_keys)}
+        return Head(values, [self._tensor() for _ in range(n_tensors)])
 
     def _tensor(self) -> TensorInfo:
-        length = self._number("Q")
-        name = self._data[self._position : self._position + length].decode()
-        self._position += length
+        name = self._string()
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         kind = GGMLQuantizationType(self._number("I"))
         self._number("Q")  # its offset
         return TensorInfo(name, shape, kind)
 
     def _number(self, code: str) -> int:
+        return int(self._unpack(code))
+
+    def _unpack(self, code: str) -> int | float:
         (value,) = struct.unpack_from("<" + code, self._data, self._position)
         self._position += struct.calcsize("<" + code)
-        return int(value)
+        number: int | float = value
+        return number
 
-    def _skip_string(self) -> None:
-        self._position += 8 + struct.unpack_from("<Q", self._data, self._position)[0]
+    def _string(self) -> str:
+        length = self._number("Q")
+        self._position += length
+        return self._data[self._position - length : self._position].decode(errors="replace")
 
-    def _skip_value(self, kind: GGUFValueType) -> None:
+    def _value(self, kind: GGUFValueType) -> Value:
         if kind == GGUFValueType.STRING:
-            self._skip_string()
-        elif kind == GGUFValueType.ARRAY:
-            self._skip_array()
-        else:
-            self._position += VALUE_BYTES[kind]
+            return self._string()
+        return self._array() if kind == GGUFValueType.ARRAY else self._unpack(NUMBERS[kind])
 
-    def _skip_array(self) -> None:
+    def _array(self) -> int:
+        """Its length; what is in it is passed over."""
         kind, count = GGUFValueType(self._number("I")), self._number("Q")
-        if kind in VALUE_BYTES:
-            self._position += count * VALUE_BYTES[kind]
-            return
+        if kind in NUMBERS:
+            self._position += count * struct.calcsize("<" + NUMBERS[kind])
+            return count
         for _ in range(count):
-            self._skip_value(kind)
+            if kind == GGUFValueType.STRING:  # a quarter of a million tokens, and as many merges
+                self._position += 8 + struct.unpack_from("<Q", self._data, self._position)[0]
+            else:
+                self._array()
+        return count

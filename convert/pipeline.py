@@ -1,6 +1,6 @@
 """The way from a checkpoint to quantized files, in stages; one whose output stands is skipped.
 
-    checkpoint        -> <name>-F16.gguf
+    checkpoint        -> <name>-F16.gguf, unless a GGUF is given in its place
     F16               -> <name>.calibration.txt, <name>.evaluation.txt
     F16 + calibration -> <name>.imatrix.gguf
     F16 + imatrix     -> <name>-<QUANT>.gguf
@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from convert.calibration import TEXT_VERSION, Purpose, write_text
+from convert.checkpoint import Checkpoint
 from convert.errors import ConvertError
 from convert.gguf_file import write_gguf
 from convert.imatrix import collect_imatrix
@@ -49,6 +50,7 @@ from convert.search import (
 from convert.stages import Output, StageRecord, file_digest, fingerprint, replacing
 from convert.tensors import FloatType, TensorPlan, plan_tensors
 from convert.vocab import Vocab
+from convert.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from convert.checkpoint import Checkpoint
     from convert.recipes import Recipe
     from convert.source import Source
 
@@ -105,22 +106,41 @@ WHOLE = _Cut()
 class Pipeline:
     """Plans everything up front, so that what cannot work fails before anything is written, then runs."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
         """
         Raises:
-            ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used.
+            ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used, or not
+                for a GGUF.
         """
-        self._source, self._checkpoint, self._options = source, checkpoint, options
+        self._source, self._model, self._options = source, model, options
         self._models: list[Path] = []  # those asked for, as far as they are there
         if options.calibration is not None and not options.calibration.is_file():
             raise ConvertError(f"--calibration {options.calibration}: no such file")
-        self._kept = {r.layers: kept_layers(checkpoint.config, r.layers) for r in options.recipes.values()}
-        self._kept[()] = tuple(range(checkpoint.config.n_layers))
         self._kept_tokens: dict[int | None, NDArray[np.int64] | None] = {None: None}
+        if isinstance(model, WholeModel):
+            self._check_given(model)
+            return
+        self._kept = {r.layers: kept_layers(model.config, r.layers) for r in options.recipes.values()}
+        self._kept[()] = tuple(range(model.config.n_layers))
         counts = [self._cut(recipe).tokens for recipe in (None, *options.recipes.values())]
         if any(counts):
-            vocab = Vocab.load(checkpoint.folder, checkpoint.config)
+            vocab = Vocab.load(model.folder, model.config)
+            self._n_tokens = len(vocab.tokens)
             self._kept_tokens |= {count: kept_tokens(vocab, count) for count in counts if count}
+
+    def _check_given(self, model: WholeModel) -> None:
+        """Raises ConvertError for what a GGUF is not made into, and where it would be overwritten."""
+        options, at = self._options, f"--src {model.path}"
+        if others := {options.outtype, *options.float_types} - {model.type}:
+            raise ConvertError(f"{at}: is {model.type}; want the checkpoint for {', '.join(sorted(others))}")
+        if any(self._cut(recipe) != WHOLE for recipe in (None, *options.recipes.values())):
+            raise ConvertError(f"{at}: --keep-vocab, and recipes that prune, are for checkpoints")
+        names = [self._name(name, recipe) for name, recipe in options.recipes.items()]
+        if options.search is not None:
+            names.append(self._name(options.search.label, None))
+        for path in [self._path(f"{name}.gguf") for name in names]:
+            if path.exists() and path.samefile(model.path):
+                raise ConvertError(f"{at}: would be written to; give another --out or --name")
 
     def run(self) -> None:
         """Makes every output that is not there yet.
@@ -150,9 +170,11 @@ class Pipeline:
         return _Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
 
     def _base(self, float_type: FloatType, cut: _Cut) -> Output:
+        if isinstance(self._model, WholeModel):
+            return self._given
         parts: dict[str, Any] = {
             "converter": CONVERTER_VERSION,
-            "checkpoint": self._checkpoint_fingerprint,
+            "checkpoint": self._model_fingerprint,
             "source": [self._source.name, self._source.repo_id, self._source.revision],
             "type": float_type,
             "dropped": list(cut.layers),
@@ -194,8 +216,14 @@ class Pipeline:
         return Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
 
     @cached_property
-    def _checkpoint_fingerprint(self) -> str:
-        return self._checkpoint.fingerprint()
+    def _model_fingerprint(self) -> str:
+        return self._model.fingerprint()
+
+    @cached_property
+    def _given(self) -> Output:
+        """A GGUF as the base. One that was written here has been made from the same as then."""
+        path = self._source.path
+        return Output(path, self._record.made_from(path) or self._model_fingerprint)
 
     @cached_property
     def _reference(self) -> Output:
@@ -223,10 +251,12 @@ class Pipeline:
     # stages
 
     def _make_base(self, float_type: FloatType, cut: _Cut) -> Output:
+        if isinstance(model := self._model, WholeModel):
+            return self._given
         plan = self._plan(float_type, cut)
 
         def write(part: Path) -> None:
-            write_gguf(part, self._checkpoint, self._source, plan, self._kept[cut.layers], float_type)
+            write_gguf(part, model, self._source, plan, self._kept[cut.layers], float_type)
 
         return self._record.make(self._base(float_type, cut), write)
 
@@ -261,7 +291,7 @@ class Pipeline:
         """Searches a recipe, makes its file and report, and writes the recipe with what they say."""
         options, cut = self._options, self._cut(None)
         base = self._make_base(options.outtype, cut)
-        check_reach(base.path, target, self._used_experts)  # before what takes long
+        check_reach(base.path, target, self._model.used_experts)  # before what takes long
         imatrix = self._make_imatrix(cut).path if options.use_imatrix else None
         paths = Paths(
             base=base.path,
@@ -274,7 +304,7 @@ class Pipeline:
         found = search(
             paths,
             target,
-            used_experts=self._used_experts,
+            used_experts=self._model.used_experts,
             made_from=self._measured_from(cut),
             runtime=options.runtime,
         )
@@ -291,18 +321,26 @@ class Pipeline:
         path = quantized.with_suffix(".toml")
         with replacing(path) as part:
             write_recipe(recipe.model_copy(update={"evidence": evidence}), part)
-        print_found(found, report, path)
+        print_found(found, report, path, self._took(target, recipe, found))
 
-    @property
-    def _used_experts(self) -> int | None:
-        experts = self._checkpoint.config.experts
-        return experts.used if experts is not None else None
+    def _took(self, target: Target, recipe: Recipe, found: Found) -> dict[str, float]:
+        """Seconds of each stage of a searched file, whichever run made it."""
+        file, record = self._quant(target.label, recipe), self._record
+        purposes: tuple[Purpose, ...] = ("calibration", "search", "evaluation")
+        took = {
+            "texts": record.seconds(map(self._text, purposes)),
+            "importance matrix": record.seconds([self._imatrix(self._cut(None))]),
+            "search": found.seconds,
+            "file": record.seconds([file]),
+            "report": record.seconds([Output(file.path.with_suffix(".json"), "")]),
+        }
+        return {stage: seconds for stage, seconds in took.items() if seconds}
 
     def _evidence(self, found: Found) -> Evidence:
         return Evidence(
             command=self._options.command,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            source=self._source.repo_id or self._source.name,
+            source=self._source.title,
             llama_cpp_python=LLAMA_VERSION,
             bytes=found.n_bytes,
             bits_per_weight=round(found.bits_per_weight, 4),
@@ -347,9 +385,9 @@ class Pipeline:
         calibration = self._options.calibration
         cut = self._cut(recipe)
         provenance: dict[str, Any] = {
-            "source": self._source.repo_id or self._source.name,
+            "source": self._source.title,
             "revision": self._source.revision,
-            "checkpoint": self._checkpoint_fingerprint,
+            "gguf" if isinstance(self._model, WholeModel) else "checkpoint": self._model_fingerprint,
             "fingerprint": quantized.fingerprint,
             "base": self._base(self._options.outtype, cut).path.name if recipe else None,
             "imatrix": self._imatrix(cut).path.name if recipe and uses_imatrix else None,
@@ -358,7 +396,7 @@ class Pipeline:
             else None,
         }
         if (kept := self._kept_tokens[cut.tokens]) is not None:
-            counts = {"tokens": len(kept), "of": self._checkpoint.config.vocab_size}
+            counts = {"tokens": len(kept), "of": self._n_tokens}
             provenance["vocabulary"] = {"regular": cut.tokens, **counts}
         return provenance
 
@@ -374,17 +412,23 @@ class Pipeline:
         measured = options.measure and (recipes or self._cut(None) != WHOLE)
         if measured or any(self._writes_calibration(recipe) for recipe in recipes):
             bases.add((options.outtype, WHOLE))
-        for float_type, cut in bases:
+        for float_type, cut in bases if isinstance(self._model, Checkpoint) else ():
             n_bytes = self._plan(float_type, cut).nbytes + HEADER_ROOM
             yield self._base(float_type, cut), n_bytes
         for name, recipe in options.recipes.items():
-            elements = self._plan(options.outtype, self._cut(recipe)).n_elements
+            elements = self._n_elements(self._cut(recipe))
             yield self._quant(name, recipe), int(elements * recipe.bits_per_weight / 8) + HEADER_ROOM
         if options.search is not None:
-            elements = self._plan(options.outtype, self._cut(None)).n_elements
+            elements = self._n_elements(self._cut(None))
             path = self._path(f"{self._name(options.search.label, None)}.gguf")
             yield Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
 
+    def _n_elements(self, cut: _Cut) -> int:
+        if isinstance(self._model, WholeModel):
+            return self._model.n_elements
+        return self._plan(self._options.outtype, cut).n_elements
+
     def _plan(self, float_type: FloatType, cut: _Cut) -> TensorPlan:
+        assert isinstance(self._model, Checkpoint), "a GGUF is not planned, it is there"
         layers, tokens = self._kept[cut.layers], self._kept_tokens[cut.tokens]
-        return plan_tensors(self._checkpoint, float_type, layers, tokens)
+        return plan_tensors(self._model, float_type, layers, tokens)

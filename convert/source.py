@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a folder, or a model on the Hugging Face hub."""
+"""Where a model comes from: a folder, a model on the Hugging Face hub, or a GGUF."""
 
 from __future__ import annotations
 
@@ -17,23 +17,38 @@ from huggingface_hub.errors import (
 from convert.checkpoint import INDEX, TEXT_FILES
 from convert.errors import ConvertError
 from convert.progress import size
+from convert.tensors import FLOAT_TYPES
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 PATTERNS = (*TEXT_FILES, INDEX, "*.safetensors", "LICENSE*")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint on disk, and the hub model it is a copy of, where that is known."""
+    """A checkpoint's folder, and the hub model it is a copy of, where that is known; or a GGUF file."""
 
-    folder: Path
+    path: Path
     repo_id: str | None = None
     revision: str | None = None
 
     @property
     def name(self) -> str:
-        """The stem of the output files: the hub model's or the folder's own name."""
-        return self.repo_id.rpartition("/")[2] if self.repo_id else self.folder.resolve().name
+        """The stem of the output files: the hub model's or the folder's own name, a GGUF's without its
+        type."""
+        if self.repo_id:
+            return self.repo_id.rpartition("/")[2]
+        if not self.is_gguf:
+            return self.path.resolve().name
+        return re.sub(f"-({'|'.join(FLOAT_TYPES)})$", "", self.path.stem)
+
+    @property
+    def title(self) -> str:
+        """What reports call it: the hub id, or the name of the folder or file."""
+        return self.repo_id or (self.path.name if self.is_gguf else self.name)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.is_file()
 
     @property
     def url(self) -> str | None:
@@ -41,16 +56,20 @@ class Source:
 
 
 def resolve(src: str, revision: str | None = None) -> Source:
-    """Finds `src`, a folder or a hub id such as Qwen/Qwen3.5-4B, downloading what is not in the cache yet.
+    """Finds `src`, a folder, a file or a hub id such as Qwen/Qwen3.5-4B, downloading what is not in the cache
+    yet.
 
     Raises:
-        ConvertError: neither exists, access is refused, the hub cannot be reached, or the disk is too small.
+        ConvertError: none exists, access is refused, the hub cannot be reached, or the disk is too small; or
+            a revision of what is no hub id.
     """
-    folder = Path(src).expanduser()
-    if folder.is_dir():
-        return _recognise(folder)
+    path = Path(src).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise ConvertError(f"--revision {revision}: is for hub ids, and {src} is on this disk")
+        return _recognise(path)
     if not HUB_ID.fullmatch(src):
-        raise ConvertError(f"--src {src}: no such folder, and not a hub id such as Qwen/Qwen3.5-4B")
+        raise ConvertError(f"--src {src}: no such file or folder, and not a hub id such as Qwen/Qwen3.5-4B")
     if not constants.HF_HUB_OFFLINE:
         _check_room(src, revision)
     try:
@@ -72,13 +91,13 @@ def resolve(src: str, revision: str | None = None) -> Source:
     return Source(downloaded, repo_id=src, revision=downloaded.name)
 
 
-def _recognise(folder: Path) -> Source:
+def _recognise(path: Path) -> Source:
     """A snapshot folder of the hub's cache is named after a commit; its grandparent tells the model."""
-    path = folder.resolve()
-    owner_and_name = path.parent.parent.name.split("--")
-    if path.parent.name == "snapshots" and owner_and_name[0] == "models" and len(owner_and_name) == 3:
-        return Source(folder, repo_id="/".join(owner_and_name[1:]), revision=path.name)
-    return Source(folder)
+    folder = path.resolve()
+    owner_and_name = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and owner_and_name[0] == "models" and len(owner_and_name) == 3:
+        return Source(path, repo_id="/".join(owner_and_name[1:]), revision=folder.name)
+    return Source(path)
 
 
 def _check_room(repo_id: str, revision: str | None) -> None:

@@ -118,6 +118,13 @@ class StageRecord:
         stat = output.path.stat()
         return bool(entry.get("bytes") == stat.st_size and entry.get("mtime_ns") == stat.st_mtime_ns)
 
+    def made_from(self, path: Path) -> str | None:
+        """The fingerprint of a file that stands in this folder as it was made here; None of any other."""
+        entry = self._entries.get(path.name, {})
+        known = Output(path, str(entry.get("fingerprint")))
+        here = path.resolve().parent == self._path.resolve().parent
+        return known.fingerprint if here and self.is_finished(known) else None
+
     def make(self, output: Output, write: Callable[[Path], object]) -> Output:
         """Has a file written, under a temporary name, unless it is there."""
         if output.path in self._settled:
@@ -125,19 +132,26 @@ class StageRecord:
         if self.is_finished(output):
             print(f"{output.path}: already there", file=sys.stderr)
         else:
+            start = time.monotonic()
             with replacing(output.path) as part:
                 write(part)
-            self.finish(output)
+            self.finish(output, time.monotonic() - start)
         self._settled.add(output.path)
         return output
 
-    def finish(self, output: Output) -> None:
-        """Puts a complete file on record."""
+    def seconds(self, outputs: Iterable[Output]) -> float:
+        """That those which this run has made, or has found finished, took to make."""
+        names = [output.path.name for output in outputs if output.path in self._settled]
+        return sum(float(self._entries[name].get("seconds", 0.0)) for name in names)
+
+    def finish(self, output: Output, seconds: float = 0.0) -> None:
+        """Puts a complete file on record, and how long it took to make."""
         stat = output.path.stat()
         self._entries[output.path.name] = {
             "fingerprint": output.fingerprint,
             "bytes": stat.st_size,
             "mtime_ns": stat.st_mtime_ns,
+            "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         with replacing(self._path) as part:

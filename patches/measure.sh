@@ -3,56 +3,82 @@
 #
 #     patches/measure.sh BIN MODEL.gguf OUT [PART...]
 #
-# BIN has libraries and programs of a build with all patches of llama.cpp/ (and next/, if any) and with switches.patch, and
-# mul-mat-speed and held-speed (their sources lie beside this script). PARTs, in this order by default:
+# BIN has libraries and programs of a build with all patches of llama.cpp/ and with switches.patch, and mul-mat-speed and
+# held-speed (their sources lie beside this script). PARTs, in this order by default:
 #
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
-#     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about 120 s
-#     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)      about  60 s
-#     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                  about  60 s
+#     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about  40 s a round
+#     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)     about  20 s a round
+#     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                 about  20 s a step
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
+#     drafts      qwen-bench draft-cost: the server's engine, by way to draft (needs the server's packages and
+#                 DRAFT_MODEL, TEXT: a GGUF that drafts for MODEL and what prompts are cut from); not timed yet
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
-# SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) is for the waterfall.
+# A step is all patches up to its number. Each part has the steps that it can tell apart: llama-batched-bench none of
+# 0015 to 0020, since it has no snapshots and no drafts. STEPS="0003 0013 0020" names others for all parts, STEPS=all has all.
+#
+# SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) are turns of each step in
+# waterfall, prompt and drafts. DRAFT_OPTIONS are for draft-cost (default: --input-tokens 64,2048 --concurrency 1).
+# PYTHON (default python3) is for drafts and logits.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-bin=$(cd "$1" && pwd) model=$(realpath "$2") out=$3
+bin=$(cd "$1" && pwd) || exit 1
+model=$(realpath "$2") out=$3
 shift 3
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(operators products waterfall prompt held crossover)
-rounds=${ROUNDS:-3} limit=${SECONDS_MAX:-520}
+[ ${#parts[@]} -gt 0 ] || parts=(operators products waterfall prompt held crossover drafts)
+rounds=${ROUNDS:-3} limit=${SECONDS_MAX:-520} python=${PYTHON:-python3}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# The switches of each step: all patches up to that one. 0001 to 0003 have none.
-off_0004=GGML_CUDA_REFUSE=gdn_ids,conv_ids
-off_0005=GGML_CUDA_REFUSE=conv_ids
-off_0006=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
-off_0007=GGML_CUDA_GDN_CHUNKED=0
-off_0008=GGML_CUDA_MMQ_THIN_MAX=0
-off_0009=GGML_CUDA_FA_DENSE=1
-off_0010=LLAMA_N_KV_PAD_256=1
-off_0011=GGML_CUDA_MMVQ_ONE_ROW=1
-off_0012=GGML_CUDA_QUANTIZE_ALWAYS=1
-off_0013=GGML_CUDA_MMQ_MID_MAX=0
-off_after_0010="$off_0011 $off_0012 $off_0013"
-steps=(0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013)
-declare -A switches=(
-    [0003]="$off_0004 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
-    [0004]="$off_0005 $off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
-    [0005]="$off_0006 $off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
-    [0006]="$off_0007 $off_0008 $off_0009 $off_0010 $off_after_0010"
-    [0007]="$off_0008 $off_0009 $off_0010 $off_after_0010"
-    [0008]="$off_0009 $off_0010 $off_after_0010"
-    [0009]="$off_0010 $off_after_0010"
-    [0010]="$off_after_0010"
-    [0011]="$off_0012 $off_0013"
-    [0012]="$off_0013"
-    [0013]=""
+# What takes each patch away. 0001 to 0003 have no switch. Where two set the same variable, the older patch's value takes the
+# newer one away, too.
+declare -A off=(
+    [0004]=GGML_CUDA_REFUSE=gdn_ids,conv_ids
+    [0005]=GGML_CUDA_REFUSE=conv_ids
+    [0006]=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
+    [0007]=GGML_CUDA_GDN_CHUNKED=0
+    [0008]=GGML_CUDA_MMQ_THIN_MAX=0
+    [0009]=GGML_CUDA_FA_DENSE=1
+    [0010]=LLAMA_N_KV_PAD_256=1
+    [0011]=GGML_CUDA_MMVQ_ONE_ROW=1
+    [0012]=GGML_CUDA_QUANTIZE_ALWAYS=1
+    [0013]=GGML_CUDA_MMQ_MID_MAX=0
+    [0014]=LLAMA_KQ_MASK_WHOLE=1
+    [0015]=LLAMA_CONV_IDS_NO_SNAPSHOTS=1
+    [0017]=LLAMA_CONV_IDS_ONE_STATE=1
+    [0018]=LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots
+    [0019]=LLAMA_PATCHES_HIDE=0019-shared-snapshots
+    [0020]=LLAMA_SEQ_ALL_CELLS=1
+    [0021]=LLAMA_KV_NO_WINDOW=1
 )
+mapfile -t switched < <(printf '%s\n' "${!off[@]}" | sort)
+all=(0003 "${switched[@]}")
+last=${all[-1]}
+# variables that the build reads, and the one that is the server's
+known=$(LC_ALL=C grep -aohE '(GGML_CUDA|LLAMA)_[A-Z0-9_]+' "$bin"/lib*.so* | sort -u; echo LLAMA_PATCHES_HIDE)
+
+steps() { # steps STEP...: those that STEPS names, or these
+    if [ "${STEPS:-}" = all ]; then echo "${all[@]}"; else echo "${STEPS:-$*}"; fi
+}
+
+switches() { # switches STEP: what env(1) needs to take all later patches away, the oldest last; fails if the build cannot
+    local patch i
+    [[ " ${all[*]} " == *" $1 "* ]] || { echo "step $1 is left out: it is none of ${all[*]}" >&2; return 1; }
+    for ((i = ${#switched[@]} - 1; i >= 0; i--)); do
+        patch=${switched[i]}
+        [ "$patch" \> "$1" ] || break
+        grep -qx "${off[$patch]%%=*}" <<<"$known" || {
+            echo "step $1 is left out: no library in $bin reads ${off[$patch]%%=*} (is it built with switches.patch?)" >&2
+            return 1
+        }
+        echo "${off[$patch]}"
+    done
+}
 
 bench() { # bench LABEL SWITCHES OPTION...: JSON lines
     local label=$1 set=$2
@@ -78,7 +104,7 @@ operators() {
     done
     if [ -x "$bin/test-kv-mask" ]; then "$bin/test-kv-mask" | tail -1; fi
     # what a chunked delta net and one kernel for the short convolution take
-    for set in "$off_0007" "X=0"; do
+    for set in "${off[0007]}" "X=0"; do
         env "$set" timeout 60 "$bin/test-backend-ops" perf -b CUDA0 -o GATED_DELTA_NET \
             -p "head_count=16,head_size=128,n_seq_tokens=(512|2048)" 2>/dev/null | grep -a "us/run" | sed "s/^/$set /"
     done
@@ -95,7 +121,7 @@ products() {
     env GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64 "$bin/mul-mat-speed" thin $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 "$bin/mul-mat-speed" mmvq $types 1,2,3,4,6,8 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 GGML_CUDA_MMVQ_MAX_BATCH=0 "$bin/mul-mat-speed" mmq $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
-    env $off_0006 "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env ${off[0006]} "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_DEQUANT_MIN_BATCH=1 "$bin/mul-mat-speed" dequant $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     unset GGML_CUDA_QUANTIZE_ALWAYS GGML_CUDA_MMQ_MID_MAX
     python3 - "$out/products.jsonl" <<'PY'
@@ -116,8 +142,9 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in "${steps[@]}"; do
-            bench "$step" "${switches[$step]:-X=0}" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
+        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021); do
+            set=$(switches "$step") || continue
+            bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
     done
     table "$out/waterfall.jsonl"
@@ -126,8 +153,9 @@ waterfall() {
 prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
-        for step in 0003 0004 0005 0006 0007; do
-            bench "$step" "${switches[$step]:-X=0}" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
+        for step in $(steps 0003 0004 0005 0006 0007); do
+            set=$(switches "$step") || continue
+            bench "$step" "$set" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
     done
     table "$out/prompt.jsonl"
@@ -137,28 +165,74 @@ crossover() {
     : >"$out/crossover.jsonl"
     local columns=1,2,3,4,6,8,12,16,24,32,48,64 # the first one of a process warms it up
     bench default "X=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench thin "$off_0013 GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmvq "$off_0008 $off_0013" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmq "$off_0008 $off_0013 GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench thin "${off[0013]} GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmvq "${off[0008]} ${off[0013]}" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmq "${off[0008]} ${off[0013]} GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     table "$out/crossover.jsonl"
 }
 
 held() {
+    local step set
     : >"$out/held.jsonl"
-    env $off_0009 $off_0010 "$bin/held-speed" 0008 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
-    env $off_0010 "$bin/held-speed" 0009 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
-    "$bin/held-speed" 0010 "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log"
+    for step in $(steps 0008 0009 0010 0013 0014 0021); do
+        set=$(switches "$step") || continue
+        # shellcheck disable=SC2086
+        env $set "$bin/held-speed" "$step" "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log" ||
+            { echo "$step failed:" >&2; tail -5 "$out/held.log" >&2; }
+    done
     cat "$out/held.jsonl"
 }
 
-logits() {
-    local step
-    for step in 0003 0013; do
-        # shellcheck disable=SC2086
-        env ${switches[$step]} LLAMA_CPP_LIB_PATH="$bin" python3 "$here/../tests/patches/rows.py" --model "$model" --gpu \
-            --flash --out "$out/rows-$step.npz" || return 1
+# ctx_size: seq_rm of a pool as small as the requests need would not show 0020
+drafts() {
+    local round step set
+    [ -n "${DRAFT_MODEL:-}" ] && [ -n "${TEXT:-}" ] || {
+        echo "left out: it needs DRAFT_MODEL, a GGUF that drafts for MODEL, and TEXT, what prompts are cut from"
+        return
+    }
+    rm -rf "$out/drafts"
+    for round in $(seq "$rounds"); do
+        for step in $(steps 0014 0015 0017 0018 0019 0020); do
+            set=$(switches "$step") || continue
+            # what a start measures of its steps, and keeps, is of this step
+            # shellcheck disable=SC2086
+            env $set PYTHONPATH="$here/.." LLAMA_CPP_LIB_PATH="$bin" QWEN_SERVE_CACHE="$out/cache-$step" \
+                "$python" -m bench draft-cost "$model" --draft-model "$DRAFT_MODEL" --text "$TEXT" --rounds 1 \
+                --set ctx_size=98304 ${DRAFT_OPTIONS:---input-tokens 64,2048 --concurrency 1} \
+                --out "$out/drafts/$step" --note "patches to $step: ${set//$'\n'/ }" >"$out/drafts.log" 2>&1 ||
+                { echo "$step failed:" >&2; tail -5 "$out/drafts.log" >&2; }
+        done
     done
-    python3 - "$out/rows-0003.npz" "$out/rows-0013.npz" <<'PY'
+    "$python" - "$out/drafts" <<'PY'
+import collections, json, pathlib, statistics, sys
+runs = collections.defaultdict(list)
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*/*/rows.jsonl")):
+    found = collections.defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["metric"] in ("ttft", "itl"):
+            found[row["cell"], row["subject"], row["metric"]].append(row["value"])
+    for (cell, way, metric), values in found.items():
+        runs[cell, way, path.parts[-3], metric].append(statistics.median(values))
+def shown(values):
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+print("| requests | way to draft | which | ms to the first token, median of the runs' (lowest to highest) | ms a token after it |")
+print("|---|---|---|--:|--:|")
+for cell, way, step in sorted({key[:3] for key in runs}):
+    print(f"| {cell} | {way} | {step} | {shown(runs[cell, way, step, 'ttft'])} | {shown(runs[cell, way, step, 'itl'])} |")
+PY
+}
+
+logits() {
+    local step set more
+    for more in "" "--snapshots 4"; do
+        for step in 0003 "$last"; do
+            set=$(switches "$step") || return 1
+            # shellcheck disable=SC2086
+            env $set LLAMA_CPP_LIB_PATH="$bin" "$python" "$here/../tests/patches/rows.py" --model "$model" --gpu \
+                --flash $more --out "$out/rows-$step.npz" || return 1
+        done
+        "$python" - "$out/rows-0003.npz" "$out/rows-$last.npz" <<'PY'
 import sys
 import numpy as np
 a, b = (np.load(path)["rows"] for path in sys.argv[1:])
@@ -166,6 +240,7 @@ d = np.abs(a - b) / a.std()
 print(f"logits of {len(a)} rows, in standard deviations: largest difference {d.max():.2e}, mean {d.mean():.2e}; "
       f"same greedy token in {(a.argmax(-1) == b.argmax(-1)).mean():.2%}")
 PY
+    done
 }
 
 table() { # table FILE: medians by label, prompt and sequences

@@ -148,6 +148,11 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
             "--build-arg CUDA_ARCHS='89' --build-arg PATCHES='1' -t 'mine' .",
         ),
         (
+            ["SRC=some/where/Mine-BF16.gguf"],
+            "-f Dockerfile.cuda --build-arg MODEL='models/Mine-Q4_K_M.gguf' --build-arg VARIANT='' "
+            "--build-arg CUDA_ARCHS='86' --build-arg PATCHES='1' -t 'qwen-serve' .",
+        ),
+        (
             ["VARIANT=exact", "SRC=some/where/Mine"],
             "-f Dockerfile.cuda --build-arg MODEL='models/Mine-F16.gguf' --build-arg VARIANT='exact' "
             "--build-arg CUDA_ARCHS='86' --build-arg PATCHES='1' -t 'qwen-serve' .",

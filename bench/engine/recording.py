@@ -47,26 +47,33 @@ class Recorder:
 
 
 @contextmanager
-def recorded(
-    gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
-) -> Iterator[tuple[Model, Recorder]]:
-    """The model on the GPU, if there is one, and a run for its figures, whose table is printed in the end.
+def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) -> Iterator[Run]:
+    """A run for figures of a model, whose tables are printed in the end.
 
-    Raises BenchError for a file that cannot be loaded, or when llama.cpp refuses something.
+    Raises BenchError for a file that is not there, cannot be loaded, or when llama.cpp refuses something.
     """
     if not gguf.is_file():
         raise BenchError(f"{gguf}: no such file")
     with store.begin(verb, {"gguf": gguf.name, **settings}) as run:
         try:
-            model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
-            run.describe(gguf.stem, device=devices()[0].description)
-            try:
-                yield model, Recorder(run, gguf.stem, workload)
-            finally:
-                model.close()
+            yield run
         except EngineError as error:
             raise BenchError(f"{gguf}: {error}") from error
         show(run)
+
+
+@contextmanager
+def recorded(
+    gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
+) -> Iterator[tuple[Model, Recorder]]:
+    """The model on the GPU, if there is one, and a run for its figures; raises as `begun`."""
+    with begun(gguf, verb, store, settings) as run:
+        model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
+        try:
+            run.describe(gguf.stem, device=devices()[0].description)
+            yield model, Recorder(run, gguf.stem, workload)
+        finally:
+            model.close()
 
 
 def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:

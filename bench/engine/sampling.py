@@ -3,15 +3,27 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import thread_time
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from bench.arguments import Positive, Positives, StoreOptions
-from bench.engine.recording import Recorder, make_context, recorded
+from bench.engine.recording import UNTIMED, Recorder, make_context, recorded
+from server.engine import SamplingParams, Vocab
 from server.engine.llama import Context, DeviceSampler, Model, Rows
+from server.engine.sampling import Sampler
 from server.engine.warmup import decode
 
 CELLS_EACH = 256
+
+DRAWS = {
+    "top-k 20, top-p 0.95": SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
+    "top-k 20, top-p 0.95, presence penalty 1.5": SamplingParams(
+        temperature=1.0, top_k=20, top_p=0.95, presence_penalty=1.5
+    ),
+    "top-p 0.95": SamplingParams(temperature=1.0, top_p=0.95),
+}
+"""What is drawn by, at temperature 1: from candidates, and the last from whole rows."""
 
 
 def sampling_cost(
@@ -26,7 +38,7 @@ def sampling_cost(
 
     From raw rows, from each device sampler, from llama.cpp's own greedy samplers; with one request among them
     that needs its whole row, read out or copied with all the others; and what another device sampler for a
-    slot costs.
+    slot costs. Beside that, the host's processor time to draw these tokens.
 
     Parameters
     ----------
@@ -56,9 +68,27 @@ def sampling_cost(
                 for kind in others:
                     context.set_samplers(kind)
                     each(f"device sampler {kind.name}", lambda n: _take(decode(context, n)))
+                _draw(context, Vocab(model), recorder, rows, times)
         with _context(model, most, samplers=False) as context, _greedy_chains(context, most):
             each("llama.cpp's greedy sampler", lambda n: _sampled_by_llama_cpp(context, n))
     return 0
+
+
+def _draw(context: Context, vocab: Vocab, recorder: Recorder, rows: Positives, times: int) -> None:
+    """What the host alone does for a step's tokens at a temperature, each by a sampler of its own."""
+    for what, params in DRAWS.items():
+        for n in sorted(rows):
+            samplers = [Sampler(params, vocab, []) for _ in range(n)]
+            context.set_samplers(samplers[0].need)
+            for round in range(1 - UNTIMED, 1 + times):
+                found = decode(context, n)
+                began = thread_time()
+                for row, sampler in enumerate(samplers):
+                    sampler.sample(found, row)
+                if round > 0:
+                    recorder.add(f"{what}, {n} rows", round, "sample_time", 1000 * (thread_time() - began))
+            for sampler in samplers:
+                sampler.close()
 
 
 def _one_other(context: Context, recorder: Recorder, most: int, times: int) -> None:

@@ -29,7 +29,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bench.arguments import StoreOptions, comma_separated
+from bench.arguments import StoreOptions, comma_separated, named_values
 from bench.errors import BenchError
 from bench.servers.launch import PYTHON_PATH
 from bench.store import manifests
@@ -119,12 +119,12 @@ def experiment(
         Show the commands, run nothing.
     """
     described = Experiment.read(file)
-    variables = _pairs(set, "--set")
+    variables = named_values(set, "--set")
     if missing := [f"{name} ({what})" for name, what in described.needs.items() if name not in variables]:
         raise BenchError(f"--set: {file} needs {', '.join(missing)}")
     if unknown := [name for name in part if name not in [one.name for one in described.parts]]:
         raise BenchError(f"--part {unknown[0]}: want {', '.join(one.name for one in described.parts)}")
-    changed: dict[str, Option] = dict(_pairs(option, "--option"))
+    changed: dict[str, Option] = dict(named_values(option, "--option"))
     lines: list[list[Cell]] = []
     for one in described.parts:
         if part and one.name not in part:
@@ -174,10 +174,3 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
         return text.format_map(variables)
     except (KeyError, ValueError, IndexError) as error:
         raise BenchError(f"{text}: {error} is not in the file's [needs]") from error
-
-
-def _pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    if wrong := [name for name, equals, _ in pairs if not equals]:
-        raise BenchError(f"{flag} {wrong[0]}: want NAME=VALUE")
-    return {name: value for name, _, value in pairs}

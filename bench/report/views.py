@@ -16,6 +16,7 @@ TABLES = {
     "quality": "bench.report.quality:quality_tables",
     "perplexity": "bench.report.perplexity:perplexity_tables",
     "conformance": "bench.checks.conformance:conformance_tables",
+    "draft-cost": "bench.report.drafts:draft_cost_tables",
     "kv-cache": "bench.report.kv_cache:kv_cache_tables",
     "soak": "bench.load.soak:soak_tables",
     "start": "bench.servers.start:start_tables",

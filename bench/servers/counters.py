@@ -27,10 +27,19 @@ STEP_SECONDS = "qwen_step_seconds_total"
 PHASES = {
     "decode": "device_time",  # in llama_decode
     "wait": "device_time",  # for what it started
+    "propose": "draft_time",  # drafters, and their passes on the device
     "reserve": "overlapped_time",  # on a GPU, while the device computes
     "flush": "overlapped_time",
 }
 """Phases of a step by where they are spent; all others are the host's own time."""
+
+PARTS = {
+    "draft": "draft_time",
+    "device": "device_time",
+    "host": "host_time",
+    "overlapped": "overlapped_time",
+}
+"""What a step's time is made of, as tables name it."""
 
 DRAFT_COUNTERS = {
     "qwen_draft_verifications_total": "verifications",
@@ -45,7 +54,8 @@ ROWS = r", \d+ rows$"
 """Of a cell's name: how many rows its steps sampled, which the store tells apart and the table does not."""
 
 STEP_NOTES = (
-    "means of a step; device: in llama_decode and waiting for it; host: all else, while a GPU is idle",
+    "means of a step; device: in llama_decode and waiting for it; draft: drafters with their passes; "
+    "host: all else, while a GPU is idle",
     "overlapped: host work that goes on while a GPU computes",
 )
 
@@ -116,8 +126,8 @@ def counter_tables(frame: pd.DataFrame) -> list[Table]:
     rows = rows.assign(cell=rows["cell"].str.replace(ROWS, "", regex=True))
     made: list[Table] = []
     for workload, line_of, title, notes in (
-        (STEPS, _step_line, "Steps of our server", STEP_NOTES),
-        (DRAFTS, _draft_line, "Speculation of our server", ()),
+        (STEPS, _step_line, "Steps of our engine", STEP_NOTES),
+        (DRAFTS, _draft_line, "Speculation of our engine", ()),
     ):
         lines: list[dict[str, Cell]] = []
         groups = rows[rows["workload"] == workload].groupby(["subject", "cell"], sort=False)
@@ -130,11 +140,10 @@ def counter_tables(frame: pd.DataFrame) -> list[Table]:
 
 def _step_line(sums: "pd.Series[float]") -> dict[str, Cell]:
     steps = float(sums["steps"])
-    parts = {"device ms": "device_time", "host ms": "host_time", "overlapped ms": "overlapped_time"}
     return {
         "steps": round(steps),
         "tokens a step": float(sums["step_tokens"]) / steps,
-        **{title: float(sums.get(name, 0.0)) / steps for title, name in parts.items()},
+        **{f"{part} ms": sums[name] / steps for part, name in PARTS.items() if name in sums},
     }
 
 

@@ -89,7 +89,7 @@ def checkpoint_parameters(original: str) -> int:
     `original` is a folder or a hub id; what conversion fetched is read from the hub's cache.
     """
     try:
-        files = sorted(resolve(original).folder.glob("*.safetensors"))
+        files = sorted(resolve(original).path.glob("*.safetensors"))
         if not files:
             raise BenchError(f"--original {original}: no *.safetensors there")
         return sum(prod(tensor.shape) for file in files for tensor in read_header(file))

@@ -23,6 +23,7 @@ from bench.load.latency import Categories, Protocol, protocols_of
 from bench.load.protocol import ALL_CATEGORIES
 from convert.prune_vocab import label
 from convert.recipes import Recipe, known_recipes, load_recipe
+from convert.source import Source
 from server.variant import Variant
 
 FORMAT = 2  # raise it when the same settings come to mean another measurement
@@ -98,9 +99,9 @@ class Plan:
 
     @property
     def model(self) -> str:
-        """The first part of the GGUFs' names: a folder's own, or the last part of a hub id."""
-        folder = Path(self.src).expanduser()
-        return self.name or (folder.resolve().name if folder.is_dir() else self.src.rpartition("/")[2])
+        """The first part of the GGUFs' names, as the converter has it."""
+        path = Path(self.src).expanduser()
+        return self.name or (Source(path).name if path.exists() else self.src.rpartition("/")[2])
 
     @cached_property
     def effort(self) -> Effort:

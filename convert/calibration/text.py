@@ -45,14 +45,18 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
             )
         template = ChatTemplate(source)
         rendered = [model.tokenize(template.render(prompt)) for prompt in prompts]
-        text, n_tokens, answered, shown = "", 0, 0, 0
+        text, n_tokens, answered = "", 0, 0
+        written = finished = shown = 0
         with Progress(f"Writing {purpose} text", wanted, "tokens") as progress:
 
             def show(request: Request) -> None:
-                nonlocal shown
-                count = min(len(request.prompt) + len(request.generated), wanted - shown)
-                shown += count
-                progress.advance(count)
+                nonlocal written, finished, shown
+                written += len(request.prompt) + len(request.generated)
+                finished += 1
+                # short answers go on until they are enough, long ones until every prompt has one
+                due = min(written, wanted, wanted * finished // len(prompts))
+                progress.advance(due - shown)
+                shown = due
 
             while n_tokens < wanted:
                 count = len(prompts)

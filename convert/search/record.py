@@ -26,7 +26,7 @@ class Record:
         self.errors: dict[str, dict[Type, float]] = {}
         self._readings: dict[str, dict[str, Any]] = {}
         self.seconds = 0.0
-        """Spent on measuring, over all runs."""
+        """Spent on loading the model, measuring and solving, over all runs."""
         self.tokens = 0
         """That every probe reads."""
         try:

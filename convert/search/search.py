@@ -195,11 +195,12 @@ class _Search:
     @property
     def _meter(self) -> Meter:
         if self._open is None:
-            paths = self._paths
+            paths, start = self._paths, time.monotonic()
             self._open = self._stack.enter_context(
                 Meter(paths.base, paths.text, paths.imatrix, self._runtime)
             )
             self._record.tokens = self._open.tokens
+            self._record.seconds += time.monotonic() - start
         return self._open
 
     def _measure_errors(self) -> None:
@@ -209,8 +210,8 @@ class _Search:
         with Progress("Rounding errors of the types", len(missing), "tensors") as progress:
             for matrix in missing:
                 progress.note(matrix.name)
-                start = time.monotonic()
-                self._record.errors[matrix.name] = self._meter.errors(matrix, matrix.types)
+                meter, start = self._meter, time.monotonic()
+                self._record.errors[matrix.name] = meter.errors(matrix, matrix.types)
                 self._record.seconds += time.monotonic() - start
                 self._record.save()
                 progress.advance()
@@ -281,7 +282,9 @@ class _Search:
             costs = [[float(m.n_bytes(kind)) for kind in m.types] for m in layout.matrices]
             if target.card is not None:
                 costs = _read(layout)
+        start = time.monotonic()
         chosen = choose(costs, bounds)
+        self._record.seconds += time.monotonic() - start
         if chosen is None:
             asked = target.label.removeprefix("auto-")
             raise ConvertError(f"the targets contradict each other: no types keep to all of {asked}")

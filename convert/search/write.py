@@ -11,6 +11,7 @@ from convert.recipes import Evidence, Override, Recipe
 from convert.search.groups import Type, patterns
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from convert.report import Report
@@ -78,8 +79,8 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def print_found(found: Found, report: Report, path: Path) -> None:
-    """The search in a few lines, after the file's report."""
+def print_found(found: Found, report: Report, path: Path, took: Mapping[str, float]) -> None:
+    """The search in a few lines, after the file's report; `took`: seconds by stage."""
     print(f"{path}")
     print(f"  searched    {found.probes} probes of {found.tokens:,} tokens in {duration(found.seconds)}")
     print(
@@ -92,4 +93,6 @@ def print_found(found: Found, report: Report, path: Path) -> None:
         print(f"  drafts      mean KLD {found.reading.draft:.5f}")
     if found.milliseconds is not None:
         print(f"  a token     reads its weights in {found.milliseconds:.4g} ms at the datasheet's bandwidth")
+    parts = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in took.items())
+    print(f"  in all      {duration(sum(took.values()))}: {parts}")
     print()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from .sampling import Penalties, SamplingParams
+    from .sampling import SamplingParams
 
 
 NONE_LEFT = (
@@ -22,14 +22,12 @@ NONE_LEFT = (
 
 
 class LogitRules:
-    """Changes rows of logits before a token is chosen, in vLLM's order: bias, bans, then the penalties.
+    """Changes rows of logits before a token is chosen, in vLLM's order: bias, then bans; penalties come next.
 
     Follows one answer: `accept` takes its tokens in order.
     """
 
-    def __init__(
-        self, params: SamplingParams, ends: Sequence[int], n_real: int, penalties: Penalties | None
-    ) -> None:
+    def __init__(self, params: SamplingParams, ends: Sequence[int], n_real: int) -> None:
         """`ends`: what ends the generation, and must not before there are `min_tokens`."""
         inside = [(token, bias) for token, bias in params.logit_bias if token < n_real]
         self._biased = np.array([token for token, _ in inside], np.intp)
@@ -51,7 +49,6 @@ class LogitRules:
         self._until_end = params.min_tokens
         self._last: list[int] = []
         """The last tokens of the answer, as many as the beginning of a bad word has."""
-        self._penalties = penalties
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
@@ -74,13 +71,9 @@ class LogitRules:
             logits[self._ends] = -np.inf
         if logits.max() == -np.inf:
             raise NoTokenLeft(NONE_LEFT)
-        if self._penalties is not None:
-            self._penalties.apply(logits)
 
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
         self._until_end -= 1
         if self._longest:
             self._last = [*self._last, token][-self._longest :]
-        if self._penalties is not None:
-            self._penalties.accept(token)

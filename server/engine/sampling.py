@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
@@ -130,12 +130,10 @@ class Sampler:
         self._never = frozenset(ends) if params.ignore_eos else frozenset()
         """The same."""
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        self._penalties: Penalties | LogitRules | None = (
-            Penalties(params, vocab.n_real, prompt) if penalised else None
-        )
+        self._penalties = Penalties(params, vocab.n_real, prompt) if penalised else None
+        self._rules: LogitRules | None = None
         if LogitRules.wanted(params):
-            every_end = sorted(vocab.eog_ids | params.stop_token_ids)
-            self._penalties = LogitRules(params, every_end, vocab.n_real, self._penalties)
+            self._rules = LogitRules(params, sorted(vocab.eog_ids | params.stop_token_ids), vocab.n_real)
         self._params = params
         self._top_k = params.top_k
         self._chain: SamplerChain | None = None
@@ -155,6 +153,9 @@ class Sampler:
         if thinking is not None and thinking.limits.repetition_penalty != 1.0:
             penalty = thinking.limits.repetition_penalty
             self._thoughts = Penalties(SamplingParams(repetition_penalty=penalty), vocab.n_real, [])
+        follow = (self._rules, self._penalties, self._thoughts)
+        self._followers = [each for each in follow if each is not None]
+        """Who is told of every token that was chosen, or forced."""
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
         self._failed: Exception | None = None
@@ -165,17 +166,20 @@ class Sampler:
             self._force(constraint)
 
     def _least_sampler(self, params: SamplingParams, n_ends: int) -> DeviceSampler:
-        if self._penalties is not None or self._thoughts is not None:
+        penalties = [each for each in (self._penalties, self._thoughts) if each is not None]
+        if self._rules is not None or not all(each.only_lower for each in penalties):
             return DeviceSampler.ROW  # any token may become the best
         if self._banned is not None and len(self._banned) < n_ends:
             return DeviceSampler.ROW  # the device bans all ends or none
         told = params.logprobs is not None
         if params.prompt_logprobs is not None or (told and self._constraint is not None):
             return DeviceSampler.ROW  # a token of a prompt, or a forced one, need not be among the best
-        if params.is_greedy and not told:
+        if penalties and (told or self._constraint is not None):
+            return DeviceSampler.ROW  # nor need the best that is left
+        if params.is_greedy and not told and not penalties:
             return DeviceSampler.BEST if self._constraint is None else DeviceSampler.TOP_K
         top_k = 1 if params.is_greedy else params.top_k
-        candidates = top_k + (n_ends if params.ignore_eos else 0)
+        candidates = top_k + (n_ends if params.ignore_eos else 0) + bool(penalties)  # the last is a bound
         if not top_k or candidates > N_CANDIDATES:
             return DeviceSampler.ROW
         return DeviceSampler.LOGPROBS if told else DeviceSampler.TOP_K
@@ -199,7 +203,8 @@ class Sampler:
         if kind is DeviceSampler.ROW:
             return self.choose(rows.logits(row))
         if kind is not DeviceSampler.BEST:
-            return self.choose_among(*rows.candidates(row))
+            chosen = self.choose_among(*rows.candidates(row))
+            return self.choose(self._fetch(rows, row)) if chosen is None else chosen
         token = rows.best(row)
         if self._banned is not None and token in self._banned:
             return rows.best_but_end(row)
@@ -211,13 +216,30 @@ class Sampler:
         self._count(token)
         return token
 
-    def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int:
-        """The same from the best tokens, in any order: enough without penalties. `logits` are changed."""
-        if self._banned is not None:
-            logits[np.isin(ids, self._banned)] = -np.inf
+    def choose_among(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int | None:
+        """The same from the best tokens, in any order; None where penalties may have made others better.
+        `logits` may be changed.
+
+        Penalties that only lower logits leave every other token at most where the least of these was.
+        """
+        penalties = self._in_force() if self._followers else ()
+        lowest = float(logits.min()) if penalties else -math.inf
+        for each in penalties:
+            logits = each.applied(ids, logits)
+        if self._never and not self._never.isdisjoint(ids.tolist()):
+            logits[np.isin(ids, list(self._never))] = -np.inf
+        if penalties:
+            known = logits > lowest
+            ids, logits = ids[known], logits[known]
+            settled = ids.size > 0 if self._chain is None else is_settled(self._params, logits, lowest)
+            if not settled:
+                return None
         if self._chain is None:
-            return int(ids[logits == logits.max()].min())
-        return self._chain.draw(ids, logits)
+            token = int(ids[logits == logits.max()].min())
+        else:
+            token = self._chain.draw(ids, logits)
+        self._count(token)
+        return token
 
     def forced(self, new: Sequence[int]) -> list[int]:
         """The answer has gained `new` tokens: those that come next without a row, if there are any. The
@@ -266,10 +288,8 @@ class Sampler:
 
     def _count(self, token: int) -> None:
         """A token was chosen, or forced."""
-        if self._penalties is not None:
-            self._penalties.accept(token)
-        if self._thoughts is not None:
-            self._thoughts.accept(token)
+        for each in self._followers:
+            each.accept(token)
 
     def validate(self, draft: list[int]) -> list[int]:
         """As much of a draft as may come next."""
@@ -288,14 +308,29 @@ class Sampler:
         real = logits[: self._n_real]
         if self._banned is not None:
             real[self._banned] = -np.inf
-        if self._penalties is not None:
-            self._penalties.apply(real)
-        if self._thoughts is not None and self._thinking is not None and self._thinking.open:
-            self._thoughts.apply(real)
+        if self._rules is not None:
+            self._rules.apply(real)
+        for each in self._in_force():
+            each.apply(real)
         token = int(real.argmax())
         if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
             raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
         return real
+
+    def _in_force(self) -> list[Penalties]:
+        """Those of the request; those of its thoughts as long as it thinks."""
+        found = [] if self._penalties is None else [self._penalties]
+        if self._thoughts is not None and self._thinking is not None and self._thinking.open:
+            found.append(self._thoughts)
+        return found
+
+    def _fetch(self, rows: Rows, row: int) -> npt.NDArray[np.float32]:
+        """The whole row of which the device told the best tokens. Raises RowNotKept."""
+        logits = rows.fetch(row)
+        if logits is None:
+            self.need = DeviceSampler.ROW
+            raise RowNotKept
+        return logits
 
     def _draw_from_row(self, real: npt.NDArray[np.float32]) -> int:
         if self._chain is None:
@@ -309,11 +344,7 @@ class Sampler:
         if rows.kinds[row] is not DeviceSampler.ROW:
             token = self._from_candidates(*rows.candidates(row), constraint)
             if token is None:
-                logits = rows.fetch(row)
-                if logits is None:
-                    self.need = DeviceSampler.ROW
-                    raise RowNotKept
-                token = self._from_mask(self._penalised(logits), constraint)
+                token = self._from_mask(self._penalised(self._fetch(rows, row)), constraint)
         else:
             token = self._from_row(self._penalised(rows.logits(row)), constraint)
         self._count(token)
@@ -341,7 +372,7 @@ class Sampler:
         ids = np.flatnonzero(constraint.mask()[: real.size])
         logits = real[ids]
         if not logits.size or logits.max() == -np.inf:
-            if isinstance(self._penalties, LogitRules):
+            if self._rules is not None:
                 raise NoTokenLeft(f"within the format, {NONE_LEFT}")
             raise FloatingPointError("no token that may come next has a probability")
         if self._chain is None:
@@ -455,40 +486,54 @@ def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
 
 
 class Penalties:
-    """Keeps the distinct tokens seen and their counts, so that a step costs as many operations as those.
+    """Of one answer, over the tokens seen.
 
     Repetition divides positive and multiplies negative logits (Keskar et al. 2019, section 4.1); presence
     and frequency subtract, as in OpenAI's API.
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int, prompt: Sequence[int]) -> None:
-        self._params = params
-        self._in_prompt = np.zeros(n_vocab, bool)
-        in_vocab = np.asarray(prompt, np.intp)
-        self._in_prompt[in_vocab[in_vocab < n_vocab]] = True
-        self._prompt_only = np.flatnonzero(self._in_prompt)
-        self._slot: dict[int, int] = {}  # token -> its place in the two arrays below
-        self._tokens = np.zeros(64, np.intp)
-        self._counts = np.zeros(64, np.float32)
+        self._repetition = np.float32(params.repetition_penalty)
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self.only_lower = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
+        """No logit becomes higher."""
+        self._counts: Counter[int] = Counter()
+        """How often each token was generated."""
+        self._less = np.zeros(n_vocab, np.float32)
+        """What presence and frequency take from each token's logit."""
+        self._repeated = np.zeros(n_vocab, bool)
+        """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
+        if self._repetition != 1:
+            in_vocab = np.asarray(prompt, np.intp)
+            self._repeated[in_vocab[in_vocab < n_vocab]] = True
+        self._tokens = np.flatnonzero(self._repeated)
+        """All that have a penalty, once each; room for more behind the first `_n`."""
+        self._n = len(self._tokens)
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Penalise a row in place."""
-        params, n = self._params, len(self._slot)
-        tokens = self._tokens[:n]
-        if params.repetition_penalty != 1.0:
-            new = tokens[~self._in_prompt[tokens]]
-            for group in (self._prompt_only, new):
-                values = logits[group]
-                factor = np.float32(params.repetition_penalty)
-                logits[group] = np.where(values > 0, values / factor, values * factor)
-        if n and (params.presence_penalty or params.frequency_penalty):
-            logits[tokens] -= params.presence_penalty + params.frequency_penalty * self._counts[:n]
+        """Penalise a row in place, which takes as many operations as there are tokens to penalise."""
+        tokens = self._tokens[: self._n]
+        logits[tokens] = self.applied(tokens, logits[tokens])
+
+    def applied(
+        self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """What becomes of the logits of some tokens."""
+        if self._repetition != 1:
+            penalised = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            logits = np.where(self._repeated[tokens], penalised, logits)
+        lowered: npt.NDArray[np.float32] = logits - self._less[tokens]
+        return lowered
 
     def accept(self, token: int) -> None:
         """Count a generated token."""
-        slot = self._slot.setdefault(token, len(self._slot))
-        if slot == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._tokens[slot] = token
-        self._counts[slot] += 1
+        self._counts[token] += 1
+        count = self._counts[token]
+        if count == 1 and not self._repeated[token]:
+            if self._n == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros(self._n + 64, np.intp)])
+            self._tokens[self._n] = token
+            self._n += 1
+        self._less[token] = self._presence + self._frequency * count
+        if self._repetition != 1:
+            self._repeated[token] = True

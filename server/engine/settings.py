@@ -153,8 +153,8 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     more, up to all 256 ids: they and cells for them take at most half of the memory that is left"""
     prefix_cells: int = Field(0, ge=0)
     """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
-    where steps read their own only; else, as each reads all up to the highest occupied one, a tenth of the
-    bytes of the weights, at least 9,216"""
+    where steps read their own only; else, as those of others make steps longer, a tenth of the bytes of the
+    weights, at least 9,216"""
     prefix_shrinks: bool = True
     """hold fewer cells where less than half of what prompts bring was read before, in proportion"""
     prefix_interval: int = Field(4096, ge=0)

@@ -29,7 +29,7 @@ def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sample
             _accepted(chunk.draft, [best[row] for row in chunk.rows]) if chunk.rows else None
             for chunk in batch.chunks
         ]
-    return [_sample(chunk, rows, ends) if chunk.n_rows else None for chunk in batch.chunks]
+    return [_sample(chunk, rows, ends) if chunk.rows or chunk.scored_rows else None for chunk in batch.chunks]
 
 
 def _accepted(draft: list[int], best: list[int]) -> list[int]:
@@ -41,14 +41,15 @@ def _accepted(draft: list[int], best: list[int]) -> list[int]:
 
 def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
     new: list[int] = []
-    sampler, logprobs, stops = chunk.sequence.sampler, chunk.sequence.logprobs, chunk.sequence.stops
+    sequence, draft = chunk.sequence, chunk.draft
+    sampler, logprobs = sequence.sampler, sequence.logprobs
     try:
         if logprobs is not None:
             for position, row in zip(chunk.scored, chunk.scored_rows, strict=True):
-                logprobs.add_prompt(rows.logits(row), chunk.sequence.tokens[position + 1])
+                logprobs.add_prompt(rows.logits(row), sequence.tokens[position + 1])
             if not chunk.samples:
                 return None
-        for row, proposed in zip(chunk.rows, [*chunk.draft, None], strict=True):
+        for n, row in enumerate(chunk.rows):
             if logprobs is not None and logprobs.of_answer:
                 told = logprobs.scores(rows, row)  # first: the sampler changes the row
                 token = sampler.sample(rows, row)
@@ -56,7 +57,7 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
             else:
                 token = sampler.sample(rows, row)
             new.append(token)
-            if token != proposed or token in ends or token in stops:
+            if n == len(draft) or token != draft[n] or token in ends or token in sequence.stops:
                 break
     except RowNotKept as error:
         error.chosen = new

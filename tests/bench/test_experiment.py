@@ -1,12 +1,20 @@
 """An experiment is a TOML file of commands; what is finished is not run again."""
 
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from bench.arguments import PromptOptions
 from bench.cli import main, make_app
+from bench.engine.drafts import make_cells
 from bench.experiments.run import FOLDER, Experiment
+from bench.load.cell import Supply
+from bench.load.throughput import LoadOptions
+from bench.load.vocabulary import Vocabulary
+from bench.servers.peers import Work
 from bench.store import load
 from tests.bench.fake_server import FakeServer
 
@@ -93,6 +101,46 @@ def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixtu
         command, bound, *_ = app.parse_args(words, exit_on_error=False)
         assert callable(command)
         assert bound.arguments or bound.kwargs
+
+
+class Words(Vocabulary):
+    """A token a word, as the synthetic model's texts have them, and all of them the same."""
+
+    source, size = "words", 1
+
+    async def encode(self, text: str) -> list[int]:
+        return [0] * text.count("x ")
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return "x " * len(ids)
+
+
+@pytest.mark.parametrize("name", ["dflash", "record"])
+async def test_the_texts_to_be_made_for_one_are_long_enough(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as its file says: no part comes to the end of one, from which it would get no more prompts."""
+    found = re.search(r"qwen-bench synthetic .*--words (\d+)", (FOLDER / f"{name}.toml").read_text())
+    assert found is not None
+    text = tmp_path / "words.txt"
+    text.write_text("x " * int(found[1]))
+    needs = [word for need in Experiment.read(Path(name)).needs for word in ("--set", f"{need}=/no/{need}")]
+    assert main(["experiment", name, *needs, "--dry-run"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        words = shlex.split(line)[1:]
+        _, bound, *_ = make_app(words[0]).parse_args(words, exit_on_error=False)
+        bound.apply_defaults()
+        given = bound.arguments
+        if words[0] == "draft-cost":
+            cells = make_cells(given["input_tokens"], given["concurrency"], given["requests"])
+            assert given["rounds"] * sum(cell.prompt_tokens for cell in cells) <= int(found[1])
+        elif words[0] == "peers":
+            work, options = given["work"], given["load"]
+            assert isinstance(work, Work)
+            assert isinstance(options, LoadOptions)
+            supply = Supply(Words(), PromptOptions(text=text))
+            for cell in work.cells(supply, options):
+                await cell.prepare()
 
 
 def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:

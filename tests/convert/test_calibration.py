@@ -13,8 +13,10 @@ from convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
 from convert.calibration.sampler import Request, complete
 from convert.errors import ConvertError
 from convert.llama import Model, Runtime
+from convert.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
@@ -81,6 +83,27 @@ def test_the_two_purposes_get_different_text(
         assert shown.count(": 600 tokens\n") == 1, "one bar, however often the prompts are answered"
         assert f"Writing {purpose} text: done, 600 tokens in " in shown
     assert (tmp_path / "calibration").read_text() != (tmp_path / "evaluation").read_text()
+
+
+def test_progress_is_of_the_answers_where_they_are_long(
+    nano_f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt is answered, so that a text that is long enough at half of them is half done."""
+
+    def complete(model: Model, requests: list[Request], on_finished: Callable[[Request], None]) -> None:
+        for number, request in enumerate(requests, 1):
+            request.generated = request.prompt[:8]
+            on_finished(request)
+            shown = sum(advanced)
+            assert shown <= 600 * number / len(requests)
+        assert shown == 600
+
+    advanced: list[int] = []
+    monkeypatch.setattr(writing, "complete", complete)
+    monkeypatch.setattr(writing, "MIN_TOKENS", {"evaluation": 600})
+    monkeypatch.setattr(Progress, "advance", lambda self, count=1: advanced.append(count))
+    write_text(nano_f16, tmp_path / "1.txt", purpose="evaluation", runtime=RUNTIME)
+    assert min(advanced) >= 0
 
 
 def test_more_requests_than_run_at_once_are_all_finished(

@@ -59,7 +59,7 @@ def test_malformed_flags_are_usage_errors(arguments: list[str]) -> None:
 
 def test_a_source_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--src", "nowhere", "--quant", "F16") == 1
-    assert "--src nowhere: no such folder" in capsys.readouterr().err
+    assert "--src nowhere: no such file or folder" in capsys.readouterr().err
 
 
 def test_another_architecture(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

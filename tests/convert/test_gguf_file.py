@@ -25,7 +25,7 @@ from tests.checkpoints import HIDDEN, VALUE_HEADS, VOCAB, edit_json, write_check
 def convert_to(
     out: Path, source: Source, outtype: FloatType = "F16", dropped: tuple[int, ...] = ()
 ) -> dict[str, ReaderTensor]:
-    checkpoint = Checkpoint.open(source.folder)
+    checkpoint = Checkpoint.open(source.path)
     kept = kept_layers(checkpoint.config, dropped)
     write_gguf(out, checkpoint, source, plan_tensors(checkpoint, outtype, kept), kept, outtype)
     return {tensor.name: tensor for tensor in GGUFReader(out).tensors}

@@ -10,7 +10,7 @@ from gguf import GGUFReader
 from convert.checkpoint import Checkpoint
 from convert.errors import ConvertError
 from convert.gguf_file import write_gguf
-from convert.gguf_header import read_tensors
+from convert.gguf_header import read_head, read_tensors
 from convert.source import Source
 from convert.tensors import plan_tensors
 
@@ -29,6 +29,17 @@ def test_the_same_table_as_gguf_reads(file: Path) -> None:
         for t in GGUFReader(file).tensors
     ]
     assert [(t.name, t.shape, t.type, t.n_elements, t.n_bytes) for t in read_tensors(file)] == expected
+
+
+def test_the_same_values_as_gguf_reads(file: Path) -> None:
+    """Of arrays their lengths."""
+    fields = {name: field.contents() for name, field in GGUFReader(file).fields.items()}
+    expected = {
+        name: len(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if not name.startswith("GGUF.")  # its own, of the file
+    }
+    assert read_head(file).values == expected
 
 
 @pytest.mark.parametrize(

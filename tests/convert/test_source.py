@@ -29,7 +29,7 @@ def offline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_gives_its_own_name(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "My-Finetune")
     source = resolve(str(folder))
-    assert (source.folder, source.name, source.url) == (folder, "My-Finetune", None)
+    assert (source.path, source.name, source.url) == (folder, "My-Finetune", None)
 
 
 def test_a_relative_folder_has_a_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_a_hub_id_comes_from_the_cache_when_offline() -> None:
     source = resolve("Someone/Tiny-1B")
     assert (source.repo_id, source.revision) == ("Someone/Tiny-1B", REVISION)
     assert source.url == "https://huggingface.co/Someone/Tiny-1B"
-    assert (source.folder / "config.json").is_file()
+    assert (source.path / "config.json").is_file()
 
 
 @pytest.mark.usefixtures("offline_cache")
@@ -70,5 +70,7 @@ def test_whatever_the_hub_client_raises_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_neither_folder_nor_hub_id() -> None:
-    with pytest.raises(ConvertError, match=r"no such folder, and not a hub id such as Qwen/Qwen3\.5-4B"):
+    with pytest.raises(
+        ConvertError, match=r"no such file or folder, and not a hub id such as Qwen/Qwen3\.5-4B"
+    ):
         resolve("no-such-thing")

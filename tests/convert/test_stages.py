@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,33 @@ def is_finished(output: Path, fingerprint: str = "fingerprint") -> bool:
 
 def test_what_was_finished_is_known_to_the_next_run(output: Path) -> None:
     assert is_finished(output)
+
+
+def test_a_file_of_this_folder_tells_what_it_was_made_from(output: Path, tmp_path: Path) -> None:
+    record = StageRecord(output.with_name("x.stages.json"))
+    assert record.made_from(output) == "fingerprint"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy2(output, elsewhere)
+    assert record.made_from(elsewhere / output.name) is None
+    output.write_text("another content")
+    assert record.made_from(output) is None
+
+
+def test_seconds_are_those_of_the_run_that_made_it(tmp_path: Path) -> None:
+    path, output = tmp_path / "x.stages.json", Output(tmp_path / "x.txt", "f")
+
+    def write(part: Path) -> None:
+        time.sleep(0.05)
+        part.write_text("x")
+
+    first = StageRecord(path)
+    first.make(output, write)
+    assert first.seconds([output]) >= 0.05
+    second = StageRecord(path)
+    assert second.seconds([output]) == 0, "not asked for yet"
+    second.make(output, lambda part: pytest.fail("made again"))
+    assert second.seconds([output]) == pytest.approx(first.seconds([output]))
 
 
 def test_other_inputs_make_it_stale(output: Path) -> None:

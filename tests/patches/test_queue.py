@@ -128,3 +128,11 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) ->
     subprocess.run(command, check=True)
     done = subprocess.run([program], check=True, capture_output=True, text=True)
     assert "masks are equal" in done.stdout
+
+
+@pytest.mark.reference
+def test_switches_apply_on_top(libraries: dict[str, Path]) -> None:
+    subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
+    command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(QUEUE[0].parents[1] / "switches.patch")]
+    done = subprocess.run(command, cwd=llama_cpp_sources(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -74,7 +74,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     source = resolve(
         str(NANO if case.checkpoint is None else write_checkpoint(folder / "Random-1B", **case.checkpoint))
     )
-    checkpoint = Checkpoint.open(source.folder)
+    checkpoint = Checkpoint.open(source.path)
     kept = tuple(range(checkpoint.config.n_layers))
     ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
     write_gguf(ours, checkpoint, source, plan_tensors(checkpoint, case.outtype, kept), kept, case.outtype)
@@ -83,7 +83,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "-m",
         "tests.reference.llama_cpp_converter",
         str(llama_cpp_sources()),
-        str(source.folder),
+        str(source.path),
     ]
     subprocess.run([*command, str(theirs), case.outtype], check=True, cwd=ROOT)
     return Pair(case, ours, theirs)
@@ -139,7 +139,7 @@ def _both_ways(ours: Path, theirs: Path, outtype: FloatType, out: Path) -> tuple
     """A drafter for nano, converted by us and by llama.cpp."""
     source = resolve(str(ours))
     mine, other = out / "ours.gguf", out / "theirs.gguf"
-    write_draft(mine, DraftCheckpoint.open(source.folder, Checkpoint.open(NANO)), source, outtype)
+    write_draft(mine, DraftCheckpoint.open(source.path, Checkpoint.open(NANO)), source, outtype)
     command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
     command += [str(theirs), str(other), outtype, str(NANO)]
     subprocess.run(command, check=True, cwd=ROOT)

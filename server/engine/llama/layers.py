@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
+from .patches import RING, brings
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,7 +50,7 @@ get_embeddings_layer_inp = _bound(
     ctypes.c_void_p,
 )
 
-HAS_RING = hasattr(C._lib, "llama_init_layer_inp_ring")
+HAS_RING = brings(RING, "llama_init_layer_inp_ring")
 """Whether this llama.cpp can keep the rows on the device."""
 
 if HAS_RING:

@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from server.engine.errors import LlamaError
+
+AMX, RING, SHARED_SNAPSHOTS = "0003-amx-broadcast", "0018-layer-inputs-ring", "0019-shared-snapshots"
+"""Patches without which the server does something else."""
+
+HIDE = "LLAMA_PATCHES_HIDE"
+"""Environment variable that names some of these, separated by commas: the server does without them."""
 
 
 def patches() -> tuple[str, ...]:
     """The names of the patches in their order, such as `0001-ssm-out-2d`; empty for stock llama.cpp.
 
-    Source: `llama_patches()`, which patches/apply.cmake adds to libllama.
+    Without those that LLAMA_PATCHES_HIDE names. Source: `llama_patches()`, which patches/apply.cmake adds to
+    libllama.
     """
     try:
         function = C._lib.llama_patches
     except AttributeError:
         return ()
     function.restype, function.argtypes = ctypes.c_char_p, []
-    return tuple(function().decode().split())
+    hidden = _hidden()
+    return tuple(name for name in function().decode().split() if name not in hidden)
+
+
+def brings(patch: str, function: str) -> bool:
+    """Whether libllama exports a function, which a patch adds, and the patch is not hidden."""
+    return patch not in _hidden() and hasattr(C._lib, function)
+
+
+def _hidden() -> set[str]:
+    """Raises LlamaError for a name that changes nothing here."""
+    names = {name for name in os.environ.get(HIDE, "").split(",") if name}
+    known = {AMX, RING, SHARED_SNAPSHOTS}
+    if unknown := names - known:
+        raise LlamaError(f"{HIDE}: {min(unknown)}: want some of {', '.join(sorted(known))}")
+    return names
 
 
 READS_OWN_CELLS: Final = {"0009-attention-own-cells", "0014-kq-mask-in-place"} <= set(patches())
 """Whether a step on an NVIDIA GPU, with F16 keys and values, reads the cells of its own sequences alone, and
 the host does not write a mask over those of others for it."""
-
-AMX = "0003-amx-broadcast"
 
 
 def amx_is_right() -> bool:

@@ -20,9 +20,7 @@ _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float3
 _FEW = 1024
 """So few candidates are sampled in microseconds: not worth letting go of the GIL."""
 
-_apply_quickly = ggml.quick(
-    "llama_sampler_apply", None, ctypes.c_void_p, ctypes.POINTER(C.llama_token_data_array)
-)
+_apply_quickly = ggml.quick("llama_sampler_apply", None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class SamplerChain:
@@ -47,21 +45,30 @@ class SamplerChain:
             add(C.llama_sampler_init_min_p(min_p, 1))
         add(C.llama_sampler_init_dist(seed))
         self._address = ctypes.cast(self._handle, ctypes.c_void_p).value
-        self._data = np.zeros(0, _TOKEN_DATA)
         self._array = C.llama_token_data_array()
+        self._array_address = ctypes.addressof(self._array)
+        self._data = np.zeros(0, _TOKEN_DATA)
+        self._ids, self._logits = self._columns(0)
 
     def draw(self, ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]) -> int:
-        """One of `ids`, whose logits are given; any order."""
+        """One of `ids`, whose logits are given; any order. Neither is changed."""
         n, array = len(ids), self._array
+        if n != len(self._ids):
+            self._ids, self._logits = self._columns(n)
+        self._ids[...], self._logits[...] = ids, logits
+        array.size, array.selected, array.sorted = n, -1, False
+        if n <= _FEW:
+            _apply_quickly(self._address, self._array_address)
+        else:
+            C.llama_sampler_apply(self._handle, ctypes.byref(array))
+        return int(self._ids[array.selected])
+
+    def _columns(self, n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Room for the ids and the logits of `n` candidates, at whose beginning llama.cpp looks."""
         if n > len(self._data):
             self._data = np.zeros(n, _TOKEN_DATA)
-        data = self._data[:n]
-        data["id"], data["logit"] = ids, logits
-        array.data = self._data.ctypes.data_as(C.llama_token_data_p)
-        array.size, array.selected, array.sorted = n, -1, False
-        apply = _apply_quickly if n <= _FEW else C.llama_sampler_apply
-        apply(self._address if n <= _FEW else self._handle, ctypes.byref(array))
-        return int(self._data[array.selected]["id"])
+            self._array.data = self._data.ctypes.data_as(C.llama_token_data_p)
+        return self._data["id"][:n], self._data["logit"][:n]
 
     def close(self) -> None:
         """Free the chain. Idempotent."""

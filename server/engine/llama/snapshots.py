@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
-
 from server.engine.errors import LlamaError
+
+from .patches import SHARED_SNAPSHOTS, brings
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 
-SHARED: Final = hasattr(C._lib, "llama_rs_seq_shared")
+SHARED: Final = brings(SHARED_SNAPSHOTS, "llama_rs_seq_shared")
 """Whether this llama.cpp can have the snapshots of one sequence only."""
 
 SHARED_FLAG: Final = 0x80000000

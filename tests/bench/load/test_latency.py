@@ -56,7 +56,7 @@ def test_both_protocols_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "latency ms" in shown
     assert "TTFT p50" in shown
-    assert "Steps of our server" in shown
+    assert "Steps of our engine" in shown
     steps = results.of(workload="steps", cell="official, short, decode, 1 rows")
     assert steps.groupby("metric")["value"].sum().to_dict() == {"steps": 10.0, "step_tokens": 30.0}
     (manifest,) = results.manifests.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -21,11 +22,17 @@ from bench.load.vocabulary import GgufVocabulary
 from bench.models.chain import make_chain
 from bench.models.shapes import SHAPES
 from bench.models.synthetic import Synthetic
+from convert import kld
+from convert.calibration import text as writing
+from convert.calibration.prompts import load_prompts
+from convert.cli import main as convert
 from convert.config import Experts
 from convert.gguf_header import read_tensors
+from convert.imatrix import Imatrix
 from convert.llama import Batch, Context, Model, Runtime
 from convert.quantize import quantize
 from convert.recipes import load_recipe
+from convert.search import measure
 from convert.tensors import expected_tensors
 
 ACCEPTANCE, SEED = 0.6, 3
@@ -267,6 +274,47 @@ def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> No
     }
     assert shapes == wanted
     assert {name.split(".")[1] for name in shapes if name.startswith("blk.")} == set("01234")
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of two chunks from eight prompts, probes of one chunk, a divergence over one."""
+    wanted: dict[str, int] = dict.fromkeys(writing.MIN_TOKENS, 1100)
+    for where, name, value in (
+        (writing, "MIN_TOKENS", wanted),
+        (writing, "load_prompts", lambda purpose: load_prompts(purpose)[:8]),
+        (writing, "MAX_NEW", 8),
+        (writing, "MAX_NEW_THINKING", 8),
+        (measure, "CHUNKS", 1),
+        (kld, "MIN_TOKENS", 512),
+    ):
+        monkeypatch.setattr(where, name, value)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_converter_takes_it_with_texts_of_its_own(f16: Path, tmp_path: Path) -> None:
+    command = ["--src", str(f16), "--quant", "Q4_K_M", "--no-kld", "--out", str(tmp_path), "--threads", "1"]
+    assert convert(command) == 0
+    text = (tmp_path / "small.calibration.txt").read_text()
+    with Model(f16, RUNTIME) as model:
+        assert len(model.tokenize(text)) >= 1100
+    assert Imatrix.load(tmp_path / "small.imatrix.gguf").chunk_count >= 2
+    assert (tmp_path / "small-Q4_K_M.gguf").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_recipe_can_be_searched_for_it(
+    f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--src", str(f16), "--quant", "auto", "--target-bpw", "5.5", "--out", str(tmp_path)]
+    assert convert([*command, "--threads", "1"]) == 0
+    assert load_recipe(tmp_path / "small-auto-5.5bpw.toml").evidence is not None
+    told = capsys.readouterr()
+    assert re.search(
+        r"  in all      .*: texts .*, importance matrix .*, search .*, file .*, report ", told.out
+    )
+    assert "Sensitivity: done, " in told.err
 
 
 @pytest.mark.parametrize(

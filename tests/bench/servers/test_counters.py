@@ -24,6 +24,7 @@ qwen_step_tokens_total{kind="decode",rows="8"} 80.0
 # TYPE qwen_step_seconds counter
 qwen_step_seconds_total{kind="decode",phase="receive",rows="8"} 0.001
 qwen_step_seconds_total{kind="decode",phase="sample",rows="8"} 0.002
+qwen_step_seconds_total{kind="decode",phase="propose",rows="8"} 0.006
 qwen_step_seconds_total{kind="decode",phase="decode",rows="8"} 0.004
 qwen_step_seconds_total{kind="decode",phase="wait",rows="8"} 0.01
 qwen_step_seconds_total{kind="decode",phase="reserve",rows="8"} 0.003
@@ -46,7 +47,14 @@ def test_what_grew_becomes_rows() -> None:
     steps, drafts = counted(grown, "random, 8 concurrent")
     assert steps[:2] == ("steps", "random, 8 concurrent, decode, 8 rows")
     assert steps[2] == pytest.approx(
-        {"steps": 10, "step_tokens": 70, "host_time": 3, "device_time": 14, "overlapped_time": 8}
+        {
+            "steps": 10,
+            "step_tokens": 70,
+            "draft_time": 6,
+            "host_time": 3,
+            "device_time": 14,
+            "overlapped_time": 8,
+        }
     )
     assert drafts == (
         "drafts",

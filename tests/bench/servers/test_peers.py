@@ -311,7 +311,7 @@ def test_our_server_and_its_own_counters(
     assert counted["step_tokens"] == counted["steps"]
     assert counted["device_time"] > 0
     assert counted["host_time"] > 0
-    assert "Steps of our server" in capsys.readouterr().out
+    assert "Steps of our engine" in capsys.readouterr().out
 
 
 @pytest.mark.slow

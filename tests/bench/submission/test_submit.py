@@ -227,7 +227,7 @@ def test_parameters_of_all_files_together(tmp_path: Path) -> None:
     assert not parameters_rule((), str(NANO)).kept
     with pytest.raises(BenchError, match=r"no \*\.safetensors"):
         parameters_rule((small,), str(tmp_path))
-    with pytest.raises(BenchError, match=r"^--original no-such: no such folder, and not a hub id"):
+    with pytest.raises(BenchError, match=r"^--original no-such: no such file or folder, and not a hub id"):
         parameters_rule((small,), "no-such")
 
 

@@ -1,6 +1,7 @@
 """Which file the converter makes, and that no other is measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_a_pruned_vocabulary_names_the_file(options: tuple[str, ...], tmp_path: 
     assert plan(tmp_path, *options).gguf(Q4) == tmp_path / "nano-v300-Q4_K_M.gguf"
     assert plan(tmp_path).gguf(Q4) == tmp_path / "nano-Q4_K_M.gguf"
     assert plan(tmp_path, *options).gguf(Variant(name="f", quant="F32")) == tmp_path / "nano-v300-F32.gguf"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("Mine-BF16.gguf", "Mine"), ("Mine.gguf", "Mine"), ("F16.gguf", "F16")]
+)
+def test_a_gguf_is_named_without_its_type(file: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    assert replace(plan(tmp_path), src=str(tmp_path / file)).gguf(Q4) == tmp_path / f"{name}-Q4_K_M.gguf"
 
 
 def test_a_recipe_that_prunes_is_named_for_itself(tmp_path: Path) -> None:

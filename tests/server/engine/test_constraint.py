@@ -15,6 +15,7 @@ from server.engine import SamplingParams
 from server.engine.llama import DeviceSampler
 from server.engine.sampling import RowNotKept, Sampler
 from tests.server.engine.constraints import Fickle
+from tests.server.engine.fake_rows import DeviceRows, HostRows, SmallVocab
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
 
 if TYPE_CHECKING:
@@ -179,35 +180,6 @@ async def test_what_a_constraint_raises_fails_its_request_alone(nano_f32: Path) 
 
 
 # --- the sampler alone -------------------------------------------------------------------------------------
-
-
-class SmallVocab:
-    n_real, eog_ids, size = 1000, frozenset({999}), 1024
-
-
-class DeviceRows:
-    """A row of which the device tells the best 64."""
-
-    kinds = (DeviceSampler.TOP_K,)
-
-    def __init__(self, logits: np.ndarray[Any, Any], *, kept: bool = True) -> None:
-        self.row, self.kept, self.fetched = logits, kept, 0
-
-    def candidates(self, row: int) -> Any:
-        ids = np.argsort(-self.row[:1000], kind="stable")[:64].astype(np.int32)
-        np.random.default_rng(0).shuffle(ids)
-        return ids, self.row[ids]
-
-    def fetch(self, row: int) -> Any:
-        self.fetched += 1
-        return self.row.copy() if self.kept else None
-
-
-class HostRows(DeviceRows):
-    kinds = (DeviceSampler.ROW,)
-
-    def logits(self, row: int) -> Any:
-        return self.row.copy()
 
 
 class Fixed(Choice):

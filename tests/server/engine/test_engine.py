@@ -169,7 +169,7 @@ async def test_a_slot_forgets_what_only_one_request_needed(
     with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
         kinds = engine._parts.context.samplers.kinds
         expected = await ask(engine, Request(PROMPT, 50))
-        whole = SamplingParams(presence_penalty=1.0, ignore_eos=True)
+        whole = SamplingParams(presence_penalty=-1.0, ignore_eos=True)
         await ask_at_once(engine, [Request(PROMPT, 5, params=whole)] * 2)
         assert kinds == [DeviceSampler.ROW, DeviceSampler.ROW]
         assert await ask(engine, Request(PROMPT, 50)) == expected

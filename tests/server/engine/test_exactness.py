@@ -113,7 +113,7 @@ async def test_a_seeded_draw_survives_company_and_preemption(
 async def test_the_host_draws_the_same_from_candidates_as_from_rows(
     nano_f32: Path, prompts: list[list[int]]
 ) -> None:
-    """Greedy and drawing requests side by side, and some whose penalties need the whole row."""
+    """Greedy and drawing requests side by side, with penalties and without, and some that need whole rows."""
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.0, "ignore_eos": True},
@@ -121,6 +121,8 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
         {"temperature": 1.2, "top_k": 64, "min_p": 0.02, "seed": 2},
         {"temperature": 0.7, "top_p": 0.9, "seed": 3},
         {"temperature": 0.6, "top_k": 40, "presence_penalty": 1.5, "seed": 4},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "top_k": 20, "frequency_penalty": -0.2, "seed": 5},
     ]
     requests = [
         Request(prompt, 80, delay=0.02 * i, params=SamplingParams(**kinds[i % len(kinds)]))  # type: ignore[arg-type]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, cast
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
 from server.engine.errors import FormatTooComplex
-from server.engine.llama import Context, ContextOptions, Model
-from server.engine.sampling import Penalties, Sampler, SamplingParams
+from server.engine.llama import Context, ContextOptions, DeviceSampler, Model, SamplerChain
+from server.engine.sampling import Penalties, RowNotKept, Sampler, SamplingParams
 from server.engine.thinking import ThinkingLimits
 from server.engine.vocab import Vocab
+from tests.server.engine.fake_rows import DeviceRows, HostRows
+from tests.server.engine.fake_rows import SmallVocab as RowVocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,6 +126,73 @@ def test_penalties_equal_their_definition() -> None:
         penalties.accept(token)
 
 
+# --- penalties on the best tokens of a row, as the device tells them ----------------------------------------
+
+
+def fed(params: SamplingParams, steps: Sequence[DeviceRows]) -> list[int]:
+    """An answer with these rows, in thoughts that have a penalty of their own for its first half."""
+    watch = Watch()
+    watch.limits = ThinkingLimits(bridge=(1,), repetition_penalty=1.2)
+    thoughts = cast("ThinkingWatch", watch) if params.frequency_penalty else None
+    one = Sampler(params, cast("Vocab", RowVocab()), [5, 6, 7, 8], thinking=thoughts)
+    assert one.need is DeviceSampler.TOP_K
+    chosen = []
+    for i, rows in enumerate(steps):
+        watch.open = i < len(steps) // 2
+        chosen.append(one.sample(cast("Rows", rows), 0))
+    one.close()
+    return chosen
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_penalised_candidates_give_what_the_penalised_row_gives(spread: float, ties: bool) -> None:
+    rng = np.random.default_rng(3)
+    fetched = 0
+    for trial in range(150):
+        # of equal logits at the edge of top-k either may be kept, so with ties only the best is compared
+        greedy = ties or trial % 4 == 0
+        params = SamplingParams(
+            temperature=0.0 if greedy else float(rng.choice([0.3, 1.0, 2.0])),
+            top_k=0 if greedy else int(rng.choice([1, 5, 20, 62])),
+            top_p=float(rng.choice([0.5, 0.95, 1.0])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            presence_penalty=float(rng.choice([0.5, 1.5])),
+            frequency_penalty=float(rng.choice([0.0, 0.3, 2.0])),
+            repetition_penalty=float(rng.choice([1.0, 1.1, 4.0])),
+            ignore_eos=bool(trial % 3 == 0),
+            seed=trial,
+        )
+        base = rng.normal(0, spread, 1000)
+        told, whole = [], []
+        for _ in range(20):  # the same few tokens are the best again and again
+            logits = np.full(1024, -1e9, np.float32)
+            logits[:1000] = base + rng.normal(0, 0.3 * spread, 1000)
+            if ties:
+                logits = np.round(logits)
+            told.append(DeviceRows(logits))
+            whole.append(HostRows(logits))
+        assert fed(params, told) == fed(params, whole), params
+        fetched += sum(rows.fetched for rows in told)
+    assert fetched < 0.3 * 20 * 150, "rows are fetched although enough candidates settle the choice"
+    assert fetched or ties, "it must come to that at times for this to mean anything"
+
+
+def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
+    """And nothing is counted for it before."""
+    logits = np.zeros(1024, np.float32)
+    logits[:64] = 1.0  # which all are the bound of what is known
+    params = SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5, seed=1)
+    one = Sampler(params, cast("Vocab", RowVocab()), [1])
+    with pytest.raises(RowNotKept):
+        one.sample(cast("Rows", DeviceRows(logits, kept=False)), 0)
+    assert one.need is DeviceSampler.ROW
+    other = Sampler(params, cast("Vocab", RowVocab()), [1])
+    assert one.sample(cast("Rows", HostRows(logits)), 0) == other.sample(cast("Rows", HostRows(logits)), 0)
+    one.close()
+    other.close()
+
+
 # --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
 
 
@@ -176,6 +247,32 @@ def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
     )
     shares = np.bincount(chosen, minlength=3) / 4000
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_a_chain_draws_what_llama_cpp_draws_whatever_the_number_of_candidates() -> None:
+    """Its room is used again for fewer candidates, and grows for more; what it is given stays as it is."""
+    rng = np.random.default_rng(0)
+    ours = SamplerChain(temperature=0.8, top_k=20, top_p=0.9, min_p=0.0, seed=5)
+    theirs = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+    for part in (
+        C.llama_sampler_init_top_k(20),
+        C.llama_sampler_init_temp(0.8),
+        C.llama_sampler_init_top_p(0.9, 1),
+        C.llama_sampler_init_dist(5),
+    ):
+        C.llama_sampler_chain_add(theirs, part)
+    for n in [64, 64, 3, 64, 1, 2000, 64, 1024, 1025, *[64] * 100]:
+        ids = rng.permutation(5000)[:n].astype(np.int32)
+        logits = rng.normal(0, 2, n).astype(np.float32)
+        before = ids.copy(), logits.copy()
+        data = (C.llama_token_data * n)(*zip(ids.tolist(), logits.tolist(), [0.0] * n, strict=True))
+        array = C.llama_token_data_array(data=data, size=n, selected=-1, sorted=False)
+        C.llama_sampler_apply(theirs, ctypes.byref(array))
+        assert ours.draw(ids, logits) == data[array.selected].id
+        assert np.array_equal(ids, before[0])
+        assert np.array_equal(logits, before[1])
+    ours.close()
+    C.llama_sampler_free(theirs)
 
 
 def test_temperature_comes_before_top_p(context: Context, model: Model) -> None:

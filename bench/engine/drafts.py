@@ -1,0 +1,254 @@
+"""What each way to draft gives, and what its steps are made of."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any, get_args
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from pydantic import ValidationError
+
+from bench.analysis.statistics import LEAST_ROUNDS
+from bench.arguments import Positive, Positives, StoreOptions, comma_separated, named_values
+from bench.engine.recording import begun
+from bench.errors import BenchError
+from bench.report.drafts import WORKLOAD
+from bench.servers.counters import Counters, parse_counters, record_growth
+from bench.store import Run
+from bench.terminal import Bar
+from server.api.metrics import Metrics
+from server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
+from server.engine.gguf import read_header
+from server.engine.llama import devices
+from server.engine.model_spec import ModelSpec
+from server.engine.settings import Speculation
+
+ROOM = 256
+"""Cells of a sequence beyond its own tokens, for drafts and for what llama.cpp allocates at a time."""
+
+PARAMS = SamplingParams(ignore_eos=True)
+
+DRAFT = "draft"
+
+OWN = ("speculation", "draft_model")
+"""Settings in which the ways differ."""
+
+
+def read_way(text: str) -> str:
+    """A value of the engine's `speculation`, with +draft for the draft model beside it; ValueError else."""
+    speculation, plus, beside = text.partition("+")
+    known = get_args(Speculation)
+    if speculation not in known or (plus and (beside != DRAFT or speculation in ("off", DRAFT))):
+        raise ValueError(f"{text}: want {', '.join(known)}, or one that drafts with +{DRAFT}")
+    return text
+
+
+Ways = Annotated[tuple[str, ...], comma_separated(read_way)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Requests of one length, so many ``at_once``, in ``waves``: the next begins when all have ended."""
+
+    input_tokens: int
+    at_once: int
+    waves: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.input_tokens} in, {self.at_once} at once"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of a turn, with the wave that is not timed."""
+        return (1 + self.waves) * self.at_once * self.input_tokens
+
+
+def make_cells(input_tokens: Positives, concurrency: Positives, requests: int) -> list[Cell]:
+    """One for each length and concurrency, of at least so many requests."""
+    return [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
+
+
+def draft_cost(
+    gguf: Path,
+    /,
+    *,
+    text: Path,
+    draft_model: Path | None = None,
+    speculation: Ways | None = None,
+    input_tokens: Positives = (64, 2048),
+    output_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 256,
+    concurrency: Positives = (1, 8),
+    requests: Positive = 6,
+    rounds: Positive = LEAST_ROUNDS,
+    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    """Milliseconds to the first token and a token after it by the way to draft, and what steps spend them on.
+
+    Each way has an engine of its own, without a prefix cache; all are loaded at once and answer the same
+    requests in turns, each turn after one wave that is not timed. Ratios are against "off".
+
+    Parameters
+    ----------
+    gguf
+        The model.
+    text
+        UTF-8, from which prompts are cut, nothing of it twice: such as `synthetic` leaves beside a model.
+    draft_model
+        GGUF file of a model that drafts for it.
+    speculation
+        Ways to draft: off, mtp, ngram or both, with +draft for the draft model beside them, or draft for it
+        alone (off, and those of mtp, draft and mtp+draft that the files allow).
+    input_tokens
+        Tokens of a prompt.
+    output_tokens
+        Tokens of an answer, whether or not it would end earlier.
+    concurrency
+        Requests at once.
+    requests
+        Requests in a turn, at least: they come in waves of --concurrency.
+    rounds
+        Turns of each way; fewer than 10 settle nothing below 10%.
+    set
+        NAME=VALUE for another setting of the engines, such as mtp_depth=4, draft_always=true or parallel=64;
+        may be repeated.
+    """
+    cells = make_cells(input_tokens, concurrency, requests)
+    others = named_values(set, "--set")
+    if own := others.keys() & {"model", *OWN}:
+        raise BenchError(f"--set {min(own)}: this command has an option for that")
+    longest, most = max(input_tokens) + output_tokens, max(concurrency)
+    given: dict[str, Any] = {
+        "model": gguf,
+        "parallel": most,
+        "ctx_size": most * (longest + ROOM),
+        "prefix_cache": False,
+        **others,
+    }
+    settings = {
+        "draft_model": draft_model.name if draft_model else None,
+        "speculation": speculation,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "concurrency": concurrency,
+        "requests": requests,
+        "rounds": rounds,
+        "set": set,
+        "text": text.name,
+    }
+    with begun(gguf, "draft-cost", store, settings) as run, ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for way in dict.fromkeys(speculation or _possible_ways(gguf, draft_model)):
+            engines[way] = engine = _start(way, given, draft_model, stack)
+            chosen = engine.settings.model_dump(mode="json", exclude={"model", "draft_model"})
+            run.describe(way, device=devices()[0].description, **chosen)
+        if longest > engine.context_size:
+            raise BenchError(f"{longest:,} tokens of a request: this model holds {engine.context_size:,}")
+        if len({one.settings.ubatch_size for one in engines.values()}) > 1:
+            run.note("memory was short: the engines' ubatch_size differs, and with it the time of prompts")
+        prompts = _cut(engine, text, rounds * sum(cell.prompt_tokens for cell in cells))
+        asyncio.run(_turns(run, engines, cells, prompts, output_tokens, rounds))
+    return 0
+
+
+def _possible_ways(gguf: Path, draft_model: Path | None) -> list[str]:
+    mtp = ["mtp"] if ModelSpec.from_header(read_header(gguf)).mtp_weights else []
+    drafts = [DRAFT, *(f"{way}+{DRAFT}" for way in mtp)] if draft_model else []
+    if not (mtp or drafts):
+        raise BenchError(f"{gguf} has no MTP head: want a --draft-model, or --speculation off,ngram")
+    return ["off", *mtp, *drafts]
+
+
+def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: ExitStack) -> Engine:
+    """An engine that drafts so, warm; the stack closes it."""
+    speculation, _, beside = way.partition("+")
+    wanted = DRAFT in (speculation, beside)
+    if wanted and draft_model is None:
+        raise BenchError(f"--speculation {way}: want a --draft-model")
+    own = zip(OWN, (speculation, draft_model if wanted else None), strict=True)
+    try:
+        engine = Engine(EngineSettings(**given, **dict(own)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the settings"
+        raise BenchError(f"--set, {way}: {where}: {first['msg']}") from error
+    except DoesNotFit as error:
+        raise BenchError(f"{way}, with the engines before it: {error}\nName fewer --speculation.") from error
+    stack.callback(engine.close)
+    engine.start()
+    engine.wait_ready()
+    return engine
+
+
+def _cut(engine: Engine, text: Path, count: int) -> Iterator[int]:
+    """The first ``count`` tokens of the text. Raises BenchError where it has fewer."""
+    try:
+        ids = engine.vocab.tokenize(text.read_text(encoding="utf-8"), special=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--text {text}: {error}") from error
+    if len(ids) < count:
+        raise BenchError(
+            f"--text {text}: {len(ids):,} tokens, and {count:,} are wanted: a longer one, or fewer --rounds"
+        )
+    return iter(ids)
+
+
+async def _turns(
+    run: Run,
+    engines: dict[str, Engine],
+    cells: Sequence[Cell],
+    tokens: Iterator[int],
+    output_tokens: int,
+    rounds: int,
+) -> None:
+    ways = list(engines)
+    a_round = sum(cell.waves * cell.at_once for cell in cells)
+    with Bar("ways to draft in turns", total=rounds * len(ways) * a_round) as bar:
+        for round in range(1, rounds + 1):
+            for turn, cell in enumerate(cells):
+                untimed, *waves = [
+                    [
+                        engines[ways[0]].prompt(list(islice(tokens, cell.input_tokens)))
+                        for _ in range(cell.at_once)
+                    ]
+                    for _ in range(1 + cell.waves)
+                ]
+                first = (round + turn) % len(ways)
+                for way in [*ways[first:], *ways[:first]]:
+                    engine = engines[way]
+                    await _wave(engine, untimed, output_tokens)
+                    before = await _counters(engine)
+                    for wave in waves:
+                        for values in await _wave(engine, wave, output_tokens):
+                            run.add(way, WORKLOAD, cell.name, round, values)
+                        bar.advance(len(wave), note=f"{way}, {cell.name}")
+                    record_growth(run, way, WORKLOAD, cell.name, round, before, await _counters(engine))
+
+
+async def _wave(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, float]]:
+    return await asyncio.gather(*(_answer(engine, prompt, tokens) for prompt in prompts))
+
+
+async def _answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
+    """TTFT and ITL of a request, as its listener sees them."""
+    submitted = perf_counter()
+    arrivals = [
+        (perf_counter(), len(tokens)) async for tokens in engine.submit(prompt, PARAMS, max_tokens=count)
+    ]
+    (first, at_first), (last, _) = arrivals[0], arrivals[-1]
+    return {"ttft": 1000 * (first - submitted), "itl": 1000 * (last - first) / max(1, count - at_first)}
+
+
+async def _counters(engine: Engine) -> Counters:
+    """What a server's /metrics would say, once the last step is booked, which is after its tokens are out."""
+    stats = engine.stats()
+    while sum(totals.steps for totals in stats.step_totals) < stats.steps:
+        await asyncio.sleep(0.001)
+        stats = engine.stats()
+    return parse_counters(Metrics().render(stats).decode())

@@ -1,0 +1,137 @@
+"""patches/measure.sh with programs that tell their environment: a step takes away what is later than it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATCHES = Path(__file__).parents[2] / "patches"
+SCRIPT = PATCHES / "measure.sh"
+NUMBERS = [path.name[:4] for path in sorted((PATCHES / "llama.cpp").glob("*.patch"))]
+OFF = dict(re.findall(r"^    \[(\d{4})\]=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
+VARIABLES = sorted({setting.partition("=")[0] for setting in OFF.values()} - {"LLAMA_PATCHES_HIDE"})
+
+BENCH = """#!/bin/sh
+set=$(env | grep -E '^(GGML|LLAMA)_' | sort | tr '\\n' ' ')
+echo "log"
+printf '{"set": "%s", "pp": 512, "pl": 1, "speed_pp": 1, "speed_tg": 1, "t_tg": 1, "tg": 1}\\n' "$set"
+"""
+
+PYTHON = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+if sys.argv[1] == "-":
+    os.execv(sys.executable, sys.argv)
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+(run := out / str(len(list(out.glob("*"))))).mkdir(parents=True)
+(run / "told.json").write_text(json.dumps([sys.argv, dict(os.environ)]))
+values = [("off", "ttft", 20), ("off", "ttft", 30), ("off", "ttft", 90), ("off", "itl", 4)]
+values += [("draft", "ttft", 40), ("draft", "itl", 2), ("off", "tokens", 1000)]
+with (run / "rows.jsonl").open("w") as file:
+    for subject, metric, value in values:
+        row = {{"cell": "64 in, 1 at once", "subject": subject, "metric": metric, "value": value}}
+        print(json.dumps(row), file=file)
+"""
+
+
+def measure(
+    tmp_path: Path, part: str, environment: dict[str, str], variables: list[str] = VARIABLES
+) -> subprocess.CompletedProcess[str]:
+    """Run it with a library that reads these variables."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "libllama.so").write_bytes(b"\0".join(name.encode() for name in ["", *variables, ""]))
+    (programs / "llama-batched-bench").write_text(BENCH)
+    (programs / "llama-batched-bench").chmod(0o755)
+    command = [str(SCRIPT), str(programs), str(tmp_path / "model.gguf"), str(tmp_path / "out"), part]
+    given = {"PATH": os.environ["PATH"], "ROUNDS": "1", **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+
+
+def settings(tmp_path: Path) -> dict[str, set[str]]:
+    """What was set, by step."""
+    lines = (tmp_path / "out" / "waterfall.jsonl").read_text().splitlines()
+    return {row["label"]: set(row["set"].split()) for row in map(json.loads, lines)}
+
+
+def test_every_patch_from_0004_on_has_a_switch() -> None:
+    assert sorted(OFF) == [number for number in NUMBERS if number > "0003"]
+
+
+def test_switches_are_read_by_someone_and_documented() -> None:
+    sources = "".join(
+        path.read_text() for path in [PATCHES / "switches.patch", *PATCHES.glob("llama.cpp/*.patch")]
+    )
+    table = (PATCHES / "README.md").read_text()
+    for name in VARIABLES:
+        assert f'"{name}"' in sources
+        assert f"`{name}=" in table
+
+
+def test_each_step_takes_away_what_is_later(tmp_path: Path) -> None:
+    done = measure(tmp_path, "waterfall", {"STEPS": "all"})
+    found = settings(tmp_path)
+    assert sorted(found) == ["0003", *sorted(OFF)], done.stderr
+    for step, have in found.items():
+        later = [number for number in sorted(OFF) if number > step]
+        values = {
+            name: value
+            for number in reversed(later)  # the oldest one's value stands
+            for name, value in [OFF[number].split("=", 1)]
+        }
+        assert have == {f"{name}={value}" for name, value in values.items()}
+    assert found[max(OFF)] == set()
+    assert "LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots" in found["0017"]
+    assert "LLAMA_PATCHES_HIDE=0019-shared-snapshots" in found["0018"]
+    assert done.stdout.count("| 512 | 1 |") == len(found), "one table"
+
+
+def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
+    measure(tmp_path, "waterfall", {})
+    drafts_only = [number for number in OFF if "0015" <= number <= "0020"]
+    assert sorted(settings(tmp_path)) == ["0003", *sorted(OFF.keys() - set(drafts_only))]
+
+
+def test_a_step_that_the_build_cannot_take_is_left_out(tmp_path: Path) -> None:
+    """Not measured under its name with the switch without effect."""
+    known = [name for name in VARIABLES if name != "LLAMA_KQ_MASK_WHOLE"]
+    done = measure(tmp_path, "waterfall", {"STEPS": "0013 0014 0016"}, known)
+    assert list(settings(tmp_path)) == ["0014"]
+    assert "step 0013 is left out" in done.stderr
+    assert "LLAMA_KQ_MASK_WHOLE" in done.stderr
+    assert "step 0016 is left out: it is none of 0003" in done.stderr
+
+
+@pytest.mark.parametrize("given", [{}, {"DRAFT_MODEL": "drafter.gguf"}])
+def test_drafts_need_a_drafter_and_a_text(tmp_path: Path, given: dict[str, str]) -> None:
+    done = measure(tmp_path, "drafts", given)
+    assert "left out: it needs DRAFT_MODEL" in done.stdout
+    assert not (tmp_path / "out" / "drafts").exists()
+
+
+def test_drafts_by_step(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    given = {"DRAFT_MODEL": "drafter.gguf", "TEXT": "words.txt", "PYTHON": str(python), "ROUNDS": "2"}
+    done = measure(tmp_path, "drafts", given)
+    told = sorted((tmp_path / "out" / "drafts").glob("*/*/told.json"))
+    assert len(told) == 2 * 6, done.stderr
+    caches = set()
+    for path in told:
+        step = path.parts[-3]
+        command, environment = json.loads(path.read_text())
+        assert command[1:5] == ["-m", "bench", "draft-cost", str(tmp_path / "model.gguf")]
+        assert ("LLAMA_SEQ_ALL_CELLS" in environment) == (step < "0020")
+        assert ("LLAMA_CONV_IDS_ONE_STATE" in environment) == (step < "0017")
+        assert environment["LLAMA_CPP_LIB_PATH"] == str(tmp_path / "bin")
+        caches.add(environment["QWEN_SERVE_CACHE"])
+    assert len(caches) == 6, "what a start keeps of its measurements is of one step"
+    assert done.stdout.count("| 64 in, 1 at once | off | 00") == 6
+    assert "| 64 in, 1 at once | off | 0018 | 30.00 (30.00 to 30.00) | 4.00 (4.00 to 4.00) |" in done.stdout

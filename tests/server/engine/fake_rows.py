@@ -1,0 +1,38 @@
+"""One row of logits, as the device tells of it and as the host has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from server.engine.llama import DeviceSampler
+
+
+class SmallVocab:
+    n_real, eog_ids, size = 1000, frozenset({999}), 1024
+
+
+class DeviceRows:
+    """A row of which the device tells the best 64."""
+
+    kinds = (DeviceSampler.TOP_K,)
+
+    def __init__(self, logits: np.ndarray[Any, Any], *, kept: bool = True) -> None:
+        self.row, self.kept, self.fetched = logits, kept, 0
+
+    def candidates(self, row: int) -> Any:
+        ids = np.argsort(-self.row[:1000], kind="stable")[:64].astype(np.int32)
+        np.random.default_rng(0).shuffle(ids)
+        return ids, self.row[ids]
+
+    def fetch(self, row: int) -> Any:
+        self.fetched += 1
+        return self.row.copy() if self.kept else None
+
+
+class HostRows(DeviceRows):
+    kinds = (DeviceSampler.ROW,)
+
+    def logits(self, row: int) -> Any:
+        return self.row.copy()

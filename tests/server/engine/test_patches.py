@@ -1,0 +1,39 @@
+"""LLAMA_PATCHES_HIDE: the server as it is without patches that its libllama has."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from server.engine.llama import HAS_RING, SHARES_SNAPSHOTS, patches
+from server.engine.llama.patches import HIDE, RING, SHARED_SNAPSHOTS
+
+TELL = (
+    "from server.engine.llama import HAS_RING, SHARES_SNAPSHOTS, patches; "
+    "from server.engine.llama.snapshots import n_rs_seq; "
+    "print(HAS_RING, SHARES_SNAPSHOTS, n_rs_seq(3) == 3, *patches())"
+)
+
+
+def told(hidden: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, HIDE: hidden}
+    return subprocess.run(
+        [sys.executable, "-c", TELL], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(not (HAS_RING and SHARES_SNAPSHOTS), reason="a llama.cpp without 0018 and 0019")
+@pytest.mark.parametrize("hidden", [(), (SHARED_SNAPSHOTS,), (RING, SHARED_SNAPSHOTS)])
+def test_what_is_hidden_is_not_used(hidden: tuple[str, ...]) -> None:
+    ring, shared, every, *names = told(",".join(hidden)).stdout.split()
+    assert ring == str(RING not in hidden)
+    assert shared == str(SHARED_SNAPSHOTS not in hidden)
+    assert every == str(SHARED_SNAPSHOTS in hidden)
+    assert names == [name for name in patches() if name not in hidden]
+
+
+def test_what_the_server_cannot_do_without_is_refused() -> None:
+    done = told("0018-layer-inputs-ring,0008-mmq-thin")
+    assert done.returncode != 0
+    assert "LLAMA_PATCHES_HIDE: 0008-mmq-thin: want some of 0003-amx-broadcast, 0018" in done.stderr
