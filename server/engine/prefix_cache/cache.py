@@ -85,7 +85,8 @@ class _PromptPath:
     parts: bool
     """And they went another way there."""
     marks: list[Node]
-    """The nodes that are there because of this request, `end` among them."""
+    """The nodes that are there because of this request: those that it wants kept, `end` among them, and the
+    one that it started from."""
 
 
 class PrefixCache:
@@ -164,10 +165,12 @@ class PrefixCache:
         if node is not None and node.holder is not None:
             self._states.copy(node.holder, sequence.slot)
             sequence.computed = node.depth
-            for above in self._paths[sequence].marks:  # the next request will want them, too
+            marks = self._paths[sequence].marks
+            marks.append(node)  # who shares it will come as long as somebody runs on it
+            node.marks += 1
+            for above in marks:  # the next request will want them, too
                 if above.holder is not None:
                     self._touch(above)
-            self._touch(node)
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.computed
             before = self._read(sequence, sequence.prompt_length)

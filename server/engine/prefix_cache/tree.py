@@ -36,7 +36,7 @@ class Node:
         """The sequence id that keeps the state at this depth."""
         self.saved: SavedState | None = None
         self.marks = 0
-        """Requests in flight that want a checkpoint here."""
+        """Requests in flight that want a checkpoint here, or have started from it."""
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, without the root."""

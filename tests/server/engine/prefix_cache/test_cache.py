@@ -166,6 +166,22 @@ def test_what_a_request_in_flight_wants_is_not_given_up_for_another() -> None:
     assert [sequence.reused for sequence in again] == [50] * 6
 
 
+def test_what_a_running_request_started_from_stays() -> None:
+    world = World(slots=12, ids=4, total_cells=4000)
+    for n in range(3):
+        world.serve([*COMMON, n])
+    runs = [world.add([*COMMON, 70 + n, *range(30)], 60) for n in range(2)]
+    world.step()
+    for n in range(8):
+        world.add([200 + n, *range(50)], 20)
+    while world.scheduler.waiting or len(world.scheduler.running) > len(runs):
+        world.step()
+    assert [run.reused for run in runs] == [len(COMMON)] * 2
+    late = world.add([*COMMON, 90])
+    world.finish()
+    assert late.reused == len(COMMON)
+
+
 def test_what_two_in_flight_want_is_kept_whatever_else_is() -> None:
     world = World(slots=12, ids=4, total_cells=4000)
     for n in range(8):
@@ -178,7 +194,7 @@ def test_what_two_in_flight_want_is_kept_whatever_else_is() -> None:
 
 
 def test_a_crowd_of_conversations_finds_what_it_left() -> None:
-    world = World(slots=32, ids=64, max_cells=8000, total_cells=16_384)
+    world = World(slots=32, ids=96, max_cells=8000, total_cells=16_384)
     turns = [world.add([n, *range(50)], 20 + n % 8) for n in range(32)]
     world.finish()
     for _ in range(3):
