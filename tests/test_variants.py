@@ -10,11 +10,12 @@ import pytest
 from bench.models.header import quantized_tensors, write_header
 from bench.models.shapes import SHAPES
 from convert.recipes import load_recipe
-from server.engine import DoesNotFit, EngineSettings, memory
+from server.engine import DoesNotFit, EngineSettings, memory, sizes
 from server.engine.gguf import read_header
 from server.engine.llama import Device
 from server.engine.loading import decide
-from server.engine.memory import MemoryPlan, plan_memory
+from server.engine.memory import MemoryPlan
+from server.engine.sizes import plan_memory
 from server.settings import load_variant
 
 MIB, GIB = 1024**2, 1024**3
@@ -44,8 +45,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_the_card(settings: EngineSettings, *rest: Any) -> dict[str, int]:
         return {"CUDA0": sum(rehearse(settings.replace(n_gpu_layers=0), *rest).values())}
 
-    monkeypatch.setattr(memory, "devices", lambda: places)
-    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    monkeypatch.setattr(sizes, "devices", lambda: places)
+    monkeypatch.setattr(sizes, "available_memory", lambda: None)
     monkeypatch.setattr(memory, "_rehearse", on_the_card)
 
 

@@ -97,7 +97,7 @@ class Drafts:
         wrong is taken back for nothing."""
         if self.block is not None:
             return self.count
-        from server.engine.memory import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
+        from server.engine.sizes import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
 
         return SNAPSHOTS if geometry.draft is not None else 0
 

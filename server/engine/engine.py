@@ -26,12 +26,12 @@ from .errors import (
 from .gguf import read_header
 from .loading import Parts, decide
 from .logprobs import Logprobs
-from .memory import plan_memory
 from .outputs import Generation, OutputQueue
 from .profile import StartProfile, StepProfile
 from .sampling import Sampler
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
+from .sizes import plan_memory
 from .stats import EngineStats
 from .verification import sample
 

@@ -17,8 +17,8 @@ from server.engine.errors import LlamaError
 from server.engine.gguf import read_header
 from server.engine.llama import Context, Model
 from server.engine.loading import PREFILL_CPU, Parts, decide
-from server.engine.memory import plan_memory
 from server.engine.profile import StartProfile, StepProfile
+from server.engine.sizes import plan_memory
 from server.engine.warmup import MIN_PREFILL, prefill_budget
 from tests.server.engine.helpers import Request, ask_all, running, settings
 

@@ -15,8 +15,8 @@ from server.engine import memory
 from server.engine.gguf import read_header
 from server.engine.loading import decide
 from server.engine.measured import Buffers, Measured, RecordFile
-from server.engine.memory import plan_memory
 from server.engine.settings import EngineSettings
+from server.engine.sizes import plan_memory
 from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.times import StepTimes
 from server.engine.warmup import time_prompt

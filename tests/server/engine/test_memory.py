@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory
+from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory, sizes
 from server.engine.contexts import context_options, draft_context, head_options, load_draft, uses_mtp
 from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
-from server.engine.memory import MemoryPlan, plan_memory
+from server.engine.memory import MemoryPlan
 from server.engine.model_spec import ModelSpec
 from server.engine.sequence_ids import SequenceIds
+from server.engine.sizes import plan_memory
 from tests.server.engine.helpers import settings
 
 ON_GPU = [
@@ -117,11 +118,16 @@ def four_b() -> Header:
     return Header(FILE, FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
 
 
+def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    for module in (memory, sizes):
+        monkeypatch.setattr(module, "SHARES_SNAPSHOTS", shared)
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and of the patches that
     sizes depend on 0019 alone."""
-    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", True)
+    share_snapshots(monkeypatch, True)
     monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
 
     def pretend(*free: int) -> None:
@@ -131,8 +137,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         ]
         found.append(Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB))
         buffers = {f"CUDA{i}": 300 * MIB for i in range(len(free))}
-        monkeypatch.setattr(memory, "devices", lambda: found)
-        monkeypatch.setattr(memory, "available_memory", lambda: None)
+        monkeypatch.setattr(sizes, "devices", lambda: found)
+        monkeypatch.setattr(sizes, "available_memory", lambda: None)
         monkeypatch.setattr(memory, "_rehearse", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
 
     return pretend
@@ -290,7 +296,7 @@ def test_with_deterministic_every_sequence_and_state_has_cells_of_its_own(card: 
 def test_snapshots_and_checkpoints_make_room_for_each_other(
     card: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, free: float, snapshots: int, checkpoints: int
 ) -> None:
-    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
+    share_snapshots(monkeypatch, shared)
     card(int(free * GIB))
     chosen = four_b_plan(speculation="both").settings
     assert (chosen.snapshots, chosen.prefix_checkpoints) == (snapshots, checkpoints)
@@ -332,7 +338,7 @@ def test_a_step_follows_the_pass_that_fits(card: Any) -> None:
 def test_snapshots_are_for_drafts(
     card: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, alone: int, crowd: int
 ) -> None:
-    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", shared)
+    share_snapshots(monkeypatch, shared)
     card(60 * GIB)
     assert four_b_plan(speculation="both").settings.snapshots == alone
     assert four_b_plan(speculation="both", mtp_depth=1).settings.snapshots == 1
@@ -342,7 +348,7 @@ def test_snapshots_are_for_drafts(
     assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.snapshots == 1
     assert four_b_plan(speculation="ngram", snapshots=2).settings.snapshots == 2
     assert four_b_plan(speculation="off", snapshots=2).settings.snapshots == 0
-    monkeypatch.setattr(memory, "SHARES_SNAPSHOTS", False)
+    share_snapshots(monkeypatch, False)
     card(12 * GIB)
     with pytest.raises(DoesNotFit, match="snapshots=0"):
         four_b_plan(speculation="both", snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
@@ -476,7 +482,7 @@ def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> 
 def test_a_context_that_can_not_be_is_refused_at_once_with_one_that_fits(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, cells: int
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(sizes, "available_memory", lambda: 4 * GIB)
     rehearse, rehearsed = memory._rehearse, []
 
     def watched(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
@@ -623,7 +629,7 @@ def test_a_split_that_makes_no_sense_is_refused(changes: dict[str, Any], wrong: 
 
 
 def test_the_engine_refuses_before_it_loads(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 400 * MIB)
+    monkeypatch.setattr(sizes, "available_memory", lambda: 400 * MIB)
     with pytest.raises(DoesNotFit, match=r"CPU: .* are missing") as caught:
         Engine(settings(nano_f16, ctx_size=262_144, speculation="off"))
     assert "ctx_size=" in str(caught.value)

@@ -1,0 +1,274 @@
+"""Sizes that are left open: context, pass, step, states. As much as suits the machine, and as fits."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .contexts import padded, uses_mtp
+from .draft_spec import DraftSpec
+from .errors import DoesNotFit, ModelLoadError
+from .gguf import read_header
+from .hardware import available_memory
+from .llama import SHARES_SNAPSHOTS, Device, devices
+from .memory import MAX_CELLS, MemoryPlan, arrange, make_plan
+from .memory_advice import complaints
+from .model_spec import ModelSpec
+from .sequence_ids import SequenceIds
+from .settings import MAX_SEQUENCES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .gguf import Header
+    from .settings import EngineSettings, Speculation
+
+log = logging.getLogger(__name__)
+
+TOKENS_PER_SEQUENCE = 16_384
+"""What each sequence gets of the cache when nobody says how large it should be."""
+
+SMALLEST_CONTEXT = 2_048
+"""The least that is worth choosing on one's own; a smaller one has to be asked for."""
+
+CHECKPOINTS = 32
+"""States that the prefix cache may hold when nobody says how many, and memory does not decide."""
+
+SLOWDOWN = 0.1
+"""How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says
+and every step reads it: such a step reads the weights and every occupied cell once, so this is the ratio of
+their sizes."""
+
+MIN_CELLS = 9_216
+"""What it may hold in any case: a prompt of 8,192 tokens and its answer."""
+
+MAX_HELD = 131_072
+"""Cells that it may hold where steps do not read them, when nobody says: the most whose cost was measured,
++0.2 ms of 3.1 for one sequence, +0.1 of 4.6 for eight and +0.6 of 12 for 64, of 512 tokens each, on one H200
+(`patches/measure.sh ... held`, synthetic 4B Q4_K_M)."""
+
+SHARE, PARTS = 1 / 2, 16
+"""What it may take there of the memory that is left when everything else has its place; and the parts in
+which it grows up to the most: sizes that followed every byte would be others at each start, and what earlier
+ones have measured of no use."""
+
+SNAPSHOTS = 8
+"""Snapshots where drafts are made from hidden rows and nobody says how many; a draft model has as many as a
+block has tokens. On an H200 8 beside 2 gave a lone sequence with the MTP head 427 tokens a second instead of
+374, and 15 one with a draft model 598 instead of 360 (synthetic 4B, 80% and four of a block right)."""
+
+FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
+"""The same without patch 0019, and the most slots: each is another state for every sequence id then, and
+without 0015 every step copies a part of each one, 0.4 ms of 3.1 for one sequence there, and of 4.3 for
+eight."""
+
+STREAM_CHECKPOINTS = 8
+"""States that it may hold when each has cells of its own."""
+
+FEW_CHECKPOINTS = 16
+"""Checkpoints down to which these make room for snapshots."""
+
+UBATCH_GPU, UBATCH_CPU = 2_048, 512
+"""Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
+has: 128 of a prompt took 19 ms on an H200, 512 took 44."""
+
+PASSES, BATCH_CPU = 4, 2_048
+"""Passes in a step on a GPU, and tokens in one without, when nobody says how many. With several in a call,
+llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
+two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200."""
+
+
+def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
+    """Decide the sizes of context, pass and step where they are left open, and check that everything fits.
+
+    Raises DoesNotFit, with the shortfall and the settings that would help, or ModelLoadError when the model
+    is no Qwen3.5 or llama.cpp does not take the file or the settings.
+    """
+    spec = ModelSpec.from_header(header)
+    if wanted.draft_model is not None:
+        draft = read_header(wanted.draft_model, "draft_model")
+        spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
+    places = _places(wanted)
+    on_gpu = places[0].is_gpu
+    settings = _with_prefix_cache(_with_what_can_draft(_with_shares(wanted, places), spec), spec)
+    settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
+    settings = _with_snapshots(settings, spec)
+    if wanted.ctx_size == 0:
+        each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
+        cells = min(settings.parallel * each, MAX_CELLS)
+        settings = settings.replace(ctx_size=cells + (0 if settings.deterministic else settings.prefix_cells))
+    settings = settings.replace(ctx_size=_in_streams(settings))
+    plan = make_plan(settings, spec, places)
+    if plan.fits:
+        return _with_larger_prefix_cache(plan, wanted)
+    while not plan.fits:
+        smaller = _smaller(plan, wanted)
+        if smaller == plan.settings:
+            plan = plan.rehearsed(smaller)
+            raise DoesNotFit("\n".join([*complaints(plan), "the plan was:", str(plan)]))
+        plan = plan.rearranged(smaller)
+        if arrange(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal would tell nothing new
+            plan = plan.rehearsed(smaller)
+    return plan
+
+
+def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
+    """Less of what `wanted` leaves open; the same where nothing is left to give up."""
+    settings = plan.settings
+    if wanted.snapshots < 0 and settings.snapshots:
+        return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
+    smaller = settings
+    if not wanted.ctx_size:
+        smaller = smaller.replace(ctx_size=padded(settings.ctx_size * 3 // 4))
+    if wanted.prefix_cache and not wanted.prefix_checkpoints and settings.prefix_checkpoints > 1:
+        smaller = smaller.replace(prefix_checkpoints=settings.prefix_checkpoints * 3 // 4)
+    if settings.deterministic:
+        each = settings.ctx_size // len(SequenceIds.of(settings))
+        each = each if wanted.ctx_size else each * 3 // 4
+        smaller = smaller.replace(ctx_size=padded(each) * len(SequenceIds.of(smaller)))
+    smaller = _with_passes(smaller, wanted, UBATCH_CPU, on_gpu=plan.on_gpu)
+    return settings if smaller.ctx_size < SMALLEST_CONTEXT else smaller
+
+
+def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
+    """Without the multi-token-prediction head, if the file has none."""
+    if spec.mtp_weights or settings.speculation not in ("both", "mtp"):
+        return settings
+    left: Speculation = "draft" if spec.draft else "off"
+    left = "ngram" if settings.speculation == "both" else left
+    said = {"ngram": "text that repeats is drafted from", "draft": "the draft model drafts alone"}
+    log.warning(
+        "speculation is %r, but %s has no multi-token-prediction head: %s",
+        settings.speculation,
+        settings.model,
+        said.get(left, "nothing is drafted"),
+    )
+    return settings.replace(speculation=left)
+
+
+def _with_shares(settings: EngineSettings, places: Sequence[Device]) -> EngineSettings:
+    """Decide which GPU gets how many layers, where that is left open: as llama.cpp does, by free memory."""
+    gpus = [place for place in places if place.is_gpu]
+    if settings.split_mode == "none" or settings.tensor_split or not gpus:
+        return settings
+    return settings.replace(tensor_split=",".join(f"{gpu.free / 2**30:.1f}" for gpu in gpus))
+
+
+def _with_passes(
+    settings: EngineSettings, wanted: EngineSettings, usual: int, *, on_gpu: bool
+) -> EngineSettings:
+    """Decide the tokens of a pass (`usual`) and of a step, where `wanted` leaves them open."""
+    ubatch = wanted.ubatch_size or usual
+    batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
+    return settings.replace(ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
+
+
+def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
+    """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
+    wanted = settings.snapshots
+    if wanted < 0:
+        wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
+        if spec.draft is not None:
+            wanted = max(wanted, spec.draft.block - 1)
+        if not SHARES_SNAPSHOTS:
+            wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
+    if not SequenceIds.of(settings).rollback or not spec.state:
+        wanted = 0
+    # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
+    most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
+    return settings.replace(snapshots=min(wanted, most))
+
+
+def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSettings:
+    """What fits, if buffers stay as they are; without any where even none are too many.
+
+    With `checkpoints`, some of these may go, too.
+    """
+    settings = before = plan.settings
+    while settings.snapshots and not plan.fits:
+        fewer = max(FEW_CHECKPOINTS, settings.prefix_checkpoints * 3 // 4)
+        if checkpoints and fewer < settings.prefix_checkpoints:
+            settings = settings.replace(prefix_checkpoints=fewer)
+        else:
+            settings = settings.replace(snapshots=settings.snapshots - 1)
+        plan = plan.rearranged(settings)
+    return settings if settings.snapshots else before.replace(snapshots=0)
+
+
+def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
+    """Decide what the prefix cache may hold, where that is left open."""
+    if not settings.prefix_cache:
+        return settings.replace(prefix_checkpoints=0, prefix_cells=0)
+    room = MAX_SEQUENCES - SequenceIds.of(settings).rollback.stop
+    usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
+    checkpoints = min(settings.prefix_checkpoints or usual, room)
+    weights = sum(spec.layer_weights) + spec.output_weights
+    cells = settings.prefix_cells or max(MIN_CELLS, padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
+
+
+def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
+    """Let the prefix cache have its share of the memory that is left, as far as `wanted` leaves that open.
+
+    Running sequences take what they need of the pool, whoever holds it; so it may hold more cells than were
+    added for its sake.
+    """
+    before = plan.settings
+    if not before.prefix_cache or not plan.reads_own_cells:
+        return plan
+    ids = MAX_SEQUENCES - SequenceIds.of(before).checkpoints.stop
+    states = 0 if wanted.prefix_checkpoints else ids
+    cells = 0 if wanted.prefix_cells or wanted.ctx_size else max(0, MAX_HELD - before.prefix_cells)
+
+    def larger(part: int) -> EngineSettings:
+        pool = padded(before.ctx_size + cells * part // PARTS)
+        return before.replace(
+            prefix_checkpoints=before.prefix_checkpoints + states * part // PARTS,
+            prefix_cells=wanted.prefix_cells or max(before.prefix_cells, min(MAX_HELD, pool)),
+            ctx_size=pool,
+        )
+
+    def is_modest(other: MemoryPlan) -> bool:
+        return all(
+            after.total - now.total <= SHARE * now.left
+            for after, now in zip(other.usages, plan.usages, strict=True)
+        )
+
+    part = bisect_left(
+        range(1, PARTS + 1), True, key=lambda part: not is_modest(plan.rearranged(larger(part)))
+    )
+    while part:
+        grown = plan.rehearsed(larger(part))
+        if is_modest(grown):  # with the buffers that more ids bring
+            return grown
+        part -= 1
+    return plan.rearranged(larger(0))
+
+
+def _places(settings: EngineSettings) -> list[Device]:
+    """The GPUs that layers go to, if any, and the host."""
+    found = devices()
+    gpus = [device for device in found if device.is_gpu]
+    host = next(device for device in found if not device.is_gpu)
+    available = available_memory()
+    if available is not None:
+        host = replace(host, free=available)
+    if not gpus or settings.n_gpu_layers == 0:
+        return [host]
+    if settings.split_mode == "layer":
+        if settings.tensor_split and len(settings.shares) != len(gpus):
+            raise ModelLoadError(f"tensor_split is {settings.tensor_split!r}; there are {len(gpus)} GPUs")
+        return [*gpus, host]
+    if settings.main_gpu >= len(gpus):
+        raise ModelLoadError(f"main_gpu is {settings.main_gpu}; there are {len(gpus)} GPUs, numbered from 0")
+    return [gpus[settings.main_gpu], host]
+
+
+def _in_streams(settings: EngineSettings) -> int:
+    """Cells of the context: what is asked for or, with `deterministic`, a running sequence's share of that
+    for every sequence id."""
+    if not settings.deterministic:
+        return padded(settings.ctx_size)
+    return padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
