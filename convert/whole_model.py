@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from convert.checkpoint import content_or_time
@@ -52,7 +51,7 @@ class WholeModel:
                     "F32, from which a quantized one was made"
                 )
             if len(tensor.shape) > 1:
-                counts[kind] += prod(tensor.shape)
+                counts[kind] += tensor.n_elements
         used = head.values.get(f"{arch}.expert_used_count")
         return cls(
             path=path,
