@@ -30,7 +30,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench import provenance
-from bench.errors import BenchError
+from bench.errors import BenchError, first_problem
 from bench.metrics import METRICS
 
 COLUMNS = ("run", "subject", "workload", "cell", "round", "metric", "value", "unit")
@@ -272,9 +272,7 @@ def _read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BenchError(f"{path}: not a manifest: {where}: {first['msg']}") from error
+        raise BenchError(f"{path}: not a manifest: {first_problem(error, 'the document')}") from error
 
 
 def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from bench.analysis.statistics import LEAST_ROUNDS
 from bench.arguments import Positive, Positives, StoreOptions, comma_separated, named_values
 from bench.engine.recording import begun
-from bench.errors import BenchError
+from bench.errors import BenchError, first_problem
 from bench.report.drafts import WORKLOAD
 from bench.servers.counters import Counters, parse_counters, record_growth
 from bench.store import Run
@@ -175,9 +175,7 @@ def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: Exi
     try:
         engine = Engine(EngineSettings(**given, **dict(own)))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the settings"
-        raise BenchError(f"--set, {way}: {where}: {first['msg']}") from error
+        raise BenchError(f"--set, {way}: {first_problem(error, 'the settings')}") from error
     except DoesNotFit as error:
         raise BenchError(f"{way}, with the engines before it: {error}\nName fewer --speculation.") from error
     stack.callback(engine.close)

@@ -30,7 +30,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.arguments import StoreOptions, comma_separated, named_values
-from bench.errors import BenchError
+from bench.errors import BenchError, first_problem
 from bench.servers.launch import PYTHON_PATH
 from bench.store import manifests
 from bench.terminal import Cell, Table
@@ -74,8 +74,7 @@ class Experiment(BaseModel):
         except tomllib.TOMLDecodeError as error:
             raise BenchError(f"{path}: not TOML: {error}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            raise BenchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            raise BenchError(f"{path}: {first_problem(error, 'the experiment')}") from error
         for part in made.parts:
             if unknown := [name for name in part.peers if name not in made.peers]:
                 raise BenchError(f"{path}: part {part.name}: no peer {unknown[0]!r}")
