@@ -80,7 +80,8 @@ def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk
 def draft_ring(settings: EngineSettings) -> Ring:
     """Rows of the trunk that wait for the draft model: a window of each sequence that drafts, and what a
     verification may put behind it that turns out wrong."""
-    return Ring(len(SequenceIds.of(settings).rollback), settings.draft_window + settings.draft_max + 1)
+    spare = settings.draft_max + 1
+    return Ring(len(SequenceIds.of(settings).rollback), settings.draft_window + spare, spare)
 
 
 def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:

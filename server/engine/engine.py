@@ -263,6 +263,7 @@ class Engine:
                 if self._scheduler.running or self._scheduler.waiting:
                     return True
                 self._flush()
+                self._speculator.catch_up()
                 self._inbox.get()()
                 self._profile.start()
             else:
@@ -276,14 +277,11 @@ class Engine:
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
-        if asynchronous and speculator.catches_up(batch):  # no first token waits for that
+        if not asynchronous or speculator.catches_up(batch):  # tokens would wait for the step, or for reading
             self._flush()
             lap("flush")
         speculator.propose(batch)
         lap("propose")
-        if not asynchronous:  # tokens would wait for the whole step
-            self._flush()
-            lap("flush")
         launched = self._parts.clock()
         try:
             self._runner.launch(batch)

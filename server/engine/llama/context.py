@@ -102,7 +102,9 @@ class Context:
             raise LlamaError(reason(lines))
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
-        self._n_outputs = options.n_outputs
+        self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
+        self._n_reserved = 0
+        """Rows of logits that llama.cpp had room for in the last batch; hidden rows lie behind them."""
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.unified = options.unified
         self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
@@ -148,7 +150,7 @@ class Context:
         """
         if not 0 < n_tokens <= self.n_batch:
             raise LlamaError(f"a batch of {n_tokens} tokens; it must be 1 to {self.n_batch}")
-        if (rows := np.count_nonzero(self.outputs[:n_tokens])) > self._n_outputs:
+        if (rows := int(np.count_nonzero(self.outputs[:n_tokens]))) > self._n_outputs:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
         sequences = self.sequences[:n_tokens]
         for sequence in self._snapshots.disturbed(sequences):
@@ -165,6 +167,7 @@ class Context:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
+        self._n_reserved = max(rows, self._n_seq)
         if self.n_snapshots:
             self._snapshots.decoded(sequences)
 
@@ -196,9 +199,16 @@ class Context:
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, keep, False)
 
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
-        """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next."""
+        """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next, or
+        as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
+
+    def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
+        """Whether such rows of the last batch on the host, those from `place` on, are still there when
+        another with so many tokens and rows of logits was computed: it puts its own where the first were
+        (`output_reserve` in llama-context.cpp)."""
+        return n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
 
     def open_ring(self, which: Sequence[int], ring: layers.Ring) -> None:
         """Have what goes into these layers stay on the device, if this llama.cpp and its memory allow it."""
@@ -217,13 +227,14 @@ class Context:
     def layer_inputs(
         self, which: Sequence[int], places: Sequence[int]
     ) -> npt.NDArray[np.float32] | npt.NDArray[np.int32]:
-        """A copy of what went into layers at `places` of the last batch, which must have been kept: shape
-        [len(places), len(which) * n_embd], side by side. Waits for the device. With a ring, the places there:
-        shape [len(places), 1]."""
+        """A copy of what went into layers at `places` of the last batch, which must have been kept, in order:
+        shape [len(places), len(which) * n_embd], side by side. Waits for the device, and is there as long as
+        `keeps_rows` says. With a ring, the places there: shape [len(places), 1], at once and until the next.
+        """
         if self.ring is not None:
             return self._ring_rows[list(places), None]
         self.wait()
-        n, n_tokens = self._n_embd, self._batch.n_tokens
+        n, n_tokens = self._n_embd, places[-1] + 1
         together = places[-1] - places[0] == len(places) - 1
         found = np.empty((len(places), len(which) * n), np.float32)
         for index, layer in enumerate(which):

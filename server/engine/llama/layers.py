@@ -73,6 +73,8 @@ class Ring:
 
     slots: int
     length: int
+    spare: int = 0
+    """Rows of each that are written over before any that a drafter may want."""
 
     @property
     def n_rows(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .base import Draft, DrafterStats, DraftRequest
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from .base import Drafter, DrafterState
     from .controller import Plan
+
+    Rows = npt.NDArray[Any]
 
 log = logging.getLogger(__name__)
 
@@ -150,13 +153,26 @@ class Speculator:
     # --- before a step -------------------------------------------------------------------------------------
 
     def catches_up(self, batch: Batch) -> bool:
-        """Whether a draft for the batch may have to read a prompt first."""
-        return self._listening and any(chunk.sequence.generated == 1 for chunk in batch.chunks)
+        """Whether `propose` will have drafters read what was put off: a batch that only decodes may be
+        drafted for, and others may write over it."""
+        backlog = self._states.backlog
+        return bool(backlog) and (not batch.prompt_tokens or backlog.spoiled_by(batch))
+
+    def catch_up(self) -> None:
+        """Have drafters read what was put off: nothing else is to be done."""
+        self._states.backlog.clear_up()
 
     def propose(self, batch: Batch) -> None:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
         if not self._watched:
             return
+        if not batch.prompt_tokens:
+            self.catch_up()
+        self._decide(batch)
+        if self.catches_up(batch):
+            self.catch_up()
+
+    def _decide(self, batch: Batch) -> None:
         chunks = batch.chunks
         self._controller.now += 1
         plain = batch.n_tokens == len(chunks) == self._n and not batch.prompt_tokens
@@ -309,6 +325,7 @@ class Speculator:
             if isinstance(watched.drafter, HiddenDrafter)
         )
         if listens is not self._listening:
+            self.catch_up()  # the next batch may leave nothing where rows are now
             self._listening = listens
             self._keep(listens)
             if not listens:
@@ -364,33 +381,54 @@ class Speculator:
         proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
             for reader in self.hidden_drafters:
-                reader.rolled_back(slot, held)
+                self._states.backlog.in_turn(partial(reader.rolled_back, slot, held))
         return held
 
     def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
-        """Give the readers the hidden rows of what was right. Waits for the device if there are any."""
-        wanted = []
+        """Give the readers the hidden rows of what was right. Those of prompts they get later, so that neither
+        the rest of a prompt nor its first token waits for that; else waits for the device if there are any.
+        """
         reaches = [(reader, self._reach(reader, len(batch.chunks))) for reader in self.hidden_drafters]
-        for chunk, new in zip(batch.chunks, sampled, strict=True):
-            slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
-            if slot is not None and slot < self._slots:
-                left = len(chunk.sequence.tokens) - chunk.start - right
-                readers = [(reader, right + left - reach) for reader, reach in reaches if left < reach]
-                if readers:
-                    wanted.append((readers, slot, chunk, right))
-        if not wanted:
-            return
+        wanted: list[Callable[[], None]] = []
+        on_host: list[int] = []
         try:
-            for readers, slot, chunk, right in wanted:
-                for reader, far in readers:
-                    skipped = max(0, far)
-                    rows = self._hidden(reader, batch, chunk.places[skipped:right])
-                    reader.collect(slot, chunk.start + skipped, rows)
+            for chunk, new in zip(batch.chunks, sampled, strict=True):
+                slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
+                if slot is None or slot >= self._slots:
+                    continue
+                left = len(chunk.sequence.tokens) - chunk.start - right
+                for reader, reach in reaches:
+                    if left >= reach:
+                        continue
+                    skipped = max(0, right + left - reach)
+                    places = chunk.places[skipped:right]
+                    rows = self._rows(reader, batch.n_tokens, places)
+                    wanted.append(partial(_give, reader, slot, chunk.start + skipped, rows))
+                    if callable(rows):
+                        on_host += places[:1]
         except Exception as error:
-            for watched in self._watched:
-                if isinstance(watched.drafter, HiddenDrafter):
-                    watched.failed(error, self._controller.now)
-                    watched.drafter.pause()
+            self._missed(error)
+            return
+        if wanted:
+            read = partial(self._read, wanted)
+            if batch.prompt_tokens:
+                self._states.backlog.put_off(read, min(on_host, default=None))
+            else:
+                self._states.backlog.in_turn(read)
+
+    def _read(self, wanted: list[Callable[[], None]]) -> None:
+        try:
+            for give in wanted:
+                give()
+        except Exception as error:
+            self._missed(error)
+
+    def _missed(self, error: Exception) -> None:
+        """Rows are lost: whoever reads begins anew."""
+        for watched in self._watched:
+            if isinstance(watched.drafter, HiddenDrafter):
+                watched.failed(error, self._controller.now)
+                watched.drafter.pause()
 
     def _reach(self, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
@@ -398,11 +436,15 @@ class Speculator:
         """
         return min(LISTEN, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 
-    def _hidden(self, reader: HiddenDrafter, batch: Batch, places: list[int]) -> npt.NDArray[Any]:
-        """What a reader wants of the rows at `places` of the batch."""
-        if reader.layers:
-            return self._context.layer_inputs(reader.layers, places)
-        return self._context.hidden(batch.n_tokens)[places]  # a copy: these rows are llama.cpp's
+    def _rows(self, reader: HiddenDrafter, n_tokens: int, places: list[int]) -> Rows | Callable[[], Rows]:
+        """What a reader wants of the rows at `places` of the last batch, which has so many tokens: where they
+        stay, or what gets them when they are computed."""
+        context = self._context
+        if not reader.layers:
+            return lambda: context.hidden(n_tokens)[places]  # a copy: these rows are llama.cpp's
+        if context.ring is None:
+            return partial(context.layer_inputs, reader.layers, places)
+        return context.layer_inputs(reader.layers, places)  # the next batch has others
 
     def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
         chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
@@ -539,6 +581,10 @@ class Speculator:
         n = max(1, self._n)
         rests = n > min(watched.drafter.most, self._slots) or self._controller.rest_left(watched.drafter, n)
         return "resting" if rests else "active"
+
+
+def _give(reader: HiddenDrafter, slot: int, start: int, rows: Rows | Callable[[], Rows]) -> None:
+    reader.collect(slot, start, rows() if callable(rows) else rows)
 
 
 def _accepted(new: Sampled) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from .backlog import Backlog
 from .cells import CellAllocator, StreamCells
 from .rollback import Rollback
 
@@ -46,6 +48,8 @@ class StateStore:
         self.hidden_drafters: list[HiddenDrafter] = []
         """Each has a state for each sequence id, which goes where the trunk's goes; what it loses costs only
         time."""
+        self.backlog = Backlog(context)
+        """What they have yet to read, and to do after that."""
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)
 
@@ -62,11 +66,9 @@ class StateStore:
         """`target`, which is empty, becomes what `source` is: cells and state are shared."""
         self._context.copy(source, target)
         self.cells.share(source, target)
+        self.backlog.copied(source, self.length(source))
         for drafter in self.hidden_drafters:
-            try:
-                drafter.copy(source, target)
-            except Exception as error:
-                self._lost(drafter, target, error)
+            self.backlog.in_turn(partial(self._copy_reading, drafter, source, target))
 
     def free(self, sequence: int) -> None:
         """Empty an id: its cells, its state, its rollback copy, what drafters have of it. Idempotent."""
@@ -74,15 +76,17 @@ class StateStore:
         self._context.remove(sequence)
         self.cells.drop(sequence)
         for drafter in self.hidden_drafters:
-            drafter.free(sequence)
+            self.backlog.in_turn(partial(drafter.free, sequence))
 
     def save(self, sequence: int) -> SavedState:
         """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
+        self.backlog.clear_up()
         saved = tuple(drafter.save(sequence) for drafter in self.hidden_drafters)
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
         """Put a saved sequence into an empty id. Raises LlamaError, the id empty, without room."""
+        self.backlog.clear_up()
         try:
             self._context.restore(sequence, saved.trunk)
         except Exception:
@@ -119,6 +123,12 @@ class StateStore:
         kept = self._rollback.reject(chunk, accepted)
         self.cells.truncate(chunk.slot, kept)
         return kept
+
+    def _copy_reading(self, drafter: HiddenDrafter, source: int, target: int) -> None:
+        try:
+            drafter.copy(source, target)
+        except Exception as error:
+            self._lost(drafter, target, error)
 
     def _lost(self, drafter: HiddenDrafter, sequence: int, error: Exception) -> None:
         log.warning("%s of sequence %d is lost: %s", type(drafter).__name__, sequence, error)

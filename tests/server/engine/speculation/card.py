@@ -21,6 +21,7 @@ from server.engine.speculation.hidden import HiddenDrafter
 from server.engine.speculation.ngram import NgramDrafter
 from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.times import StepTimes
+from server.engine.states import Backlog
 from tests.server.engine.speculation.helpers import sequence
 
 Table = Callable[[int, int], float]
@@ -78,6 +79,7 @@ class Card:
         self.moved = False
         """A sequence has gone to another cell, for which there is no graph."""
         self.keeps_hidden = True
+        self.ring = None
 
     def clock(self) -> float:
         return self.now
@@ -89,6 +91,12 @@ class Card:
     def hidden(self, n: int) -> np.ndarray:
         assert self.keeps_hidden
         return np.zeros((n, 1), np.float32)
+
+    def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
+        return n_tokens <= place
+
+    def wait(self) -> None:
+        pass
 
     def decode(self, batch: Batch) -> float:
         """Seconds of a step: a pass for as many tokens as all have left, and so on."""
@@ -115,6 +123,7 @@ class States:
 
     def __init__(self, card: Card, snapshots: int, copied: int) -> None:
         self.card, self.snapshots, self.copied = card, snapshots, copied
+        self.backlog = Backlog(cast("Any", card))
         self.held: dict[int, int] = {}
         self.copies = 0
         self.freed: list[int] = []

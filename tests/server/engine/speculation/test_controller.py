@@ -339,6 +339,7 @@ def test_a_drafter_on_trial_reads_the_end_of_a_prompt_only(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(world, "newcomer", lambda _: one)
             world.admit(0)
+        world.speculator.catch_up()
         return sum(read)
 
     assert rows_read() == 300

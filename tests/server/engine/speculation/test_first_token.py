@@ -1,0 +1,190 @@
+"""Neither the rest of a prompt nor its first token waits for drafters to read it, and they read the same."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from server.engine.batch import Batch
+from server.engine.llama import Ring
+from server.engine.sequence import Sequence
+from server.engine.states import Backlog
+from tests.server.engine.helpers import EXACT, Request, ask, idle, random_prompt, running
+from tests.server.engine.scheduling import NO_SAMPLER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server.engine import Engine
+    from server.engine.llama import Context
+
+WINDOW = 48
+MIXES: dict[str, dict[str, Any]] = {
+    "head": {"speculation": "mtp"},
+    "drafter": {"speculation": "draft"},
+    "drafter and head": {"speculation": "both"},
+}
+OPTIONS: dict[str, Any] = {"draft_always": True, "mtp_window": WINDOW, "parallel": 1}
+
+
+def options(mix: str, draft: Path) -> dict[str, Any]:
+    beside = {} if mix == "head" else {"draft_model": draft, "draft_window": WINDOW}
+    return {**EXACT, **OPTIONS, **MIXES[mix], **beside}
+
+
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens from now on: batches, waits for the trunk, what drafters read, tokens that are sent off."""
+    events: list[str] = []
+
+    def tell(owner: Any, name: str, say: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if text := say(*args):
+                events.append(text)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, told)
+
+    context = engine._parts.context
+    tell(engine._runner, "launch", lambda batch: f"launch {batch.n_tokens}")
+    tell(engine, "_flush", lambda: "tell" if engine._unsent else "")
+    tell(context, "wait", lambda: "wait")
+    tell(context, "hidden", lambda n: f"{n} rows")
+    for drafter in engine._speculator.hidden_drafters:
+        tell(drafter._context, "decode", lambda n: "read")
+        tell(drafter, "collect", lambda *_: "collect")
+        if drafter.layers:
+            tell(drafter._context, "inject", lambda n: "read")
+    return events
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_drafters_read_when_the_first_token_was_sent_off(
+    mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of a prompt lies before its last token, for which another batch is launched."""
+    with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
+        engine._parts.device_runs_alone = True
+        events = watched(engine, monkeypatch)
+        prompt = random_prompt(random.Random(1), 150)
+        await ask(engine, Request(prompt, 8))
+        assert events[:4] == ["launch 149", "launch 1", "tell", "wait"]
+        assert {"collect", "read"} <= set(events[4:])
+        await idle(engine)
+        events.clear()
+        await ask(engine, Request([*prompt, *random_prompt(random.Random(2), 90)], 1))
+        await idle(engine)
+        assert events[:3] == ["launch 90", "launch 1", "wait"]
+        assert "collect" in events, "when there is nothing else to do"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_what_would_be_written_over_is_read_before(
+    mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt within the window the head wants the first rows too, where the next batch puts its own."""
+    with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
+        events = watched(engine, monkeypatch)
+        await ask(engine, Request(random_prompt(random.Random(1), 30), 8))
+        late = mix == "drafter" and engine._parts.context.ring is not None
+        assert events[:2] == ["launch 29", "launch 1" if late else "wait"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_they_read_the_same_as_at_once(
+    mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts within a window and beyond, in one step and several, new, known, continued: equal drafts."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (20, 60, 150, 300)]
+    prompts += [[*prompt, *random_prompt(rng, more)] for prompt in prompts for more in (1, 25, 100)]
+    prompts += prompts[2:6]
+    found = []
+    for at_once in (False, True):
+        with (
+            monkeypatch.context() as patch,
+            running(
+                nano_f32, **options(mix, nano_draft_f32), batch_size=128, ubatch_size=64, prefill_budget=100
+            ) as engine,
+        ):
+            if at_once:
+                patch.setattr(Backlog, "put_off", lambda self, read, place=None: read())
+            answers = []
+            for prompt in prompts:
+                answers.append((await ask(engine, Request(prompt, 24))).tokens)
+                await idle(engine)
+            stats = engine.stats()
+            found.append(
+                (answers, {name: (c.drafted, c.accepted, c.unready) for name, c in stats.drafts.items()})
+            )
+            assert stats.prefix.hits > 5
+            assert not any(counts.failed for counts in stats.drafts.values())
+    assert found[0] == found[1]
+    print(found[0][1])
+
+
+# --- the backlog -------------------------------------------------------------------------------------------
+
+
+class Trunk:
+    """A context that says when it is waited for."""
+
+    def __init__(self, ring: Ring | None) -> None:
+        self.ring, self.waits = ring, 0
+
+    def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
+        return n_tokens <= place
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def a_batch(start: int, count: int, slot: int = 0) -> Batch:
+    batch, one = Batch(), Sequence([300] * (start + count), 9, NO_SAMPLER)
+    one.slot, one.computed = slot, start
+    batch.add(one, count)
+    return batch
+
+
+def test_calls_keep_their_order_and_nobody_waits_for_nothing() -> None:
+    trunk, done = Trunk(None), list[str]()
+    backlog = Backlog(cast("Context", trunk))
+    backlog.in_turn(lambda: done.append("now"))
+    backlog.clear_up()
+    assert (done, trunk.waits, bool(backlog)) == (["now"], 0, False)
+    backlog.put_off(lambda: done.append("read"), 20)
+    backlog.in_turn(lambda: done.append("copied"))
+    assert done == ["now"]
+    backlog.clear_up()
+    assert (done, trunk.waits, bool(backlog)) == (["now", "read", "copied"], 1, False)
+
+
+def test_rows_on_the_host_stay_behind_a_shorter_batch() -> None:
+    backlog = Backlog(cast("Context", Trunk(None)))
+    assert not backlog.spoiled_by(a_batch(0, 100)), "there is nothing to spoil"
+    backlog.put_off(lambda: None, 40)
+    backlog.put_off(lambda: None, 20)
+    assert not backlog.spoiled_by(a_batch(100, 20))
+    assert backlog.spoiled_by(a_batch(100, 21))
+    backlog.clear_up()
+    assert not backlog.spoiled_by(a_batch(100, 21))
+
+
+def test_a_copy_wants_a_window_of_the_ring() -> None:
+    backlog = Backlog(cast("Context", Trunk(Ring(2, 64, 16))))
+    backlog.copied(0, 90)  # at once: nothing was put off
+    backlog.put_off(lambda: None)
+    assert not backlog.spoiled_by(a_batch(100, 500)), "what a slot has not read yet it may lose"
+    backlog.copied(0, 100)
+    backlog.copied(0, 110)
+    assert not backlog.spoiled_by(a_batch(100, 16))
+    assert not backlog.spoiled_by(a_batch(115, 1))
+    assert backlog.spoiled_by(a_batch(100, 17))
+    assert backlog.spoiled_by(a_batch(0, 1)), "another sequence in the slot"
+    assert not backlog.spoiled_by(a_batch(0, 500, slot=1))
+    backlog.clear_up()
+    assert not backlog.spoiled_by(a_batch(0, 500))
