@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from server.engine import Engine
     from server.engine.llama import Context
+    from server.engine.speculation.hidden import HiddenDrafter
 
 WINDOW = 48
 MIXES: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ def options(mix: str, draft: Path) -> dict[str, Any]:
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens from now on: batches, waits for the trunk, what drafters read, tokens that are sent off."""
+    """What happens from now on: batches, waits for the trunk, what drafters read, tokens being sent off."""
     events: list[str] = []
 
     def tell(owner: Any, name: str, say: Callable[..., str]) -> None:
@@ -103,28 +104,47 @@ async def test_they_read_the_same_as_at_once(
     prompts = [random_prompt(rng, length) for length in (20, 60, 150, 300)]
     prompts += [[*prompt, *random_prompt(rng, more)] for prompt in prompts for more in (1, 25, 100)]
     prompts += prompts[2:6]
+    steps: dict[str, Any] = {"batch_size": 128, "ubatch_size": 64, "prefill_budget": 100}
     found = []
     for at_once in (False, True):
+        seen: list[Any] = []
         with (
             monkeypatch.context() as patch,
-            running(
-                nano_f32, **options(mix, nano_draft_f32), batch_size=128, ubatch_size=64, prefill_budget=100
-            ) as engine,
+            running(nano_f32, **options(mix, nano_draft_f32), **steps, prefix_interval=40) as engine,
         ):
             if at_once:
                 patch.setattr(Backlog, "put_off", lambda self, read, place=None: read())
-            answers = []
+            for drafter in engine._speculator.hidden_drafters:
+                record(drafter, seen, patch)
             for prompt in prompts:
-                answers.append((await ask(engine, Request(prompt, 24))).tokens)
+                seen.append(await ask(engine, Request(prompt, 24)))
                 await idle(engine)
             stats = engine.stats()
-            found.append(
-                (answers, {name: (c.drafted, c.accepted, c.unready) for name, c in stats.drafts.items()})
-            )
-            assert stats.prefix.hits > 5
-            assert not any(counts.failed for counts in stats.drafts.values())
+            for drafter in engine._speculator.hidden_drafters:
+                saved = [drafter.save(node.holder) for node in engine._parts.cache._held]
+                seen += [one and (one.cache is None or one.cache.tobytes()) for one in saved]
+        assert stats.prefix.hits > 5
+        assert not any(counts.failed for counts in stats.drafts.values())
+        found.append(seen)
+    assert len(found[0]) > 100
     assert found[0] == found[1]
-    print(found[0][1])
+
+
+def record(drafter: HiddenDrafter, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
+    """The rows that it is given, and what it drafts."""
+    collect, propose = drafter.collect, drafter.propose
+
+    def collected(slot: int, start: int, rows: Any) -> None:
+        seen.append((slot, start, rows.tobytes()))
+        collect(slot, start, rows)
+
+    def proposed(requests: Any) -> Any:
+        drafts = propose(requests)
+        seen.append(drafts)
+        return drafts
+
+    patch.setattr(drafter, "collect", collected)
+    patch.setattr(drafter, "propose", proposed)
 
 
 # --- the backlog -------------------------------------------------------------------------------------------
