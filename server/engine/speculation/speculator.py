@@ -385,9 +385,8 @@ class Speculator:
         return held
 
     def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
-        """Give the readers the hidden rows of what was right. Those of prompts they get later, so that neither
-        the rest of a prompt nor its first token waits for that; else waits for the device if there are any.
-        """
+        """Give the readers the hidden rows of what was right: those of prompts later, so that neither the
+        rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
         reaches = [(reader, self._reach(reader, len(batch.chunks))) for reader in self.hidden_drafters]
         wanted: list[Callable[[], None]] = []
         on_host: list[int] = []

@@ -29,8 +29,8 @@ class Backlog:
         self._calls: deque[Callable[[], object]] = deque()
         self._places: list[int] = []
         """In the last batches, of the first row that is to be read on the host."""
-        self._lengths: dict[int, int] = {}
-        """Tokens that slots had when copies of them were asked for, which take rows from the ring."""
+        self._limits: dict[int, int] = {}
+        """Tokens that slots may come to before rows are lost in the ring that copies of them take."""
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -50,8 +50,13 @@ class Backlog:
 
     def copied(self, slot: int, length: int) -> None:
         """A copy of a slot with so many tokens is wanted, if anything was put off."""
-        if self._calls:
-            self._lengths.setdefault(slot, length)
+        if self._calls and self._context.ring is not None:
+            self._limits[slot] = length + self._context.ring.spare
+
+    def freed(self, slot: int) -> None:
+        """Whoever comes next begins in the same place of the ring."""
+        if slot in self._limits:
+            self._limits[slot] = 0
 
     def spoiled_by(self, batch: Batch) -> bool:
         """Whether the batch, computed before, would write over what is to be read."""
@@ -59,12 +64,11 @@ class Backlog:
             return False
         if self._places and not self._context.keeps_rows(min(self._places), batch.n_tokens, batch.n_rows):
             return True
-        ring = self._context.ring
         for chunk in batch.chunks:
-            length = self._lengths.get(chunk.slot)
-            if length is None or ring is None:
+            limit = self._limits.get(chunk.slot)
+            if limit is None or (chunk.is_prompt and limit):  # of a prompt only its last window is read
                 continue
-            if not length <= chunk.start <= chunk.start + chunk.n_tokens <= length + ring.spare:
+            if chunk.start + chunk.n_tokens > limit:
                 return True
         return False
 
@@ -75,4 +79,4 @@ class Backlog:
         while self._calls:
             self._calls.popleft()()
         self._places.clear()
-        self._lengths.clear()
+        self._limits.clear()

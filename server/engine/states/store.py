@@ -75,6 +75,7 @@ class StateStore:
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
+        self.backlog.freed(sequence)
         for drafter in self.hidden_drafters:
             self.backlog.in_turn(partial(drafter.free, sequence))
 

@@ -11,7 +11,7 @@ from server.engine.batch import Batch
 from server.engine.llama import Ring
 from server.engine.sequence import Sequence
 from server.engine.states import Backlog
-from tests.server.engine.helpers import EXACT, Request, ask, idle, random_prompt, running
+from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter": {"speculation": "draft"},
     "drafter and head": {"speculation": "both"},
 }
-OPTIONS: dict[str, Any] = {"draft_always": True, "mtp_window": WINDOW, "parallel": 1}
+OPTIONS: dict[str, Any] = {"draft_always": True, "draft_max": 15, "mtp_window": WINDOW, "parallel": 1}
 
 
 def options(mix: str, draft: Path) -> dict[str, Any]:
@@ -117,12 +117,17 @@ async def test_they_read_the_same_as_at_once(
             for drafter in engine._speculator.hidden_drafters:
                 record(drafter, seen, patch)
             for prompt in prompts:
-                seen.append(await ask(engine, Request(prompt, 24)))
+                answer = await ask(engine, Request(prompt, 24))
                 await idle(engine)
+                seen.append(answer)
+            queued = [Request([7, *prompt], 1) for prompt in prompts[1:4]]
+            answers = await ask_at_once(engine, queued)  # each takes the slot of the one before
+            await idle(engine)
             stats = engine.stats()
             for drafter in engine._speculator.hidden_drafters:
                 saved = [drafter.save(node.holder) for node in engine._parts.cache._held]
                 seen += [one and (one.cache is None or one.cache.tobytes()) for one in saved]
+        seen.append(answers)
         assert stats.prefix.hits > 5
         assert not any(counts.failed for counts in stats.drafts.values())
         found.append(seen)
@@ -163,9 +168,9 @@ class Trunk:
         self.waits += 1
 
 
-def a_batch(start: int, count: int, slot: int = 0) -> Batch:
+def a_batch(start: int, count: int, slot: int = 0, *, decodes: bool = False) -> Batch:
     batch, one = Batch(), Sequence([300] * (start + count), 9, NO_SAMPLER)
-    one.slot, one.computed = slot, start
+    one.slot, one.computed, one.decoding = slot, start, decodes
     batch.add(one, count)
     return batch
 
@@ -196,15 +201,17 @@ def test_rows_on_the_host_stay_behind_a_shorter_batch() -> None:
 
 def test_a_copy_wants_a_window_of_the_ring() -> None:
     backlog = Backlog(cast("Context", Trunk(Ring(2, 64, 16))))
-    backlog.copied(0, 90)  # at once: nothing was put off
+    backlog.copied(0, 10)  # at once: nothing was put off
     backlog.put_off(lambda: None)
     assert not backlog.spoiled_by(a_batch(100, 500)), "what a slot has not read yet it may lose"
+    backlog.copied(0, 90)
     backlog.copied(0, 100)
-    backlog.copied(0, 110)
-    assert not backlog.spoiled_by(a_batch(100, 16))
-    assert not backlog.spoiled_by(a_batch(115, 1))
-    assert backlog.spoiled_by(a_batch(100, 17))
-    assert backlog.spoiled_by(a_batch(0, 1)), "another sequence in the slot"
+    assert not backlog.spoiled_by(a_batch(100, 16, decodes=True))
+    assert not backlog.spoiled_by(a_batch(115, 1, decodes=True))
+    assert backlog.spoiled_by(a_batch(100, 17, decodes=True))
+    assert not backlog.spoiled_by(a_batch(100, 500)), "of its prompt only the end is wanted"
+    backlog.freed(0)
+    assert backlog.spoiled_by(a_batch(100, 1)), "another sequence in the slot"
     assert not backlog.spoiled_by(a_batch(0, 500, slot=1))
     backlog.clear_up()
     assert not backlog.spoiled_by(a_batch(0, 500))
