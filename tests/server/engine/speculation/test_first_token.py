@@ -28,12 +28,12 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter": {"speculation": "draft"},
     "drafter and head": {"speculation": "both"},
 }
-OPTIONS: dict[str, Any] = {"draft_always": True, "draft_max": 15, "mtp_window": WINDOW, "parallel": 1}
+OPTIONS: dict[str, Any] = {"draft_always": True, "draft_max": 15, "mtp_window": WINDOW}
 
 
-def options(mix: str, draft: Path) -> dict[str, Any]:
+def options(mix: str, draft: Path, parallel: int = 1) -> dict[str, Any]:
     beside = {} if mix == "head" else {"draft_model": draft, "draft_window": WINDOW}
-    return {**EXACT, **OPTIONS, **MIXES[mix], **beside}
+    return {**EXACT, **OPTIONS, **MIXES[mix], **beside, "parallel": parallel}
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -95,9 +95,10 @@ async def test_what_would_be_written_over_is_read_before(
         assert events[:2] == ["launch 29", "launch 1" if late else "wait"]
 
 
+@pytest.mark.parametrize("parallel", [1, 3])
 @pytest.mark.parametrize("mix", MIXES)
 async def test_they_read_the_same_as_at_once(
-    mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+    mix: str, parallel: int, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts within a window and beyond, in one step and several, new, known, continued: equal drafts."""
     rng = random.Random(3)
@@ -110,16 +111,19 @@ async def test_they_read_the_same_as_at_once(
         seen: list[Any] = []
         with (
             monkeypatch.context() as patch,
-            running(nano_f32, **options(mix, nano_draft_f32), **steps, prefix_interval=40) as engine,
+            running(
+                nano_f32, **options(mix, nano_draft_f32, parallel), **steps, prefix_interval=40
+            ) as engine,
         ):
             if at_once:
                 patch.setattr(Backlog, "put_off", lambda self, read, place=None: read())
             for drafter in engine._speculator.hidden_drafters:
                 record(drafter, seen, patch)
-            for prompt in prompts:
-                answer = await ask(engine, Request(prompt, 24))
+            for start in range(0, len(prompts), parallel):
+                requests = [Request(prompt, 24) for prompt in prompts[start : start + parallel]]
+                answers = await ask_at_once(engine, requests)
                 await idle(engine)
-                seen.append(answer)
+                seen.append(answers)
             queued = [Request([7, *prompt], 1) for prompt in prompts[1:4]]
             answers = await ask_at_once(engine, queued)  # each takes the slot of the one before
             await idle(engine)
@@ -131,7 +135,7 @@ async def test_they_read_the_same_as_at_once(
         assert stats.prefix.hits > 5
         assert not any(counts.failed for counts in stats.drafts.values())
         found.append(seen)
-    assert len(found[0]) > 100
+    assert len(found[0]) > 50
     assert found[0] == found[1]
 
 
