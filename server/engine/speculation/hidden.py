@@ -76,6 +76,7 @@ class HiddenDrafter:
     """
 
     instant = False
+    most: int
     kinds: Mapping[str, float]
     """Its only kind of drafts; the chance of a first token that is assumed before anything is known."""
     layers: tuple[int, ...] = ()

@@ -387,7 +387,9 @@ class Speculator:
     def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
         """Give the readers the hidden rows of what was right: those of prompts later, so that neither the
         rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
-        reaches = [(reader, self._reach(reader, len(batch.chunks))) for reader in self.hidden_drafters]
+        alive, n = len(self._alive), len(batch.chunks)
+        # who drafts for fewer than run reads nothing
+        reaches = [(one, self._reach(one, n)) for one in self.hidden_drafters if alive <= one.most]
         wanted: list[Callable[[], None]] = []
         on_host: list[int] = []
         try:

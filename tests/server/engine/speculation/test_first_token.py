@@ -95,6 +95,23 @@ async def test_what_would_be_written_over_is_read_before(
         assert events[:2] == ["launch 29", "launch 1" if late else "wait"]
 
 
+async def test_a_head_that_drafts_for_one_is_not_waited_for_by_several(
+    nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(4)
+    with running(nano_f32, **options("drafter and head", nano_draft_f32, 3)) as engine:
+        events = watched(engine, monkeypatch)
+        await ask_at_once(engine, [Request(random_prompt(rng, 30), 8) for _ in range(3)])
+        second = events.index("tell", events.index("tell") + 1)
+        assert not [event for event in events[:second] if event.endswith("rows")]
+        if engine._parts.context.ring is not None:
+            assert events[:3] == ["launch 87", "launch 3", "tell"]
+        await idle(engine)
+        events.clear()
+        await ask(engine, Request(random_prompt(rng, 30), 8))
+        assert [event for event in events if event.endswith("rows")]
+
+
 @pytest.mark.parametrize(
     ("mix", "parallel", "ring"), [*((mix, n, True) for mix in MIXES for n in (1, 3)), ("drafter", 3, False)]
 )
