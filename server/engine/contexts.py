@@ -14,6 +14,7 @@ from .speculation.mtp import WIDEST
 
 if TYPE_CHECKING:
     from .draft_spec import DraftSpec
+    from .llama import Device
     from .model_spec import ModelSpec
     from .settings import EngineSettings
 
@@ -45,13 +46,16 @@ def mtp_cells(settings: EngineSettings) -> int:
     return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
 
 
-def load_model(settings: EngineSettings, spec: ModelSpec, *, rehearse: bool = False) -> Model:
-    """The model to serve. Raises ModelLoadError."""
+def load_model(
+    settings: EngineSettings, spec: ModelSpec, embedding_on: Device | None, *, rehearse: bool = False
+) -> Model:
+    """The model to serve, its token embedding on that device, or the host. Raises ModelLoadError."""
     return Model(
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
         main_gpu=settings.main_gpu,
         shares=settings.shares,
+        embedding_on=embedding_on.name if embedding_on else None,
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
         rehearse=rehearse,

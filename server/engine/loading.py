@@ -110,7 +110,7 @@ class Parts:
         self._plan, self.stages = plan, stages
         self._file: RecordFile[Measured] | None = None
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-        self.model = load_model(settings, spec)
+        self.model = load_model(settings, spec, plan.embedding_on)
         self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
         self._draft = _draft(plan, self.context) if spec.draft else None

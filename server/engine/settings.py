@@ -44,6 +44,9 @@ class ModelSettings(Section, title="model"):
     models that are too large for one; steps go through them one after the other"""
     tensor_split: str | None = None
     """each GPU's share of the layers with split_mode=layer, such as 3,1; by free memory unless given"""
+    offload_embedding: bool = True
+    """put the token embedding on the GPU, too, where that is NVIDIA's, has all layers, and room; off: on the
+    host, as llama.cpp does, which looks a prompt's tokens up there while the GPU waits"""
     use_mmap: bool = True
     """map the file instead of reading it: weights that stay on the host share the page cache"""
     mlock: bool = False

@@ -117,6 +117,9 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
     """Less of what `wanted` leaves open; the same where nothing is left to give up."""
     settings = plan.settings
+    without_embedding = settings.replace(offload_embedding=False)
+    if plan.rearranged(without_embedding).on_gpus < plan.on_gpus:
+        return without_embedding
     if wanted.snapshots < 0 and settings.snapshots:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings

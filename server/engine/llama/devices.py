@@ -8,6 +8,8 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
+from server.engine.errors import LlamaError
+
 from .log import set_up
 
 CACHE_TYPES = {
@@ -46,6 +48,8 @@ _dev_get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
 _dev_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
 _dev_description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
 _dev_type = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_dev_by_name = _ggml("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+_dev_buffer_type = _ggml("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
 _dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
 _row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
 _block_size = _ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
@@ -65,6 +69,13 @@ def devices() -> list[Device]:
         names = _dev_name(handle).decode(), _dev_description(handle).decode()
         found.append(Device(*names, kind in (1, 2), free.value, total.value))
     return sorted(found, key=lambda device: not device.is_gpu)
+
+
+def buffer_type(name: str) -> int:
+    """ggml's handle for plain memory of the device of this name. Raises LlamaError if there is none."""
+    if not (device := _dev_by_name(name.encode())):
+        raise LlamaError(f"no device is named {name}: there are {', '.join(d.name for d in devices())}")
+    return int(_dev_buffer_type(device))
 
 
 def supports_gpu() -> bool:

@@ -10,6 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from server.engine.errors import LlamaError, ModelLoadError
 
+from .devices import buffer_type
 from .log import reason, set_up, tapped_log
 from .patches import amx_is_right
 
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+EMBEDDING = rb"^token_embd\.weight$"
+
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
+
+
+class _BufferTypeOverride(ctypes.Structure):
+    """`struct llama_model_tensor_buft_override` of llama.h: where tensors go whose names match."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
 class Model:
@@ -25,8 +34,10 @@ class Model:
 
     With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
     a model serves only to learn what llama.cpp would allocate. `shares` splits the layers among all GPUs in
-    these proportions; without them `main_gpu` holds what is on a GPU. `load_mtp` loads the
-    multi-token-prediction block too, where the file has one. Raises ModelLoadError.
+    these proportions; without them `main_gpu` holds what is on a GPU. The token embedding is on the device
+    `embedding_on`, by ggml's name, or else on the host; where it is the output head, too, and that is on the
+    same device, they are one tensor there. `load_mtp` loads the multi-token-prediction block too, where the
+    file has one. Raises ModelLoadError.
     """
 
     def __init__(
@@ -36,6 +47,7 @@ class Model:
         n_gpu_layers: int = -1,
         main_gpu: int = 0,
         shares: Sequence[float] = (),
+        embedding_on: str | None = None,
         use_mmap: bool = True,
         mlock: bool = False,
         rehearse: bool = False,
@@ -48,6 +60,10 @@ class Model:
         split = (ctypes.c_float * C.llama_max_devices())(*shares)  # llama.cpp copies it while it loads
         params.tensor_split = split if shares else None
         params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
+        overrides = (_BufferTypeOverride * 2)()  # the second, of zeros, ends the list
+        if embedding_on is not None:
+            overrides[0] = _BufferTypeOverride(EMBEDDING, buffer_type(embedding_on))
+            params.tensor_buft_overrides = ctypes.addressof(overrides)
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
         params.no_alloc = rehearse

@@ -149,6 +149,21 @@ def test_the_host_is_a_device() -> None:
     assert host.total >= host.free > 0
 
 
+def test_the_token_embedding_goes_where_it_is_wanted(nano_f32: Path, context: Context) -> None:
+    expected = decode(context, [300, 301, 302])
+    model = Model(nano_f32, n_gpu_layers=0, embedding_on=devices()[-1].name, use_mmap=False)
+    assert [line for line in model.log if "token_embd.weight" in line and "overridden to CPU" in line]
+    elsewhere = Context(model, OPTIONS)
+    np.testing.assert_array_equal(decode(elsewhere, [300, 301, 302]), expected)
+    elsewhere.close()
+    model.close()
+
+
+def test_a_device_that_is_not_there_is_refused(nano_f32: Path) -> None:
+    with pytest.raises(LlamaError, match="no device is named CUDA99"):
+        Model(nano_f32, embedding_on="CUDA99")
+
+
 def test_the_log_goes_to_python(nano_f32: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="llama.cpp"):
         Model(nano_f32, n_gpu_layers=0).close()

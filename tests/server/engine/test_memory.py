@@ -55,7 +55,13 @@ def test_the_plan_is_what_llama_cpp_allocates(
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     by_head = uses_mtp(plan.settings, plan.spec)
     assert by_head == (wanted.speculation == "both")
-    model = Model(nano_q4_k_m, n_gpu_layers=wanted.n_gpu_layers, use_mmap=False, load_mtp=by_head)
+    model = Model(
+        nano_q4_k_m,
+        n_gpu_layers=wanted.n_gpu_layers,
+        embedding_on=plan.embedding_on.name if plan.embedding_on else None,
+        use_mmap=False,
+        load_mtp=by_head,
+    )
     contexts = [Context(model, context_options(plan.settings))]
     if by_head:
         contexts.append(MtpContext(model, head_options(plan.settings)))
@@ -168,9 +174,8 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert plan.settings.ctx_size == 8 * 16_384 + plan.settings.prefix_cells
     assert plan.settings.prefix_checkpoints == 32
     assert plan.settings.prefix_cells == 9216  # a tenth of the weights' bytes is less
-    # the tied head is a copy on the card
     assert gpu.weights == ((33 if by_head else 32) * 70 + 500) * MIB + 10240
-    assert host.weights == 500 * MIB
+    assert host.weights == 0  # the embedding is the head
     head = 16_384 * 4 * 1024 if by_head else 0
     assert (gpu.kv, host.kv) == (plan.settings.ctx_size * 32 * 1024 + head, 0)
     state, snapshots = plan.spec.state, 8 if by_head else 0
@@ -577,17 +582,32 @@ def test_a_gpu_that_is_not_there_is_refused(card: Any) -> None:
         four_b_plan(main_gpu=3)
 
 
+def test_the_token_embedding_is_on_the_host_where_that_is_wanted(card: Any) -> None:
+    card(23 * GIB)
+    gpu, host = four_b_plan(offload_embedding=False, speculation="off").usages
+    assert gpu.weights == (32 * 70 + 500) * MIB + 10240
+    assert host.weights == 500 * MIB
+
+
+def test_a_copy_of_the_token_embedding_is_the_first_to_go(card: Any) -> None:
+    card(5 * GIB // 2, 5 * GIB // 2)
+    plan = four_b_plan(speculation="off", split_mode="layer")
+    assert not plan.settings.offload_embedding
+    assert plan.embedding_on is None
+    assert plan.usages[-1].weights == 500 * MIB
+
+
 def test_layers_are_shared_out_by_free_memory(card: Any) -> None:
     card(12 * GIB, 4 * GIB)
     plan = four_b_plan(split_mode="layer", ctx_size=16_384, speculation="both")
     assert plan.settings.tensor_split == "12.0,4.0"
     first, second, host = plan.usages
     # 33 layers, one of them the MTP head's, and the output as one more: 26 and 8
-    assert first.weights == 26 * 70 * MIB
+    assert first.weights == 26 * 70 * MIB + 500 * MIB  # the embedding, beside the first layer
     assert second.weights == 7 * 70 * MIB + 500 * MIB + 10240
     assert (first.kv, second.kv) == (6 * 16_384 * 4096, 2 * 16_384 * 4096 + 16_384 * 4 * 1024)
     assert first.states + second.states == (8 + 8 + 32 + plan.settings.snapshots) * plan.spec.state
-    assert (host.weights, host.kv, host.states) == (500 * MIB, 0, 0)
+    assert (host.weights, host.kv, host.states) == (0, 0, 0)
     assert "CUDA1" in str(plan)
 
 
@@ -603,7 +623,7 @@ def test_shares_are_as_given(card: Any, share: str) -> None:
     card(20 * GIB, 20 * GIB)
     plan = four_b_plan(split_mode="layer", tensor_split=share, ctx_size=4096, speculation="off")
     first = {"1,3": 9, "0,1": 0, "1, 1": 17}[share]
-    assert plan.usages[0].weights == first * 70 * MIB
+    assert plan.usages[0].weights == first * 70 * MIB + (500 * MIB if first else 0)
 
 
 def test_shares_are_one_for_each_gpu(card: Any) -> None:
