@@ -89,7 +89,11 @@ def test_another_setting_is_measured_anew(
     assert measurings[0] == "prompt"
 
 
-@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"token_seconds": 7}'])
+OLDER = f'{{"prompt_seconds": 0.5, "step_times": {StepTimes().dump().model_dump_json()}}}'
+"""As servers before this one left it."""
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"token_seconds": 7}', OLDER])
 def test_a_damaged_file_costs_what_it_would_have_saved(
     nano_q4_k_m: Path, measurings: list[str], tmp_path: Path, damage: str
 ) -> None:
