@@ -64,7 +64,7 @@ class Engine:
         settings = decide(settings)
         self.plan = plan_memory(settings, read_header(settings.model))
         self.settings = self.plan.settings
-        """The settings with every choice made; a `prefill_budget` of 0 is the warm-up's to measure."""
+        """The settings with every choice made; a `prefill_budget` of 0 is measured."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
         stages.done("plan")
         self._profile = StepProfile()
@@ -301,7 +301,9 @@ class Engine:
         rows = self._runner.collect(batch)
         sampled = sample(batch, rows, self.vocab.eog_ids)
         lap("sample")
-        held = speculator.verify(batch, sampled, self._parts.clock() - launched)
+        done = self._parts.clock()
+        scheduler.prefill_budget.add(batch.prompt_tokens, launched, None if rows is None else done)
+        held = speculator.verify(batch, sampled, done - launched)
         lap("verify")
         self._deliver(batch, scheduler.commit(batch, sampled, held))
         lap("commit")

@@ -27,6 +27,7 @@ from .llama import Context, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
 from .measured import Measured, RecordFile, build, fingerprint
+from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import Sampler, SamplingParams
@@ -108,7 +109,6 @@ class Parts:
         settings, spec = plan.settings, plan.spec
         self._plan, self.stages = plan, stages
         self._file: RecordFile[Measured] | None = None
-        self._prompt_seconds = 0.0
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = load_model(settings, spec, plan.embedding_on)
         self.stages.done("weights")
@@ -158,7 +158,12 @@ class Parts:
             slots=settings.parallel,
             batch_size=self.context.n_batch,
             ubatch_size=self.context.n_ubatch,
-            prefill_budget=settings.prefill_budget or PREFILL_CPU,
+            prefill_budget=PrefillBudget(
+                settings.prefill_seconds,
+                self.context.n_ubatch,
+                self.context.n_batch if plan.on_gpu else min(PREFILL_CPU, self.context.n_batch),
+                fixed=settings.prefill_budget,
+            ),
             states=self.states,
             cache=self.cache,
             ends=self.vocab.eog_ids,
@@ -186,25 +191,19 @@ class Parts:
             self._check_rows(counts)
             return
         drafts = settings.speculation != "off"
-        self._prompt_seconds = (
-            known.prompt_seconds
-            if known
-            else warmup.time_prompt(context, prefill, self.clock)
-            if drafts or not settings.prefill_budget
-            else 0.0
-        )
-        seconds = self._prompt_seconds
+        budget = self.scheduler.prefill_budget
+        if known:
+            budget.start(known.token_seconds)
+        elif drafts or not settings.prefill_budget:
+            budget.start(warmup.time_prompt(context, prefill, self.clock) / prefill)
         if not settings.prefill_budget:
-            most = context.n_batch if on_gpu else min(PREFILL_CPU, context.n_batch)
-            budget = warmup.prefill_budget(
-                settings.prefill_seconds, seconds / prefill, context.n_ubatch, most
-            )
-            self.scheduler.prefill_budget = budget
-            log.debug("a step reads up to %d prompt tokens: %d took %.1f ms", budget, prefill, 1000 * seconds)
+            log.debug("a step reads up to %d prompt tokens, %.1f us each", budget.tokens, 1e6 * budget.each)
         if drafts:
-            spare = MEASURING_GPU if on_gpu else MEASURING_CPU
             self.speculator.measure(
-                self._rehearse, spare, prompt=(prefill, seconds), known=known.step_times if known else None
+                self._rehearse,
+                MEASURING_GPU if on_gpu else MEASURING_CPU,
+                prompt=(prefill, prefill * budget.each),
+                known=known.step_times if known else None,
             )
         self.stages.done("measuring")
         self.remember()
@@ -212,8 +211,8 @@ class Parts:
     def remember(self) -> None:
         """Keep for the next start what is known of this machine by now."""
         if self._file is not None:
-            step_times = self.speculator.step_times()
-            self._file.write(Measured(prompt_seconds=self._prompt_seconds, step_times=step_times))
+            each = self.scheduler.prefill_budget.each
+            self._file.write(Measured(token_seconds=each, step_times=self.speculator.step_times()))
 
     def _measured_file(self) -> RecordFile[Measured]:
         places = [usage.device for usage in self._plan.usages]

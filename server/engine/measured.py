@@ -37,12 +37,11 @@ EDGE = 16 * 1024**2
 
 
 class Measured(BaseModel):
-    """What a start measures, in seconds."""
+    """What a start measures, in seconds, as corrected by every step until the server ended."""
 
-    prompt_seconds: float
-    """Of a prompt as long as the warm-up's."""
+    token_seconds: float
+    """Of a prompt token, the least so far."""
     step_times: StepTimesRecord
-    """As corrected by every step until the server ended."""
 
 
 class Buffers(BaseModel):

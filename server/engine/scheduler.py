@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from .batch import Sampled
+    from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
     from .sequence import FinishReason, Sequence
     from .states import StateStore
@@ -92,7 +93,7 @@ class Scheduler:
         *,
         slots: int,
         batch_size: int,
-        prefill_budget: int,
+        prefill_budget: PrefillBudget,
         ubatch_size: int,
         states: StateStore,
         cache: PrefixCache,
@@ -106,7 +107,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of arrival."""
         self.prefill_budget = prefill_budget
-        """Most prompt tokens in a step while somebody decodes."""
         self.preemptions = 0
         self._states, self._cells = states, states.cells
         self._cache = cache
@@ -303,7 +303,7 @@ class Scheduler:
             first, chunk = prompts[0], self.reproducible.chunk
             batch.add(first, min(first.pending, chunk - first.computed % chunk))
             return
-        budget = self.prefill_budget
+        budget = self.prefill_budget.tokens
         if len(prompts) == sum(sequence.begun for sequence in self.running):
             budget = max(budget, self._ubatch_size)
         rows = self._scored_rows

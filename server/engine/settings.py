@@ -117,11 +117,11 @@ class SchedulerSettings(Section, title="scheduler"):
     """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
     if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """a prefill step holds running answers up no longer than this; more gives more throughput where many
-    requests arrive at once"""
+    """a prefill step holds running answers up about so long, to the nearest whole number of passes
+    (ubatch_size); more gives more throughput where many requests arrive at once"""
     prefill_budget: int = Field(0, ge=0)
-    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds,
-    measured at start, and without a GPU no more than 128"""
+    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
+    fastest of the start's measurement and the steps since, and without a GPU no more than 128"""
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
     logits, or on the host; auto: on the device if it is a GPU"""

@@ -25,9 +25,6 @@ the same batch may be computed a little differently with a device sampler and wi
 LONG = 700
 """Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
-MIN_PREFILL = 16
-"""Prompt tokens that a step reads in any case."""
-
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
     """Touch the weights and the shapes that the first requests need, then forget it all.
@@ -54,17 +51,6 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
         times.append(clock() - started)
     context.clear()
     return min(times)
-
-
-def prefill_budget(seconds: float, each: float, ubatch: int, most: int) -> int:
-    """Prompt tokens for a step of so many seconds, `each` taking so long; at most `most`.
-
-    More than a `ubatch` is rounded down to whole ones: a part of one takes as many launches.
-    """
-    tokens = int(seconds / each)
-    if tokens > ubatch:
-        tokens -= tokens % ubatch
-    return min(max(tokens, MIN_PREFILL), most)
 
 
 def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:

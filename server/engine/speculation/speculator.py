@@ -551,6 +551,7 @@ class Speculator:
                     for _ in range(STEADY):
                         self._book((n, rows), rehearse(n, rows))
         self._measure_building(rehearse, longest)
+        self._controller.times.begin()
 
     def _measure_building(self, rehearse: Callable[[int, int], float], longest: int) -> None:
         """What a graph costs: steps each of which needs another than the last.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from server.engine.prefill_budget import PrefillBudget
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Sampler
 from server.engine.scheduler import Scheduler
@@ -35,6 +36,11 @@ def sequence(prompt: int, max_tokens: int = 10) -> Sequence:
     return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER)
 
 
+def fixed(tokens: int) -> PrefillBudget:
+    """Prompt tokens of a step, whatever they take."""
+    return PrefillBudget(0.15, tokens, tokens, fixed=tokens)
+
+
 def store(context: FakeContext, slots: int, n_rollback: int = 0) -> StateStore:
     """A real one."""
     return StateStore(cast("Context", context), slots, range(slots, slots + n_rollback))
@@ -54,7 +60,7 @@ def scheduler(
     return Scheduler(
         slots=slots,
         batch_size=batch,
-        prefill_budget=budget,
+        prefill_budget=fixed(budget),
         ubatch_size=ubatch or batch,
         states=states,
         cache=PrefixCache(states, ids=(), max_cells=0),

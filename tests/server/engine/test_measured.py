@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from server.engine import memory
 from server.engine.gguf import read_header
-from server.engine.loading import decide
+from server.engine.loading import PREFILL_CPU, decide
 from server.engine.measured import Buffers, Measured, RecordFile
+from server.engine.prefill_budget import MIN_PREFILL
 from server.engine.settings import EngineSettings
 from server.engine.sizes import plan_memory
 from server.engine.speculation.speculator import Speculator
@@ -57,6 +58,23 @@ def test_the_next_start_measures_nothing(
     assert "start: plan " in caplog.text
 
 
+def test_what_steps_have_shown_of_prompts_serves_the_next_start(
+    nano_q4_k_m: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that something else held up does so once."""
+    monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
+    changes = {"speculation": "off", "ubatch_size": 32, "prefill_seconds": 10.0}
+    with running(nano_q4_k_m, **changes) as engine:
+        budget = engine._scheduler.prefill_budget
+        assert budget.tokens == MIN_PREFILL
+        asyncio.run(ask_all(engine, [Request([*range(300, 310)], 1)]))
+        assert budget.tokens == MIN_PREFILL, "that says little"
+        asyncio.run(ask_all(engine, [Request([*range(400, 450)], 1)]))
+        assert budget.tokens == PREFILL_CPU
+    with running(nano_q4_k_m, **changes) as engine:
+        assert engine._scheduler.prefill_budget.tokens == PREFILL_CPU
+
+
 @pytest.mark.parametrize(
     "changes", [{"parallel": 3}, {"speculation": "off"}, {"ctx_size": 4096}, {"remember": False}]
 )
@@ -71,7 +89,11 @@ def test_another_setting_is_measured_anew(
     assert measurings[0] == "prompt"
 
 
-@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"prompt_seconds": 7}'])
+OLDER = f'{{"prompt_seconds": 0.5, "step_times": {StepTimes().dump().model_dump_json()}}}'
+"""As servers before this one left it."""
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "[]", '{"token_seconds": 7}', OLDER])
 def test_a_damaged_file_costs_what_it_would_have_saved(
     nano_q4_k_m: Path, measurings: list[str], tmp_path: Path, damage: str
 ) -> None:
@@ -107,7 +129,7 @@ def test_each_kind_of_start_has_its_own(
     settings = EngineSettings(model=model)
     one, more = RecordFile(Measured, settings, []), RecordFile(Measured, settings, [], number=1)
     longer = RecordFile(Measured, settings.replace(ctx_size=4096), [])
-    measured = Measured(prompt_seconds=0.5, step_times=StepTimes().dump())
+    measured = Measured(token_seconds=0.5, step_times=StepTimes().dump())
     one.write(measured)
     assert [file.read() for file in (one, more, longer)] == [measured, None, None]
     assert RecordFile(Buffers, settings, []).read() is None

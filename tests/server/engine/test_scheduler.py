@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from server.engine.prefill_budget import PrefillBudget
 from server.engine.scheduler import Reproducible
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
@@ -65,14 +66,16 @@ def test_a_step_reads_a_ubatch_or_the_budget_and_no_more_than_a_batch(
     assert {sum(counts(step)) for step in (advance(s) for _ in range(4))} == {1, then}
 
 
-def test_the_budget_may_be_set_later() -> None:
-    """By the warm-up, which measures it."""
-    s = scheduler(batch=64, budget=16)
+def test_the_budget_is_what_steps_have_shown() -> None:
+    s = scheduler(batch=64)
+    s.prefill_budget = PrefillBudget(1.0, 16, 64)
+    s.prefill_budget.start(1 / 16)
     s.add(sequence(2, max_tokens=100))
     advance(s)
-    s.prefill_budget = 50
     s.add(sequence(100))
-    assert [counts(advance(s)) for _ in range(3)] == [[50], [1], [50]]
+    assert [counts(advance(s)) for _ in range(2)] == [[16], [1]]
+    s.prefill_budget.add(16, 7.0, 7.5)
+    assert [counts(advance(s)) for _ in range(3)] == [[32], [1], [32]]
 
 
 def test_prompts_share_the_budget_in_order_of_arrival() -> None:

@@ -8,7 +8,7 @@ from server.engine.prefix_cache import Node, PrefixCache, Tree
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext
-from tests.server.engine.scheduling import NO_SAMPLER, store
+from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -52,7 +52,7 @@ class World:
             slots=slots,
             batch_size=batch,
             ubatch_size=batch,
-            prefill_budget=budget,
+            prefill_budget=fixed(budget),
             states=self.states,
             cache=self.cache,
             draft_rows=draft_rows,

@@ -72,6 +72,8 @@ class Card:
 
     def __init__(self, table: Table, *, build: float = 0.0, capture: float = 0.0) -> None:
         self.table, self.build = table, build
+        self.held_up = 1.0
+        """How many times as long a pass takes because something else has the card, too."""
         self.capture, self._captured = capture, True
         self.graphs_reused = self.graphs_built = 0
         self.now = 0.0
@@ -114,6 +116,7 @@ class Card:
                 self.graphs_built += 1
                 self._captured = False
             self._shape, self.moved, done = shape, False, length
+        spent *= self.held_up
         self.now += spent
         return spent
 
@@ -213,8 +216,10 @@ class World:
         deepest: int = 8,
         ngram: bool = False,
         copies: bool = True,
+        held_up: float = 1.0,
         seed: int = 0,
     ) -> None:
+        """The start is `held_up`: its passes take so many times as long as later ones."""
         self.card = Card(table, build=build, capture=capture)
         self.states = States(self.card, snapshots, deepest if copies else 0)
         self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
@@ -229,7 +234,9 @@ class World:
             most_rows=144,
             clock=self.card.clock,
         )
+        self.card.held_up = held_up
         self.speculator.measure(self._rehearse, 4.0)
+        self.card.held_up = 1.0
         self.sequences = [self.newcomer(slot) for slot in range(n)]
         self.card.now, self.tokens = 0.0, 0
         self.lengths: list[int] = []

@@ -234,6 +234,29 @@ def test_a_card_that_is_slow_at_first_is_not_thought_slow_for_ever() -> None:
     assert times.building.value == pytest.approx(2e-3, rel=0.05)
 
 
+@pytest.mark.parametrize("held_up", [1.0, 2.0, 3.0])
+def test_a_start_beside_others_does_not_keep_it_from_drafting(held_up: float) -> None:
+    """Where no draft pays at first, nothing but plain steps tells what verifications take."""
+    world = on_h200(snapshots=0, capture=3e-3, draft=0.9e-3, held_up=held_up)
+    world.head.right = 0.0
+    for _ in range(20):
+        world.answer(128)
+    times = world.controller.times
+    for rows in (1, 2, 5, 9):
+        assert times.of(1, rows) == pytest.approx(h200(1, rows), rel=0.03)
+    assert times.of(8, 2) == pytest.approx(h200(8, 2), rel=0.03)
+    world.head.right = 1.0
+    assert max(world.answer(128) for _ in range(8)) > 2
+
+
+@pytest.mark.parametrize("held_up", [1.0, 1.5, 3.0])
+def test_a_start_beside_others_does_not_keep_it_at_a_depth_that_paid_by_its_measure(held_up: float) -> None:
+    world = on_h200(snapshots=2, capture=3e-3, draft=0.9e-3, held_up=held_up)
+    world.head.right = 0.9
+    world.gain(200)
+    assert world.gain(2000) > 1.6
+
+
 def test_no_hidden_rows_are_kept_for_a_head_that_rests_for_long() -> None:
     world = on_h200()
     world.head.right = 0.0
