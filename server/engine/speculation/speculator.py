@@ -146,6 +146,8 @@ class Speculator:
         """Whether the batch is such a step."""
         self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
         """As of the last step that was learnt from; steps since; and whether that one built a graph."""
+        self._waited = True
+        """Whether somebody waited for the batch before: else the device may compute it first."""
         self._listening = bool(self.hidden_drafters)
         if self.hidden_drafters:
             self._keep(True)
@@ -349,6 +351,7 @@ class Speculator:
         chunks = batch.chunks
         if not self._watched:
             return [chunk.start + chunk.count for chunk in chunks]
+        alone, self._waited = self._waited, batch.n_rows > 0
         if self._is_quiet and not self._listening:
             self._unlearnt += 1
             return [chunk.start + 1 for chunk in chunks]
@@ -359,7 +362,7 @@ class Speculator:
             held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
-        self._learn(batch, sampled, seconds, started)
+        self._learn(batch, sampled, seconds if alone else None, started)
         return held
 
     def abandon(self) -> None:
@@ -447,14 +450,15 @@ class Speculator:
             return partial(context.layer_inputs, reader.layers, places)
         return context.layer_inputs(reader.layers, places)  # the next batch has others
 
-    def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float, started: float) -> None:
+    def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float | None, started: float) -> None:
+        """`seconds` is None where they are those of the batch before, too."""
         chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
         plain = proposal is None and batch.is_decode
         if proposal is not None:
             self._count(proposal, chunks, sampled)
         decodes = all(chunk.decodes for chunk in chunks)
         built, captured = self._learn_times(batch, seconds, decodes=decodes)
-        if not decodes:
+        if not decodes or seconds is None:
             return
         controller, spent = self._controller, seconds + self._clock() - started
         if proposal is not None:
@@ -486,19 +490,19 @@ class Speculator:
                 chunk.sequence.drafts.add(drafted, right)
                 self._controller.rates(watched.drafter, kind).add(drafted, right)
 
-    def _learn_times(self, batch: Batch, seconds: float, *, decodes: bool) -> tuple[bool, bool]:
+    def _learn_times(self, batch: Batch, seconds: float | None, *, decodes: bool) -> tuple[bool, bool]:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""
         lengths = {chunk.n_tokens for chunk in batch.chunks}
         even = decodes and len(lengths) == 1
         return self._book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
 
-    def _book(self, shape: tuple[int, int], seconds: float) -> tuple[bool, bool]:
-        """The same for a shape, (0, 0) for a step without one."""
+    def _book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
+        """The same for a shape, (0, 0) for a step without one; `seconds` is None where they are not known."""
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._unlearnt + 1
         captured, self._built, self._unlearnt = self._built and not built, built, 0
         self._shape = shape
-        if shape != (0, 0):
+        if shape != (0, 0) and seconds is not None:
             self._controller.times.add(*shape, seconds, built=built, captured=captured)
         return built, captured
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine.batch import Batch
 from server.engine.speculation.controller import (
     DEPTHS,
     PATIENCE,
@@ -691,3 +692,22 @@ def test_hit_rates_follow_a_text_that_changes_and_early_errors_far_down_fade() -
     for _ in range(4):
         rates.add(1, 1)
     assert rates.expected(1) > 0.6
+
+
+def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None:
+    """The time to a first token is that of the prompt before it, too: no sign of what a token takes."""
+    world = on_h200()
+    known = world.speculator.step_times()
+    one = world.newcomer(0)
+    one.prompt_length, one.computed, one.decoding = len(one.tokens), 0, False
+    for count, sampled, seconds in ((one.pending - 1, None, 0.001), (1, [1], 0.08)):
+        batch = Batch(draft_room=2000)
+        batch.add(one, count)
+        batch.chunks[0].places = list(range(count))
+        world.speculator.propose(batch)
+        [one.computed] = world.speculator.verify(batch, [sampled], seconds)
+    assert world.speculator.step_times() == known
+    one.tokens.append(1)
+    one.decoding, world.sequences = True, [one]
+    world.gain(20)
+    assert world.speculator.step_times() != known
