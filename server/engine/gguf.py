@@ -47,7 +47,7 @@ _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself. `tensors` maps a name to its size in bytes."""
+    """What a file says of itself. `tensors` maps a name to its size in bytes, `types` to ggml's number."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -58,6 +58,7 @@ class Header:
     """Of the arrays in the metadata."""
     tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """The I64 tensors, whole and flat."""
+    types: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -146,12 +147,13 @@ class _Reader:
             if length is not None:
                 lengths[key] = length
         tensors: dict[str, int] = {}
+        types: dict[str, int] = {}
         tables: dict[str, int] = {}
         end = 0
         for _ in range(n_tensors):
             name = self._name(tensors, "tensor")
-            tensors[name], offset, kind = self._tensor(name)
-            if kind == I64:
+            tensors[name], offset, types[name] = self._tensor(name)
+            if types[name] == I64:
                 tables[name] = offset
             end = max(end, offset + tensors[name])
         alignment = metadata.get("general.alignment", 32)
@@ -164,7 +166,7 @@ class _Reader:
             name: np.frombuffer(self._data, "<i8", tensors[name] // 8, begin + offset).copy()
             for name, offset in tables.items()
         }
-        return Header(path, metadata, tensors, setting, lengths, read)
+        return Header(path, metadata, tensors, setting, lengths, read, types)
 
     def _tensor(self, name: str) -> tuple[int, int, int]:
         """Its size in bytes, where it begins, and its type."""

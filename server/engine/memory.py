@@ -24,7 +24,7 @@ from .contexts import (
     uses_mtp,
 )
 from .errors import LlamaError, ModelLoadError
-from .llama import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device
+from .llama import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, takes_rows
 from .llama.mtp import MtpContext
 from .measured import Buffers, RecordFile
 from .sequence_ids import SequenceIds
@@ -268,7 +268,7 @@ def embedding_place(settings: EngineSettings, spec: ModelSpec, places: Sequence[
     """
     first = places[_place_of(0, settings, spec, len(places))]
     on_gpu = settings.offload_embedding and first.name.startswith("CUDA")
-    return first if on_gpu else None
+    return first if on_gpu and takes_rows(first.name, spec.embedding_type, spec.n_embd) else None
 
 
 def make_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> MemoryPlan:

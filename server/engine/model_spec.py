@@ -50,6 +50,8 @@ class ModelSpec:
     """One sequence's recurrent state, F32; zero in attention layers."""
     draft: DraftSpec | None = None
     """The draft model beside it, if there is one."""
+    embedding_type: int = 0
+    """ggml's number for the type of the token embedding (`enum ggml_type`)."""
 
     @property
     def state(self) -> int:
@@ -122,6 +124,7 @@ class ModelSpec:
             n_ctx_train=n_ctx_train,
             layer_weights=tuple(blocks[layer] for layer in range(n_trunk)),
             input_weights=input_weights,
+            embedding_type=header.types.get("token_embd.weight", 0),
             output_weights=output_weights + (input_weights if is_tied else 0),
             output_is_tied=is_tied,
             mtp_weights=sum(blocks[layer] for layer in range(n_trunk, n_blocks)),

@@ -6,7 +6,7 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 
 from .context import Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
-from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu
+from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu, takes_rows
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
@@ -35,6 +35,7 @@ __all__ = [
     "row_bytes",
     "set_up",
     "supports_gpu",
+    "takes_rows",
     "tapped_log",
     "wake",
 ]

@@ -10,6 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from server.engine.errors import LlamaError
 
+from . import ggml
 from .log import set_up
 
 CACHE_TYPES = {
@@ -73,9 +74,24 @@ def devices() -> list[Device]:
 
 def buffer_type(name: str) -> int:
     """ggml's handle for plain memory of the device of this name. Raises LlamaError if there is none."""
+    return int(_dev_buffer_type(_named(name)))
+
+
+def takes_rows(name: str, ggml_type: int, width: int) -> bool:
+    """Whether the device of this name can take rows of a matrix of such a type, each so many elements long.
+    Raises LlamaError if there is none."""
+    device = _named(name)
+    memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
+    matrix = ggml.new_tensor(memory, ggml_type, width, 2)
+    able = ggml.supports_op(device, ggml.get_rows(memory, matrix, ggml.new_tensor(memory, ggml.I32, 1, 1)))
+    ggml.free(memory)
+    return bool(able)
+
+
+def _named(name: str) -> int:
     if not (device := _dev_by_name(name.encode())):
         raise LlamaError(f"no device is named {name}: there are {', '.join(d.name for d in devices())}")
-    return int(_dev_buffer_type(device))
+    return int(device)
 
 
 def supports_gpu() -> bool:

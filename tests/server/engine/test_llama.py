@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from server.engine import Vocab
 from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import Context, ContextOptions, Model, Ring, devices, row_bytes, tapped_log
+from server.engine.llama import (
+    Context,
+    ContextOptions,
+    Model,
+    Ring,
+    devices,
+    row_bytes,
+    takes_rows,
+    tapped_log,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,7 +168,13 @@ def test_the_token_embedding_goes_where_it_is_wanted(nano_f32: Path, context: Co
     model.close()
 
 
+def test_a_processor_takes_rows_of_every_type() -> None:
+    assert takes_rows(devices()[-1].name, 14, 256)  # Q6_K
+
+
 def test_a_device_that_is_not_there_is_refused(nano_f32: Path) -> None:
+    with pytest.raises(LlamaError, match="no device is named CUDA99"):
+        takes_rows("CUDA99", 14, 256)
     with pytest.raises(LlamaError, match="no device is named CUDA99"):
         Model(nano_f32, embedding_on="CUDA99")
 

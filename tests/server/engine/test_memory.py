@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ FOUR_B: dict[str, Value] = {
 
 FILE = Path("4b.gguf")
 
+NO_ROWS = 35
+"""TQ2_0, of which CUDA takes no rows."""
+
 
 def four_b() -> Header:
     layers = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
@@ -135,6 +139,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     sizes depend on 0019 alone."""
     share_snapshots(monkeypatch, True)
     monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
+    monkeypatch.setattr(memory, "takes_rows", lambda name, ggml_type, width: ggml_type != NO_ROWS)
 
     def pretend(*free: int) -> None:
         found = [
@@ -587,6 +592,14 @@ def test_the_token_embedding_is_on_the_host_where_that_is_wanted(card: Any) -> N
     gpu, host = four_b_plan(offload_embedding=False, speculation="off").usages
     assert gpu.weights == (32 * 70 + 500) * MIB + 10240
     assert host.weights == 500 * MIB
+
+
+def test_an_embedding_of_a_type_that_the_gpu_does_not_look_up_is_on_the_host(card: Any) -> None:
+    card(23 * GIB)
+    header = replace(four_b(), types={"token_embd.weight": NO_ROWS})
+    plan = plan_memory(EngineSettings(model=FILE, speculation="off"), header)
+    assert plan.embedding_on is None
+    assert plan.usages[-1].weights == 500 * MIB
 
 
 def test_a_copy_of_the_token_embedding_is_the_first_to_go(card: Any) -> None:
