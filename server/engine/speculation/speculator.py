@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .base import Draft, DrafterStats, DraftRequest
-from .controller import Always, Backoff, Controller, Option, Step
+from .base import Draft, DraftRequest
+from .controller import Always, Controller, Option, Step
 from .dflash import DflashDrafter
 from .hidden import HiddenDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
-from .times import Mean, StepTimes, StepTimesRecord
+from .timer import StepTimer
+from .times import StepTimes
+from .watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,23 +31,11 @@ if TYPE_CHECKING:
     from server.engine.settings import EngineSettings
     from server.engine.states import StateStore
 
-    from .base import Drafter, DrafterState
+    from .base import Drafter, DrafterState, DrafterStats
     from .controller import Plan
+    from .times import StepTimesRecord
 
     Rows = npt.NDArray[Any]
-
-log = logging.getLogger(__name__)
-
-MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows that the warm-up times: around the sizes at which kernels change."""
-
-TURNS = 3
-"""How often each of these has its turn, so that whatever holds the machine up for a while (another program,
-a clock that has yet to rise) spoils the least time of none."""
-
-STEADY = 4
-"""Rehearsals of a shape in a row: the first builds the graph, the second may have it captured, the others
-are what it takes."""
 
 FRUITLESS, SPARSE, QUIET = 8, 8, 32
 """Looks in a row that found nothing to draft, after which a text is looked at only every so many steps; and
@@ -58,36 +47,6 @@ LISTEN = 64
 better with some text before its eyes. A rest must be twice as long for it to pay that none are kept, since to
 change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6 for one
 sequence, and with the rows of five layers about 0.7 of 4.7 for eight."""
-
-DISABLED_AFTER, DISABLED_FIRST, DISABLED_LAST = 3, 256, 16_384
-"""Failures in a row after which a drafter is not asked for so many steps, four times as many each time."""
-
-
-@dataclass(slots=True)
-class Watched:
-    """A drafter, what became of its drafts, and whether it works."""
-
-    drafter: Drafter
-    stats: DrafterStats = field(default_factory=DrafterStats)
-    disabled: Backoff = field(default_factory=lambda: Backoff(DISABLED_FIRST, DISABLED_LAST))
-    failures: int = 0
-    """In a row."""
-    fruitless: int = 0
-    """Looks in a row that found nothing to draft."""
-
-    def succeeded(self) -> None:
-        """It has drafted."""
-        self.failures = 0
-        self.disabled.end()
-
-    def failed(self, error: Exception, now: int) -> None:
-        """A draft was lost to an error, in step `now`."""
-        name, self.failures = self.drafter.name, self.failures + 1
-        level = logging.DEBUG if self.stats.failed else logging.WARNING
-        log.log(level, "a draft by %s failed, and costs that draft: %s", name, error, exc_info=error)
-        self.stats.failed += 1
-        if self.failures >= DISABLED_AFTER:
-            self.disabled.begin(now)
 
 
 @dataclass(slots=True)
@@ -138,14 +97,11 @@ class Speculator:
         """None where the batch has no drafts."""
         self._drafting = ""
         """The kind that was drafted last, as long as the consequences last."""
-        self._shape = (0, 0)
-        """Sequences and rows of the last step, for which there is a graph."""
+        self._timer = StepTimer(context, controller.times)
         self._quiet = 0
         """Steps for which nobody is asked, if they only decode for as many sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
-        self._graphs_reused, self._unlearnt, self._built = context.graphs_reused, 0, False
-        """As of the last step that was learnt from; steps since; and whether that one built a graph."""
         self._waited = True
         """Whether somebody waited for the batch before: else the device may compute it first."""
         self._listening = bool(self.hidden_drafters)
@@ -239,7 +195,7 @@ class Speculator:
             self._most_rows,
             rewinds=self._states.rewinds(slot) if alone else 0,
             keeps_graph=self._states.keeps_graph(slot) if alone else 0,
-            shape=self._shape,
+            shape=self._timer.shape,
         )
         if (plan := self._controller.choose(options, step)) is not None:
             self._carry_out(batch, plan, requests, found, beyond=max(plan.lengths) > step.rewinds)
@@ -353,7 +309,7 @@ class Speculator:
             return [chunk.start + chunk.count for chunk in chunks]
         alone, self._waited = self._waited, batch.n_rows > 0
         if self._is_quiet and not self._listening:
-            self._unlearnt += 1
+            self._timer.skip()
             return [chunk.start + 1 for chunk in chunks]
         started = self._clock()
         if self._listening:
@@ -366,8 +322,8 @@ class Speculator:
         return held
 
     def abandon(self) -> None:
-        """The batch could not be computed: there may be no graph any more."""
-        self._shape = (0, 0)
+        """The batch could not be computed."""
+        self._timer.forget_graph()
 
     def _settle(self, proposal: Proposal, chunk: Chunk, new: Sampled) -> int:
         """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
@@ -494,17 +450,7 @@ class Speculator:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""
         lengths = {chunk.n_tokens for chunk in batch.chunks}
         even = decodes and len(lengths) == 1
-        return self._book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
-
-    def _book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
-        """The same for a shape, (0, 0) for a step without one; `seconds` is None where they are not known."""
-        reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
-        built = self._graphs_reused - reused < self._unlearnt + 1
-        captured, self._built, self._unlearnt = self._built and not built, built, 0
-        self._shape = shape
-        if shape != (0, 0) and seconds is not None:
-            self._controller.times.add(*shape, seconds, built=built, captured=captured)
-        return built, captured
+        return self._timer.book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
 
     # --- warming up ----------------------------------------------------------------------------------------
 
@@ -516,18 +462,22 @@ class Speculator:
         known: StepTimesRecord | None = None,
     ) -> None:
         """Time drafts and, unless they are `known` from an earlier start (`step_times`), verifications of
-        more and more rows, in about so many seconds.
+        more and more rows, in about so many seconds (`StepTimer.rehearse`).
 
-        A `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
-        what many rows take than the difference of two. `rehearse(n, rows)` computes a batch of `rows` made-up
-        tokens with a row of logits each for each of `n` sequences, empties the slots again, and says how many
-        seconds the batch took.
+        `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
+        `n` sequences, empties the slots again, and says how many seconds the batch took.
         """
-        self._graphs_reused, self._unlearnt = self._context.graphs_reused, 0
+        self._timer.start()
         if known is not None:
             self._controller.times.take(known)
         else:
-            self._measure_steps(rehearse, seconds, prompt)
+            longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
+
+            def fits(n: int, rows: int) -> bool:
+                few = n == 1 or n <= self._slots
+                return few and rows <= longest and n * rows <= self._most_rows
+
+            self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)
         for watched in self._watched:
             try:
                 watched.drafter.measure()
@@ -537,37 +487,6 @@ class Speculator:
     def step_times(self) -> StepTimesRecord:
         """What is known of steps by now, for the next start."""
         return self._controller.times.dump()
-
-    def _measure_steps(
-        self, rehearse: Callable[[int, int], float], seconds: float, prompt: tuple[int, float] | None
-    ) -> None:
-        longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
-        shapes = [(1, rows) for rows in MEASURED]
-        shapes += [(n, rows) for n in (2, 4, 8, 16) for rows in MEASURED[:3] if n <= self._slots]
-        deadline = self._clock() + seconds
-        if prompt is not None:
-            self._controller.times.add(1, *prompt)
-        self._measure_building(rehearse, longest)
-        for turn in range(TURNS):
-            for n, rows in shapes:
-                late = self._clock() > deadline and (turn or rows > MEASURED[1])
-                if not late and rows <= longest and n * rows <= self._most_rows:
-                    for _ in range(STEADY):
-                        self._book((n, rows), rehearse(n, rows))
-        self._measure_building(rehearse, longest)
-        self._controller.times.begin()
-
-    def _measure_building(self, rehearse: Callable[[int, int], float], longest: int) -> None:
-        """What a graph costs: steps each of which needs another than the last.
-
-        At first, so that it can be taken off what is measured then; and again when the machine is warm.
-        """
-        self._controller.times.building = Mean()
-        for _ in range(STEADY):
-            self._book((1, 1), rehearse(1, 1))
-        for rows in MEASURED[1::-1] * STEADY:
-            if rows <= longest:
-                self._book((1, rows), rehearse(1, rows))
 
     # --- what becomes of sequences -------------------------------------------------------------------------
 
@@ -582,7 +501,7 @@ class Speculator:
         return {one.drafter.name: replace(one.stats, state=self._state(one)) for one in self._watched}
 
     def _state(self, watched: Watched) -> DrafterState:
-        if watched.failures >= DISABLED_AFTER:
+        if not watched.works:
             return "failed"
         n = max(1, self._n)
         rests = n > min(watched.drafter.most, self._slots) or self._controller.rest_left(watched.drafter, n)

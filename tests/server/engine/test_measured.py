@@ -18,7 +18,7 @@ from server.engine.measured import Buffers, Measured, RecordFile
 from server.engine.prefill_budget import MIN_PREFILL
 from server.engine.settings import EngineSettings
 from server.engine.sizes import plan_memory
-from server.engine.speculation.speculator import Speculator
+from server.engine.speculation.timer import StepTimer
 from server.engine.speculation.times import StepTimes
 from server.engine.warmup import time_prompt
 from tests.server.engine.helpers import Request, ask_all, running
@@ -29,7 +29,7 @@ def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Says each time that something is measured; the file is the test's own."""
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     done: list[str] = []
-    steps = Speculator._measure_steps
+    steps = StepTimer.rehearse
 
     def watched_steps(*arguments: object) -> None:
         done.append("steps")
@@ -39,7 +39,7 @@ def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         done.append("prompt")
         return time_prompt(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Speculator, "_measure_steps", watched_steps)
+    monkeypatch.setattr(StepTimer, "rehearse", watched_steps)
     monkeypatch.setattr("server.engine.warmup.time_prompt", watched_prompt)
     return done
 

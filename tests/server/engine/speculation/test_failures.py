@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.speculation.speculator import DISABLED_AFTER, DISABLED_FIRST
+from server.engine.speculation.watched import DISABLED_AFTER, DISABLED_FIRST
 from tests.server.engine.speculation.card import World, on_h200
 
 if TYPE_CHECKING:
