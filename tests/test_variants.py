@@ -48,6 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "devices", lambda: places)
     monkeypatch.setattr(sizes, "available_memory", lambda: None)
     monkeypatch.setattr(memory, "_rehearse", on_the_card)
+    monkeypatch.setattr(memory, "takes_rows", lambda *_: True)
 
 
 def planned(path: Path, **settings: Any) -> MemoryPlan:
