@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EMBEDDING = rb"^token_embd\.weight$"
+"""The tensor that tokens are looked up in, as a pattern for llama.cpp."""
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
 
