@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from server.engine import SamplingParams
+from server.engine.warmup import rows_are_the_same
 from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from server.engine import Engine
 
@@ -106,6 +112,44 @@ async def test_the_same_prompt_again_reads_only_what_follows_the_last_cut(nano_q
         again = await ask(engine, Request(prompt, 20))
         assert engine.stats().prompt_tokens - before.prompt_tokens == 400 - 384
         assert again == first
+
+
+class MadeUpContext:
+    """Rows that depend on their token, and, for those that `differs` names, on how many are computed."""
+
+    n_batch = n_ubatch = n_ctx_seq = 256
+    samplers = SimpleNamespace(active=False)
+
+    def __init__(self, differs: Callable[[int, int], bool]) -> None:
+        self.tokens, self.positions, self.sequences, self.outputs = (np.zeros(256, int) for _ in range(4))
+        self._differs = differs
+        self._rows = np.zeros((0, 2), np.float32)
+
+    def set_samplers(self, kind: object) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def decode(self, n: int) -> None:
+        tokens = self.tokens[:n].tolist()
+        self._rows = np.array([[token, self._differs(token, n)] for token in tokens], np.float32)
+
+    def logits(self, n: int) -> npt.NDArray[np.float32]:
+        return self._rows[:n]
+
+
+@pytest.mark.parametrize(
+    ("differs", "same"),
+    [
+        (lambda _token, _n: False, True),
+        (lambda _token, n: n == 6, False),
+        (lambda token, n: n >= 4 and token % 5 == 3, False),  # most rows agree by chance
+    ],
+)
+def test_rows_that_differ_now_and_then_are_found(differs: Callable[[int, int], bool], same: bool) -> None:
+    context: Any = MadeUpContext(differs)
+    assert rows_are_the_same(context, range(2, 7)) is same
 
 
 def test_drafts_are_refused(nano_q4_k_m: Path) -> None:
