@@ -164,7 +164,7 @@ def unknown_route(http: Request, error: HTTPException) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Routes every exception through `error_response`; unforeseen ones are logged by uvicorn as well."""
+    """Routes every exception through `error_response`; what nobody foresaw gets there by `Watch`."""
     kinds: tuple[type[Exception], ...] = (
         ApiError,
         ClientLeft,

@@ -7,10 +7,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from server.api.errors import ApiError
+from server.api.errors import ApiError, error_response
 from server.api.page import is_page
 from server.api.record import RequestRecord, record_of, shown_path
 from server.api.tenant import key_of, sent_key
@@ -53,12 +54,12 @@ class Watch:
             return
         record = RequestRecord.begin(scope)
         status = CLIENT_LEFT
-        complete = False
+        begun = complete = False
 
         async def watched(message: Message) -> None:
-            nonlocal status, complete
+            nonlocal status, begun, complete
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
                 headers = [*message.get("headers", ()), (REQUEST_ID, record.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
@@ -69,10 +70,15 @@ class Watch:
         self._service.in_flight += 1
         try:
             await self._app(scope, receive, watched)
-        except Exception:
-            # the handler for what nobody foresaw sits outside of this and answers 500
-            status, complete = 500, True
-            raise
+        except Exception as error:
+            if begun:
+                status, complete = 500, True
+                raise
+            # answered here and not by Starlette, which would raise again: uvicorn then closes the connection,
+            # and the client's next request may already be on it
+            logger.exception("request %s failed", record.id)
+            answer = await error_response(Request(scope), error)
+            await answer(scope, receive, watched)
         finally:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
