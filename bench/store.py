@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bench import provenance
 from bench.errors import BenchError, first_problem
 from bench.metrics import METRICS
+from common.files import write_text
 
 COLUMNS = ("run", "subject", "workload", "cell", "round", "metric", "value", "unit")
 MANIFEST, ROWS = "manifest.json", "rows.jsonl"
@@ -237,9 +238,7 @@ def _command_line(verb: str) -> list[str]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_text(path, text)
 
 
 def _make_folder(store: Path, name: str) -> Path:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
+from common.files import write_text
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
@@ -88,9 +90,7 @@ class Conversation:
         else:
             parts = [f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages]
             text = "\n".join(parts)
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_text(path, text)
 
     def ask(self, text: str) -> Generator[tuple[str, str], None, None]:
         """Sends a user's message; yields ("reasoning" | "content", text) as the reply comes.

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"bench", "convert", "models", "server", "tests"}
+PACKAGES = {"bench", "common", "convert", "models", "server", "tests"}
 ALWAYS = ("tests/test_rooms.py",)
 SHARED = 12
 """What more test files than that import is everybody's: those named after it speak for it."""

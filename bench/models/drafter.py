@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from bench.errors import BenchError
 from bench.models.weights import POOL_STEP, QUIET, MadeTensor, Noise, Pool
+from common.files import replacing
 from convert.draft import ARCH, DraftConfig, add_draft_hyperparameters, expected_tensors
 from convert.gguf_file import write_file
 from convert.metadata import add_tokenizer
-from convert.stages import replacing
 from convert.tensors import PlannedTensor, TensorPlan
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from bench.models.drafter import Drafter
 from bench.models.shapes import SHAPES
 from bench.models.vocab import SyntheticVocab, make_vocab
 from bench.models.weights import Weights, planted_width
+from common.files import replacing
 from convert.config import ModelConfig
 from convert.errors import ConvertError
 from convert.gguf_file import write_file
 from convert.metadata import add_hyperparameters, add_tokenizer
 from convert.progress import duration, size
-from convert.stages import replacing
 from convert.tensors import FloatType
 
 HEADER_ROOM = 64_000_000

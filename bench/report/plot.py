@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BenchError
+from common.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,11 +51,11 @@ def figure(
         for axis in axes:
             if axis.get_ylim()[1] >= 1000 and axis.get_yscale() == "linear":
                 axis.yaxis.set_major_formatter("{x:,.0f}")
-        part, kind = path.with_name(f".{path.name}.part"), path.suffix.removeprefix(".")
+        kind = path.suffix.removeprefix(".")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             undated = {"Date": None} if kind == "svg" else None
-            drawing.savefig(part, format=kind or "png", dpi=130, metadata=undated)
-            part.replace(path)
+            with replacing(path) as part:
+                drawing.savefig(part, format=kind or "png", dpi=130, metadata=undated)
         except (OSError, ValueError) as error:
             raise BenchError(f"{path}: the picture cannot be written: {error}") from error

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -113,12 +114,9 @@ def _download(release: str) -> Path:
 
 
 def _unpack(archive: Path, root: Path) -> None:
-    part = root.with_name(root.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    with tarfile.open(archive) as tar:
-        tar.extractall(part, filter="data")
-    (part / root.name).rename(root)
-    part.rmdir()
+    with TemporaryDirectory(prefix=".unpacking-", dir=root.parent) as work, tarfile.open(archive) as tar:
+        tar.extractall(work, filter="data")
+        Path(work, root.name).rename(root)
 
 
 def _cmake() -> str:

@@ -7,12 +7,15 @@ ggml-org/ggml, docs/gguf.md (version 3; version 2 has the same layout).
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from common.files import open_regular
 
 from .errors import ModelLoadError
 from .llama import row_bytes
@@ -109,7 +112,10 @@ def read_header(path: Path, setting: str = "model") -> Header:
     """
     name = f"{setting}: {path}"
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            os.fdopen(open_regular(path), "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             return _Reader(data, name).header(path, setting)
     except FileNotFoundError:
         raise ModelLoadError(f"{name} does not exist") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from common.files import write_text
 from server.about import cache_folder
 
 from .llama import patches
@@ -91,11 +91,9 @@ class RecordFile(Generic[Record]):
 
     def write(self, record: Record) -> None:
         """Puts it in the place of what was there before; a failure is logged."""
-        part = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(record.model_dump_json(), encoding="utf-8")
-            part.replace(self.path)
+            write_text(self.path, record.model_dump_json())
         except OSError as error:
             log.debug("%s is not written: %s", self.path, error)
 

@@ -176,8 +176,12 @@ class PrefixCacheSettings(Section, title="prefix cache"):
             return self
         if not self.prefix_cache:
             raise ValueError("prefix_file needs the prefix cache; leave it out, or set prefix_cache to true")
-        if self.prefix_file.is_dir() or not self.prefix_file.absolute().parent.is_dir():
-            raise ValueError(f"prefix_file is {self.prefix_file}; it must be a file in a folder that exists")
+        other = self.prefix_file.exists() and not self.prefix_file.is_file()
+        if other or not self.prefix_file.absolute().parent.is_dir():
+            raise ValueError(
+                f"prefix_file is {self.prefix_file}; it must be a regular file, or a new one, in a folder "
+                "that exists"
+            )
         return self
 
 

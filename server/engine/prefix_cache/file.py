@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.files import open_regular, replacing
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
@@ -52,36 +54,28 @@ class PrefixFile:
         Entries that do not fit beside those before them are left out. Returns how many are in it, and their
         bytes. Raises OSError.
         """
-        temporary = self.path.with_name(self.path.name + ".part")
         salts: list[str] = []
         size = 0
-        # only the owner reads it: states tell what was asked
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            with os.fdopen(descriptor, "w+b") as file:
-                with zipfile.ZipFile(file, "w") as archive:
-                    for entry in entries:
-                        each = entry.tokens.nbytes + entry.state.nbytes
-                        if size + each > max_bytes:
-                            continue
-                        _put(archive, f"{len(salts)}/tokens.npy", entry.tokens)
-                        _put(archive, f"{len(salts)}/state.npy", entry.state)
-                        salts.append(entry.salt)
-                        size += each
-                    about = {"format": FORMAT, "made_by": self._made_by, "salts": salts}
-                    archive.writestr("about.json", json.dumps(about))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(self.path, sync=True) as part:
+            # only the owner reads it: states tell what was asked
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w+b") as file, zipfile.ZipFile(file, "w") as archive:
+                for entry in entries:
+                    each = entry.tokens.nbytes + entry.state.nbytes
+                    if size + each > max_bytes:
+                        continue
+                    _put(archive, f"{len(salts)}/tokens.npy", entry.tokens)
+                    _put(archive, f"{len(salts)}/state.npy", entry.state)
+                    salts.append(entry.salt)
+                    size += each
+                about = {"format": FORMAT, "made_by": self._made_by, "salts": salts}
+                archive.writestr("about.json", json.dumps(about))
         return len(salts), size
 
     def read(self) -> Iterator[Entry]:
         """The entries, one at a time. Raises PrefixFileError, also where the file was made otherwise."""
         try:
-            with zipfile.ZipFile(self.path) as archive:
+            with os.fdopen(open_regular(self.path), "rb") as file, zipfile.ZipFile(file) as archive:
                 about = json.loads(archive.read("about.json"))
                 if about["format"] != FORMAT:
                     raise PrefixFileError(f"its format is {about['format']}, this server's is {FORMAT}")

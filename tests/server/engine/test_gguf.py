@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from dataclasses import replace
@@ -198,6 +199,15 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         read_header(tmp_path / "nowhere.gguf")
     with pytest.raises(ModelLoadError, match="folder"):
         read_header(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("setting", ["model", "draft_model"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, setting: str) -> None:
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    with pytest.raises(ModelLoadError, match=rf"{setting}: .*pipe\.gguf cannot be read: it is no regular"):
+        read_header(path, setting)
 
 
 def test_what_llama_cpp_refuses_is_reported_in_its_words(nano_f16: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.engine import SamplingParams
+from server.engine.prefix_cache import PrefixFile, PrefixFileError
 from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
 from tests.server.engine.test_deterministic import requests
 
@@ -147,11 +149,37 @@ async def test_a_disk_that_refuses_costs_the_file_alone(
     assert [*tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(nano_f32: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="a regular file"):
+        settings(nano_f32, prefix_file=path)
+    file = PrefixFile(path, {})  # that it became later
+    with pytest.raises(PrefixFileError, match="no regular file"):
+        next(file.read())
+    with pytest.raises(OSError, match="no regular file"):
+        file.write([], 1)
+    assert path.is_fifo()
+
+
+def test_no_planted_link_is_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "prefixes"
+    victim.write_text("precious")
+    for name in ("prefixes", "prefixes.part"):
+        (tmp_path / name).symlink_to(victim)
+    PrefixFile(path, {}).write([], 1)
+    assert victim.read_text() == "precious"
+    assert [*PrefixFile(path, {}).read()] == []
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
         ({"prefix_cache": False}, "needs the prefix cache"),
         ({"prefix_file": "/nowhere/at/all"}, "a folder that"),
+        ({"prefix_file": "/dev/null"}, "a regular file"),
     ],
 )
 def test_what_can_not_be_is_refused(
