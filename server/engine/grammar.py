@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
+from .digits import DigitTokens
 from .errors import FormatTooComplex, InvalidGrammar
 from .grammar_trial import LEXER_STATES, STACK, GrammarTrial
 
@@ -38,6 +39,9 @@ SLOWEST_MASK = 0.25
 MAX_MESSAGE = 600
 """Characters of a complaint: llguidance's go on with the grammar."""
 
+JSON = "%json"
+"""What a grammar has that a schema is a part of."""
+
 CACHED = 64
 """Compiled grammars that are kept for when they come again."""
 
@@ -48,19 +52,22 @@ LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 class Grammar:
     """A compiled grammar, which any number of answers may follow. From any thread."""
 
-    def __init__(self, matcher: LLMatcher, end: int) -> None:
-        self._matcher, self._end = matcher, end
+    def __init__(self, matcher: LLMatcher, end: int, digits: DigitTokens | None = None) -> None:
+        """With `digits`, numbers are bounded."""
+        self._matcher, self._end, self._digits = matcher, end, digits
 
     def begin(self, param: str = "the format") -> GrammarConstraint:
         """The constraint of one answer; `param` is the field that it is to be complained about as."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._end, param)
+        return GrammarConstraint(self._matcher.deep_copy(), self._end, param, self._digits)
 
 
 class GrammarConstraint:
     """Keeps an answer to a grammar; where nothing can follow any more, it forces `end`."""
 
-    def __init__(self, matcher: LLMatcher, end: int, param: str) -> None:
-        self._matcher, self._end, self._param = matcher, end, param
+    def __init__(self, matcher: LLMatcher, end: int, param: str, digits: DigitTokens | None) -> None:
+        self._matcher, self._end, self._param, self._digits = matcher, end, param, digits
+        self._run = 0
+        """Digits that the text ends with."""
         self._n = 0
         """Tokens accepted."""
         self._masks: dict[int, Mask] = {}
@@ -75,7 +82,7 @@ class GrammarConstraint:
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.consume_tokens(forced):
             self._fail()
-        self._n += len(forced)
+        self._follow(forced)
         if matcher.is_stopped():
             if matcher.is_error():
                 self._fail()
@@ -85,9 +92,12 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> bool:
         """Raises FormatTooComplex where the grammar turns out to be more than the limits allow."""
+        digits = self._digits
+        if digits and digits.too_many(self._run, token) and digits.in_number(self._matcher):
+            return False
         accepted = self._matcher.try_consume_tokens([token]) == 1
         if accepted:
-            self._n += 1
+            self._follow([token])
             self._ended = self._matcher.is_stopped() and self._matcher.stop_reason() == "EndOfSentence"
         elif self._matcher.is_error():
             self._fail()
@@ -99,28 +109,40 @@ class GrammarConstraint:
         return self._compute() if mask is None else mask
 
     def validate(self, tokens: Sequence[int]) -> int:
-        """How many fit."""
-        return self._matcher.validate_tokens(list(tokens))
+        """How many fit; perhaps some less, where digits go on and on."""
+        valid = self._matcher.validate_tokens(list(tokens))
+        return self._digits.bearable(self._run, tokens[:valid]) if self._digits else valid
 
     def prepare(self, draft: Sequence[int]) -> None:
         """The masks of this place and of those behind each token of the draft."""
+        place = self._n, self._run
         self._masks = {self._n: self._compute()}
         consumed = 0
         for token in draft:
             if self._matcher.try_consume_tokens([token]) != 1:
                 break
             consumed += 1
+            self._follow([token])
             if self._matcher.is_stopped():
                 break
-            self._masks[self._n + consumed] = self._compute()
+            self._masks[self._n] = self._compute()
+        self._n, self._run = place
         if consumed and not self._matcher.rollback(consumed):
             self._fail()
+
+    def _follow(self, tokens: list[int]) -> None:
+        self._n += len(tokens)
+        if self._digits:
+            self._run = self._digits.after(self._run, tokens)
 
     def _compute(self) -> Mask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             self._fail()
-        return np.unpackbits(bits, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        if self._digits:
+            self._digits.restrict(mask, self._run, self._matcher)
+        return mask
 
     def _fail(self) -> None:
         why = self._matcher.get_error()[:MAX_MESSAGE]
@@ -142,6 +164,7 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "grammar")
         usual = threading.stack_size(4 * STACK)
         self._tokenizer: Future[LLTokenizer] = self._thread.submit(make_tokenizer)  # starts the thread
+        self._digits: DigitTokens | None = None
         threading.stack_size(usual)
 
     def compile(self, text: str) -> Future[Grammar]:
@@ -178,7 +201,9 @@ class GrammarCompiler:
             raise InvalidGrammar("what may come first takes too long to tell")
         if not any(mask):
             raise InvalidGrammar("no text fits it")
-        grammar = Grammar(matcher, self._end)
+        if self._digits is None:
+            self._digits = DigitTokens(tokenizer)
+        grammar = Grammar(matcher, self._end, self._digits if JSON in text else None)
         with self._lock:
             self._grammars[text] = grammar
             if len(self._grammars) > CACHED:

@@ -1,0 +1,77 @@
+"""Numbers in JSON, with no more digits in a row than llama.cpp's grammars allow.
+
+JSON sets no bound, nor does llguidance: a small model that begins `0.333` may fill its answer with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llguidance import LLMatcher, LLTokenizer
+
+    from .constraint import Mask
+
+MOST_DIGITS = 16
+"""Of a number's integral part, fraction and exponent each (json-schema-to-grammar.cpp, `integral-part`)."""
+
+DIGITS = b"0123456789"
+
+
+class DigitTokens:
+    """The digits that a vocabulary's tokens begin and end with. Takes 0.2 s for 248,320 tokens."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        pieces = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        leading = [len(piece) - len(piece.lstrip(DIGITS)) for piece in pieces]
+        self.leading = np.array(leading, np.int32)
+        self._ends = [
+            (count, len(piece) - len(piece.rstrip(DIGITS)), count == len(piece))
+            for count, piece in zip(leading, pieces, strict=True)
+        ]
+        self._most = max(leading)
+        ids = {piece: token for token, piece in enumerate(pieces) if len(piece) == 1}
+        self._behind = [ids[char] for char in (b",", b"}", b"]", b"\n", b" ") if char in ids]
+        self._text = [ids[char] for char in (b'"', b"z") if char in ids]
+
+    def after(self, run: int, tokens: Iterable[int]) -> int:
+        """Digits at the end of a text that ended with `run` of them before the tokens."""
+        for token in tokens:
+            _, trailing, whole = self._ends[token]
+            run = run + trailing if whole else trailing
+        return run
+
+    def too_many(self, run: int, token: int) -> bool:
+        """Whether a number with `run` digits would have more than it may."""
+        leading = self._ends[token][0]
+        return leading > 0 and run + leading > MOST_DIGITS
+
+    def bearable(self, run: int, tokens: Sequence[int]) -> int:
+        """How many tokens come before digits that may be too many, whatever they belong to."""
+        for n, token in enumerate(tokens):
+            if self.too_many(run, token):
+                return n
+            run = self.after(run, [token])
+        return len(tokens)
+
+    def in_number(self, matcher: LLMatcher) -> bool:
+        """Whether the digits that come next are a number's, and those before are enough for it.
+
+        A number could end here, which a bound of its schema may forbid; in a string, letters or the quotation
+        mark could follow.
+        """
+
+        def allows(token: int) -> bool:
+            return matcher.validate_tokens([token]) == 1
+
+        ends = matcher.is_accepting() or any(map(allows, self._behind))
+        return ends and not any(map(allows, self._text))
+
+    def restrict(self, mask: Mask, run: int, matcher: LLMatcher) -> None:
+        """Takes out of the mask what would make a number too long."""
+        if run and run + self._most > MOST_DIGITS and self.in_number(matcher):
+            mask[: self.leading.size] &= self.leading <= MOST_DIGITS - run
