@@ -36,7 +36,7 @@ from .stats import EngineStats
 from .verification import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
 
     from .batch import Batch
@@ -87,7 +87,8 @@ class Engine:
         """Requests that have not ended. Event loops add to it, the engine's thread removes; with the lock."""
         self._sequences: dict[Generation, Sequence] = {}
         self._listeners: dict[Sequence, Generation] = {}
-        self._queues: dict[asyncio.AbstractEventLoop, OutputQueue] = {}
+        self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
+        """Replaced whole, with the lock: event loops add to it while the engine's thread goes through it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warm = threading.Event()
         self._error: str | None = None
@@ -182,7 +183,7 @@ class Engine:
                 thinking=watch,
             )
             if loop not in self._queues:
-                self._queues[loop] = OutputQueue(loop)
+                self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
             add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt)
@@ -334,12 +335,15 @@ class Engine:
                 generation.cached_tokens = output.sequence.reused or 0
                 generation.missed = output.sequence.missed
                 self._open[generation].put(generation, output.tokens, None)
-        for loop, queue in list(self._queues.items()):
+        for queue in self._queues.values():
             if not queue.flush():
                 with self._lock:
                     orphans = [generation for generation, its in self._open.items() if its is queue]
                     if not orphans:
-                        self._queues.pop(loop).close()
+                        self._queues = {
+                            loop: other for loop, other in self._queues.items() if other is not queue
+                        }
+                        queue.close()
                 for generation in orphans:  # not now: they may be in the step that is being computed
                     self._request_cancel(generation)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from time import perf_counter
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class StartProfile:
@@ -64,7 +68,8 @@ class StepProfile:
     """A stop watch for the engine's thread; `times` may be read from any."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[Kind, int], list[float]] = {}  # steps, tokens, then the phases
+        self._totals: Mapping[tuple[Kind, int], StepTotals] = {}
+        """Replaced whole: other threads go through it."""
         self._laps = [0.0] * len(PHASES)
         self._index = {phase: index for index, phase in enumerate(PHASES)}
         self._last = perf_counter()
@@ -83,18 +88,12 @@ class StepProfile:
     def finish(self, kind: Kind, rows: int, tokens: int) -> None:
         """Book the laps since `start`."""
         key = kind, 1 << max(0, rows - 1).bit_length()
-        total = self._totals.get(key)
-        if total is None:
-            total = self._totals[key] = [0.0] * (2 + len(PHASES))
-        total[0] += 1
-        total[1] += tokens
-        for index, seconds in enumerate(self._laps, 2):
-            total[index] += seconds
+        before = self._totals.get(key) or StepTotals(*key, 0, 0, (0.0,) * len(PHASES))
+        seconds = tuple(map(add, before.seconds, self._laps))
+        totals = StepTotals(*key, before.steps + 1, before.tokens + tokens, seconds)
+        self._totals = {**self._totals, key: totals}
         self.start()
 
     def times(self) -> tuple[StepTotals, ...]:
         """All steps so far, by kind and rows."""
-        return tuple(
-            StepTotals(kind, rows, int(total[0]), int(total[1]), tuple(total[2:]))
-            for (kind, rows), total in sorted(self._totals.copy().items())
-        )
+        return tuple(totals for _, totals in sorted(self._totals.items()))

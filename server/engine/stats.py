@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from .prefix_cache import PrefixStats
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .profile import StepTotals
     from .speculation import DrafterStats
 
@@ -31,7 +33,7 @@ class EngineStats:
     """How often a slot had to be given another way of sampling on the device, which holds a step up."""
     step_totals: tuple[StepTotals, ...] = ()
     """Where the time of steps went."""
-    drafts: dict[str, DrafterStats] = field(default_factory=dict)
+    drafts: Mapping[str, DrafterStats] = field(default_factory=dict)
     """What became of draft tokens, by drafter, and whether it drafts; none where speculation is off."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

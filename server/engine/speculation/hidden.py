@@ -87,6 +87,8 @@ class HiddenDrafter:
         self.window = window
         self._context, self._slots = context, slots
         self._readings: dict[int, Reading] = {}
+        self.lost = 0
+        """States that the state store could not copy, save, restore or free."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
         """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or as

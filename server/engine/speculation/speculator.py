@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from .base import Draft, DraftRequest
 from .controller import Always, Controller, Option, Step
 from .dflash import DflashDrafter
+from .health import DrafterHealth
 from .hidden import HiddenDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .timer import StepTimer
 from .times import StepTimes
-from .watched import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
@@ -53,7 +53,7 @@ sequence, and with the rows of five layers about 0.7 of 4.7 for eight."""
 class Proposal:
     """The drafts of the batch that is being computed."""
 
-    watched: Watched
+    watched: DrafterHealth
     """Whose they are."""
     kinds: list[str]
     """By chunk; "" for one without a draft."""
@@ -69,7 +69,8 @@ class Speculator:
     """Asks the drafters, keeps the way back open, and has the controller learn from what comes out.
 
     The engine's thread calls, step by step: `propose` before a batch is launched, then `verify` when its
-    tokens are known, or `abandon` when it could not be computed.
+    tokens are known, or `abandon` when it could not be computed. None of them raises what drafting did: an
+    error costs drafts, and those who fail again and again are not asked for a while.
     """
 
     def __init__(
@@ -85,9 +86,12 @@ class Speculator:
     ) -> None:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
-        self._watched = [Watched(drafter) for drafter in drafters]
+        self._watched = [DrafterHealth(drafter) for drafter in drafters]
         self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
         """Their states must go where the trunk's go."""
+        self._readers = [
+            (one, one.drafter) for one in self._watched if isinstance(one.drafter, HiddenDrafter)
+        ]
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
         """Sequences that were in a batch and have not ended."""
@@ -105,8 +109,11 @@ class Speculator:
         self._waited = True
         """Whether somebody waited for the batch before: else the device may compute it first."""
         self._listening = bool(self.hidden_drafters)
+        self._stats: Mapping[str, DrafterStats] = {}
+        """As last published: a new object each time, which nobody writes to, since any thread may read it."""
         if self.hidden_drafters:
             self._keep(True)
+        self._publish()
 
     # --- before a step -------------------------------------------------------------------------------------
 
@@ -126,13 +133,27 @@ class Speculator:
             return
         if not batch.prompt_tokens:
             self.catch_up()
-        self._decide(batch)
+        try:
+            self._decide(batch)
+        except Exception as error:  # none of the drafters' calls: nobody can be trusted
+            self._fail(error)
+            self._proposal = None
+            batch.drop_drafts()
         if self.catches_up(batch):
             self.catch_up()
+
+    def _fail(self, error: Exception) -> None:
+        """Drafting failed, whoever's fault that is."""
+        self._quiet, self._is_quiet = 0, False
+        for watched in self._watched:
+            watched.begin_anew(error)
+        self._publish()
 
     def _decide(self, batch: Batch) -> None:
         chunks = batch.chunks
         self._controller.now += 1
+        for watched in self._watched:
+            watched.now = self._controller.now
         plain = batch.n_tokens == len(chunks) == self._n and not batch.prompt_tokens
         self._is_quiet = self._quiet > 0 and plain
         if self._is_quiet:
@@ -157,8 +178,9 @@ class Speculator:
             self._proposal.seconds = self._clock() - started - self._proposal.way_back
         elif all(chunk.count == 1 for chunk in chunks):
             self._quiet = min([QUIET, *map(self._wait, self._watched)])
+            self._publish()  # `verify` has nothing to learn where nobody listens
 
-    def _wait(self, watched: Watched) -> int:
+    def _wait(self, watched: DrafterHealth) -> int:
         """Steps until it is worth asking a drafter."""
         if self._n > min(watched.drafter.most, self._slots):
             return QUIET
@@ -166,7 +188,7 @@ class Speculator:
             return rest - 1 - (LISTEN if rest > LISTEN else 0)  # it may read along before
         return SPARSE - 1 if watched.drafter.instant and watched.fruitless >= FRUITLESS else 0
 
-    def _rest(self, watched: Watched, n: int) -> int:
+    def _rest(self, watched: DrafterHealth, n: int) -> int:
         """Steps for which a drafter does not draft for `n` sequences: it failed, or it does not pay."""
         now = self._controller.now
         return max(watched.disabled.left(now), self._controller.rest_left(watched.drafter, n))
@@ -201,7 +223,7 @@ class Speculator:
             self._carry_out(batch, plan, requests, found, beyond=max(plan.lengths) > step.rewinds)
 
     def _option(
-        self, watched: Watched, requests: list[DraftRequest], found: dict[str, list[Draft]]
+        self, watched: DrafterHealth, requests: list[DraftRequest], found: dict[str, list[Draft]]
     ) -> Option | None:
         """What a drafter may bring to this step; `found` gets what it brought already."""
         drafter, n = watched.drafter, len(requests)
@@ -218,7 +240,9 @@ class Speculator:
             option = Option(drafter, kinds, [len(draft.tokens) for draft in drafts])
         else:
             [kind] = allowed
-            ready = [request.limit > 0 and drafter.can_draft(request) for request in requests]
+            ready = [
+                request.limit > 0 and watched.call(False, drafter.can_draft, request) for request in requests
+            ]
             watched.stats.unready += self._listening and not any(ready)
             kinds = [kind if is_ready else "" for is_ready in ready]
             option = Option(drafter, kinds, [min(request.limit, drafter.depth) for request in requests])
@@ -254,19 +278,16 @@ class Speculator:
         try:
             self._states.guard(batch)
         except Exception as error:  # no way back: no drafts
-            watched.failed(error, self._controller.now)
+            watched.failed(error)
             batch.drop_drafts()
             return
         watched.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
         self._proposal = Proposal(watched, kinds, beyond, way_back=self._clock() - started)
 
-    def _ask(self, watched: Watched, requests: list[DraftRequest]) -> list[Draft]:
+    def _ask(self, watched: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones where it fails."""
-        try:
-            drafts = watched.drafter.propose(requests)
-        except Exception as error:  # whatever it is, it is not worth a request
-            watched.failed(error, self._controller.now)
+        if (drafts := watched.call(None, watched.drafter.propose, requests)) is None:
             return [Draft() for _ in requests]
         watched.succeeded()
         return drafts
@@ -279,16 +300,15 @@ class Speculator:
             n <= watched.drafter.most
             and self._rest(watched, n) <= patience
             and (self._listening or self._controller.promises(watched.drafter, n, self._most_rows))
-            for watched in self._watched
-            if isinstance(watched.drafter, HiddenDrafter)
+            for watched, _ in self._readers
         )
         if listens is not self._listening:
             self.catch_up()  # the next batch may leave nothing where rows are now
             self._listening = listens
             self._keep(listens)
             if not listens:
-                for reader in self.hidden_drafters:
-                    reader.pause()
+                for watched, reader in self._readers:
+                    watched.call(None, reader.pause)
 
     def _keep(self, keep: bool) -> None:
         if any(not reader.layers for reader in self.hidden_drafters):
@@ -313,12 +333,17 @@ class Speculator:
             return [chunk.start + 1 for chunk in chunks]
         started = self._clock()
         if self._listening:
-            self._collect(batch, sampled)
+            for watched, reader in self._readers:
+                self._collect(watched, reader, batch, sampled)
         if (proposal := self._proposal) is not None:
             held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
-        self._learn(batch, sampled, seconds if alone else None, started)
+        try:
+            self._learn(batch, sampled, seconds if alone else None, started)
+        except Exception as error:
+            self._fail(error)
+        self._publish()
         return held
 
     def abandon(self) -> None:
@@ -334,61 +359,48 @@ class Speculator:
         try:
             held = self._states.rollback(chunk, right)
         except Exception as error:  # the sequence reads its text again
-            proposal.watched.failed(error, self._controller.now)
+            proposal.watched.failed(error)
             self._states.free(slot)
             held = 0
         proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for reader in self.hidden_drafters:
-                self._states.backlog.in_turn(partial(reader.rolled_back, slot, held))
+            for watched, reader in self._readers:
+                self._states.backlog.in_turn(partial(watched.call, None, reader.rolled_back, slot, held))
         return held
 
-    def _collect(self, batch: Batch, sampled: ListLike[Sampled]) -> None:
-        """Give the readers the hidden rows of what was right: those of prompts later, so that neither the
+    def _collect(
+        self, watched: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[Sampled]
+    ) -> None:
+        """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
         rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
-        alive, n = len(self._alive), len(batch.chunks)
-        # who drafts for fewer than run reads nothing
-        reaches = [(one, self._reach(one, n)) for one in self.hidden_drafters if alive <= one.most]
-        wanted: list[Callable[[], None]] = []
+        if len(self._alive) > reader.most:  # who drafts for fewer than run reads nothing
+            return
+        wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
+            reach = self._reach(reader, len(batch.chunks))
             for chunk, new in zip(batch.chunks, sampled, strict=True):
                 slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
                 if slot is None or slot >= self._slots:
                     continue
                 left = len(chunk.sequence.tokens) - chunk.start - right
-                for reader, reach in reaches:
-                    if left >= reach:
-                        continue
-                    skipped = max(0, right + left - reach)
-                    places = chunk.places[skipped:right]
-                    rows = self._rows(reader, batch.n_tokens, places)
-                    wanted.append(partial(_give, reader, slot, chunk.start + skipped, rows))
-                    if callable(rows):
-                        on_host += places[:1]
+                if left >= reach:
+                    continue
+                skipped = max(0, right + left - reach)
+                places = chunk.places[skipped:right]
+                rows = self._rows(reader, batch.n_tokens, places)
+                wanted.append((slot, chunk.start + skipped, rows))
+                if callable(rows):
+                    on_host += places[:1]
         except Exception as error:
-            self._missed(error)
+            watched.begin_anew(error)
             return
         if wanted:
-            read = partial(self._read, wanted)
+            read = partial(_read, watched, reader, wanted)
             if batch.prompt_tokens:
                 self._states.backlog.put_off(read, min(on_host, default=None))
             else:
                 self._states.backlog.in_turn(read)
-
-    def _read(self, wanted: list[Callable[[], None]]) -> None:
-        try:
-            for give in wanted:
-                give()
-        except Exception as error:
-            self._missed(error)
-
-    def _missed(self, error: Exception) -> None:
-        """Rows are lost: whoever reads begins anew."""
-        for watched in self._watched:
-            if isinstance(watched.drafter, HiddenDrafter):
-                watched.failed(error, self._controller.now)
-                watched.drafter.pause()
 
     def _reach(self, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
@@ -479,10 +491,8 @@ class Speculator:
 
             self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)
         for watched in self._watched:
-            try:
-                watched.drafter.measure()
-            except Exception as error:
-                watched.failed(error, self._controller.now)
+            watched.call(None, watched.drafter.measure)
+        self._publish()
 
     def step_times(self) -> StepTimesRecord:
         """What is known of steps by now, for the next start."""
@@ -494,13 +504,21 @@ class Speculator:
         """The sequence has ended."""
         self._alive.discard(sequence)
         for watched in self._watched:
-            watched.drafter.forget(sequence)
+            watched.call(None, watched.drafter.forget, sequence)
 
-    def stats(self) -> dict[str, DrafterStats]:
-        """By drafter, as of now; they do not change later. From any thread."""
-        return {one.drafter.name: replace(one.stats, state=self._state(one)) for one in self._watched}
+    def stats(self) -> Mapping[str, DrafterStats]:
+        """By drafter, as of the last step; they do not change later. From any thread."""
+        return self._stats
 
-    def _state(self, watched: Watched) -> DrafterState:
+    def _publish(self) -> None:
+        self._stats = {
+            one.drafter.name: replace(
+                one.stats, failed=one.stats.failed + one.lost_states, state=self._state(one)
+            )
+            for one in self._watched
+        }
+
+    def _state(self, watched: DrafterHealth) -> DrafterState:
         if not watched.works:
             return "failed"
         n = max(1, self._n)
@@ -508,8 +526,17 @@ class Speculator:
         return "resting" if rests else "active"
 
 
-def _give(reader: HiddenDrafter, slot: int, start: int, rows: Rows | Callable[[], Rows]) -> None:
-    reader.collect(slot, start, rows() if callable(rows) else rows)
+def _read(
+    watched: DrafterHealth,
+    reader: HiddenDrafter,
+    wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
+) -> None:
+    """Give it rows, from a position in a slot on; where some are lost, it begins anew."""
+    try:
+        for slot, start, rows in wanted:
+            reader.collect(slot, start, rows() if callable(rows) else rows)
+    except Exception as error:
+        watched.begin_anew(error)
 
 
 def _accepted(new: Sampled) -> int:

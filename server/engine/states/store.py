@@ -77,12 +77,12 @@ class StateStore:
         self.cells.drop(sequence)
         self.backlog.freed(sequence)
         for drafter in self.hidden_drafters:
-            self.backlog.in_turn(partial(drafter.free, sequence))
+            self.backlog.in_turn(partial(self._free_reading, drafter, sequence))
 
     def save(self, sequence: int) -> SavedState:
         """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
         self.backlog.clear_up()
-        saved = tuple(drafter.save(sequence) for drafter in self.hidden_drafters)
+        saved = tuple(self._save_reading(drafter, sequence) for drafter in self.hidden_drafters)
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
@@ -125,12 +125,29 @@ class StateStore:
         self.cells.truncate(chunk.slot, kept)
         return kept
 
+    # --- what drafters have; what goes wrong with it costs them alone ---------------------------------------
+
     def _copy_reading(self, drafter: HiddenDrafter, source: int, target: int) -> None:
         try:
             drafter.copy(source, target)
         except Exception as error:
             self._lost(drafter, target, error)
 
+    def _save_reading(self, drafter: HiddenDrafter, sequence: int) -> SavedReading | None:
+        try:
+            return drafter.save(sequence)
+        except Exception as error:
+            self._lost(drafter, sequence, error)
+            return None
+
+    def _free_reading(self, drafter: HiddenDrafter, sequence: int) -> None:
+        try:
+            drafter.free(sequence)
+        except Exception as error:  # what it has is wrong from now on, as are its drafts
+            drafter.lost += 1
+            log.warning("%s could not free sequence %d: %s", type(drafter).__name__, sequence, error)
+
     def _lost(self, drafter: HiddenDrafter, sequence: int, error: Exception) -> None:
+        drafter.lost += 1
         log.warning("%s of sequence %d is lost: %s", type(drafter).__name__, sequence, error)
-        drafter.free(sequence)
+        self._free_reading(drafter, sequence)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.api.metrics import Metrics
 from server.engine.errors import LlamaError
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
@@ -142,3 +144,70 @@ async def test_drafts(
         counts = engine.stats().drafts["dflash" if speculation == "draft" else speculation]
     assert counts.failed > 0
     assert counts.accepted > 0, "those that did not fail"
+
+
+METHODS = ["can_draft", "propose", "forget"]
+OF_READERS = ["collect", "rolled_back", "pause", "copy", "free", "save", "restore"]
+
+
+CALLS = {"second": [1], "others": [0, 2, 3, 5, 8, 13, 21]}
+
+
+def once(function: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """The same function, but its call of that index raises what nobody foresaw."""
+    calls = count()
+
+    def faulty(*what: Any, **how: Any) -> Any:
+        if next(calls) == index:
+            raise RuntimeError("a fault was injected")
+        return function(*what, **how)
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("calls", "speculation"),
+    slow_but([("second", "ngram")], [(calls, by) for calls in CALLS for by in ("ngram", "mtp", "draft")]),
+)
+async def test_whatever_a_drafter_raises_at_whichever_call(
+    calls: str,
+    speculation: str,
+    nano_f32: Path,
+    nano_draft_f32: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And whatever goes wrong around it: the answers are those without drafts, and the engine lives."""
+    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
+    beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
+    with running(nano_f32, **EXACT, **host, **beside) as engine:
+        speculator, states = engine._speculator, engine._parts.states
+        if speculation == "ngram":
+            texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
+            draft_by(speculator, Scripted(texts, calls))
+        drafter = speculator._watched[0].drafter
+        names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
+        faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
+        faults += [(speculator._controller, "choose"), (speculator, "_requests"), (speculator, "_learn")]
+        faults += [(states, "guard"), (states, "rollback")]
+        for owner, name in faults:
+            for index in CALLS[calls]:
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, once(getattr(owner, name), index))
+                    answers = await ask_all(engine, [Request(prompt, N // 2) for prompt in prompts[:2]])
+                    answers.append(await ask(engine, Request(prompts[2], N // 2)))
+                    await idle(engine)
+                assert [answer.tokens for answer in answers] == [
+                    expected[: N // 2] for expected in alone[:3]
+                ], (name, index)
+                assert engine.ready
+        stats = engine.stats()
+    [counts] = stats.drafts.values()
+    assert counts.failed > len(faults) / 3, "not every case comes so often"
+    assert counts.accepted > 0
+    assert f'qwen_drafts_failed_total{{drafter="{next(iter(stats.drafts))}"}} {float(counts.failed)}' in (
+        Metrics().render(stats).decode()
+    )
+    assert stats.kv_cells_used == stats.prefix.resident_cells

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
 
 from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.speculation.watched import DISABLED_AFTER, DISABLED_FIRST
+from server.engine.speculation.health import DISABLED_AFTER, DISABLED_FIRST
 from tests.server.engine.speculation.card import World, on_h200
 
 if TYPE_CHECKING:
@@ -129,3 +130,40 @@ def test_a_measurement_that_fails_is_counted_and_no_more() -> None:
     world.speculator.measure(world._rehearse, 0.1)
     assert world.speculator.stats()["mtp"].failed == 1
     assert world.gain(50) > 2
+
+
+def test_what_was_published_does_not_change() -> None:
+    """Other threads ask while the engine's adds to what it knows."""
+    world = on_h200()
+    world.gain(20)
+    before = world.speculator.stats()
+    steps = before["mtp"].steps
+    assert world.speculator.stats() is before, "nothing is worked out for who asks"
+    world.gain(20)
+    assert before["mtp"].steps == steps
+    assert world.speculator.stats()["mtp"].steps > steps
+
+
+@pytest.mark.parametrize(
+    "method", ["can_draft", "propose", "cost", "collect", "rolled_back", "pause", "forget"]
+)
+def test_whatever_a_head_raises_costs_drafts_alone(method: str) -> None:
+    for index in range(30):
+        world = on_h200(snapshots=0)
+        world.head.right = 0.5
+        calls, original = count(), getattr(world.head, method)
+
+        def faulty(*what: Any) -> Any:
+            if next(calls) == index:  # noqa: B023
+                raise RuntimeError("a fault was injected")
+            return original(*what)  # noqa: B023
+
+        setattr(world.head, method, faulty)
+        world.gain(50)
+        world.admit(0)
+        world.gain(20)
+        assert world.tokens >= 70, "a token a step, at least"
+        came = next(calls) > index
+        assert world.speculator.stats()["mtp"].failed == came
+        if not came:
+            break

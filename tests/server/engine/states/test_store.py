@@ -126,6 +126,7 @@ class FakeDrafter:
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
         self.words: dict[int, str] = {}
+        self.lost = 0
 
     def _perhaps_fail(self, what: str) -> None:
         if self.fails == what:
@@ -137,6 +138,7 @@ class FakeDrafter:
 
     def free(self, sequence: int) -> None:
         self.words.pop(sequence, None)
+        self._perhaps_fail("free")
 
     def save(self, sequence: int) -> Any:
         self._perhaps_fail("save")
@@ -185,6 +187,17 @@ def test_a_drafter_that_fails_loses_its_own_state_alone(caplog: pytest.LogCaptur
     states.restore(3, saved)
     assert (context.held[3], states.length(3)) == ((5, 6, 7), 3)
     assert (broken.words, sound.words) == ({0: "left"}, {0: "right", 3: "right"})
+    assert (broken.lost, sound.lost) == (2, 0)
+
+
+@pytest.mark.parametrize("fails", ["save", "free"])
+def test_a_drafter_that_cannot_save_or_free_keeps_nobody_from_it(fails: str) -> None:
+    states, context, broken, sound = store_with_drafters(fails)
+    saved = states.save(0)
+    assert (saved.length, saved.drafters[0] is None) == (3, fails == "save")
+    states.free(0)
+    assert (states.length(0), context.held.get(0, ()), sound.words) == (0, (), {})
+    assert broken.lost == 1
 
 
 def test_what_can_not_be_saved_is_still_there() -> None:
