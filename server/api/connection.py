@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.api.errors import ApiError
@@ -31,6 +33,9 @@ SLICE = 16 * 1024
 """Bytes of headers that are parsed before they are counted."""
 
 MAX_HEADERS = 256
+
+HOST = re.compile(rb"[^\s,/?#@\\]*")
+"""What may be a name or an address and its port; which of them are right is for `KnownSites` to say."""
 
 LINGER_S = 2.0
 """What a client that was refused still sends is dropped for so long; closed at once, its system would forget
@@ -136,12 +141,38 @@ class BoundedProtocol(HttpToolsProtocol):
                 break
             part = data[start : start + SLICE] if len(data) > SLICE else data
             self._received += len(part)
-            super().data_received(part)
+            self._parse(part)
             if self._received - self._body > self.config.max_header_bytes + self._body:
                 self._refuse_head(f"a request may have {self.config.max_header_bytes:,} bytes of headers")
         if self.pipeline:
             self.flow.resume_reading()  # or nobody would learn that the client left
         self._time()
+
+    def _parse(self, data: bytes) -> None:
+        """uvicorn's `data_received`, but that an offer to upgrade is passed over (RFC 9110, section 7.8).
+
+        llhttp takes the offer for accepted: it drops the body, or reads it as the next request.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except HttpParserUpgrade as offer:
+                    data = data[offer.args[0] :]
+                    self._read_without_offer()
+        except HttpParserError:
+            self.send_400_response("this is not HTTP/1.1, or not as RFC 9112 has it")
+
+    def _read_without_offer(self) -> None:
+        """Has a fresh parser read the request's head again, without what made the last one stop behind it."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def _put_off(self, data: bytes) -> None:
         self._later += data
@@ -155,17 +186,37 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse_head(self, message: str) -> None:
         self.refuse(ApiError(431, message, code="headers_too_large"))
 
+    def _check_head(self) -> None:
+        """Refuses, and ends the parser's work, where nobody could say what was asked of whom."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if self.parser.get_method() == b"CONNECT":
+            self.refuse(ApiError(501, "CONNECT: this server is no proxy", code="not_supported"))
+        elif len(hosts) > 1 or not (hosts or self.parser.get_http_version() == "1.0"):
+            message = f"a request has one Host header (RFC 9112, section 3.2); this one has {len(hosts)}"
+            self.refuse(ApiError(400, message, code="invalid_host"))
+        elif hosts and not HOST.fullmatch(hosts[0]):
+            message = f"Host: {hosts[0].decode('latin-1')!r} is neither a name nor an address"
+            self.refuse(ApiError(400, message, code="invalid_host"))
+        else:
+            return
+        raise ValueError
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._phase = "head"
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase == "body":
+            return  # a trailer: who was let in by its head does not change it
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head(f"a request may have {MAX_HEADERS} headers")
             raise ValueError  # ends the parser's work
 
     def on_headers_complete(self) -> None:
+        self._check_head()
+        if self.parser.should_upgrade():
+            return  # it is read again, without the offer
         self._phase = "body"
         super().on_headers_complete()
 
@@ -174,6 +225,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._phase = "idle"
         self._received = self._body = 0
         self.since = self.loop.time()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
@@ -174,3 +175,111 @@ def test_connections_have_a_limit(start: Start, caplog: pytest.LogCaptureFixture
         assert "one more gets 503" in caplog.text
     wait_until(lambda: server.service.in_flight == 0)
     assert httpx.get(f"{server.url}/ping").status_code == 200
+
+UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQ"}
+
+
+def chunked(request: bytes, *sizes: int) -> bytes:
+    """The same request with its body in chunks of such sizes, and the rest of it in one more."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    head = re.sub(rb"Content-Length: \d+", b"Transfer-Encoding: chunked", head)
+    chunks = []
+    for size in (*sizes, len(body) - sum(sizes)):
+        chunks.append(b"%x\r\n%s\r\n" % (size, body[:size]))
+        body = body[size:]
+    return head + b"\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.2, h2c"])
+@pytest.mark.parametrize("encode", [lambda request: request, lambda request: chunked(request, 1, 4)])
+@pytest.mark.parametrize("cut", ["whole", "behind the head", "in the head", "byte by byte"])
+def test_an_offer_to_upgrade_is_passed_over(
+    start_shared: Start, protocol: str, encode: Callable[[bytes], bytes], cut: str
+) -> None:
+    """Java's HTTP client makes one with every first request; its body is read, and so is what follows."""
+    server = start_shared(lambda prompt: prompt)
+    request = encode(post('{"prompt": "<1>"}', **UPGRADE, Upgrade=protocol))
+    behind = encode(post('{"prompt": "<2>"}')) + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    at = request.index(b"\r\n\r\n") + 4
+    with connected(server) as client:
+        if cut == "whole":
+            client.sendall(request + behind)
+        elif cut == "byte by byte":
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for byte in request + behind:
+                client.sendall(bytes([byte]))
+        else:
+            parts = (request[:at], request[at:]) if cut == "behind the head" else (request[:40], request[40:])
+            client.sendall(parts[0])
+            time.sleep(0.05)
+            client.sendall(parts[1])
+            assert b'"text":"<1>"' in client.recv(65536)
+            client.sendall(behind)
+        answer = everything(client)
+    assert answer.count(b"HTTP/1.1 200 OK") == (3 if cut in ("whole", "byte by byte") else 2)
+    assert b'"text":"<2>"' in answer
+
+
+def test_a_body_behind_an_offer_to_upgrade_is_no_request(start_shared: Start) -> None:
+    server = start_shared(lambda prompt: prompt)
+    hidden = GET.replace(b"/ping", b"/v1/models").decode()
+    request = post(hidden, **UPGRADE, Upgrade="h2c")
+    with connected(server) as client:
+        at = request.index(b"\r\n\r\n") + 4
+        client.sendall(request[:at])
+        time.sleep(0.05)
+        client.sendall(request[at:] + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        answer = everything(client)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"400", b"200"], "not JSON; and /ping"
+
+
+def test_an_offer_to_upgrade_does_not_lift_bounds(start_shared: Start) -> None:
+    server = start_shared("x")
+    head = post("", **UPGRADE, Upgrade="h2c").replace(b"Content-Length: 0\r\n", b"")
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    many = b"".join(b"a%d: b\r\n" % i for i in range(300))
+    for more, status in ((both, b"400"), (many, b"431"), (b"a: " + b"x" * 70_000, b"431")):
+        with connected(server) as client:
+            client.sendall(head[:-2] + more)
+            assert everything(client).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "version", "status"),
+    [
+        ([], "1.1", "400"),
+        (["localhost", "localhost"], "1.1", "400"),
+        (["localhost", "evil.example"], "1.0", "400"),
+        (["localhost, evil.example"], "1.1", "400"),
+        (["localhost/x"], "1.1", "400"),
+        (["user@localhost"], "1.1", "400"),
+        (["localhost"], "1.1", "200"),
+        (["[::1]:80"], "1.1", "200"),
+        ([""], "1.1", "200"),
+        ([], "1.0", "200"),
+    ],
+)
+def test_one_host(start_shared: Start, hosts: list[str], version: str, status: str) -> None:
+    """RFC 9112, section 3.2: what stands in front may go by another one than we."""
+    head = "".join(f"Host: {host}\r\n" for host in hosts)
+    with connected(start_shared("x")) as client:
+        client.sendall(f"GET /ping HTTP/{version}\r\n{head}Connection: close\r\n\r\n".encode())
+        answer = everything(client).decode()
+    assert answer.startswith(f"HTTP/1.1 {status} ")
+    assert ("invalid_host" in answer) == (status == "400")
+
+
+def test_a_server_is_no_proxy(start_shared: Start) -> None:
+    with connected(start_shared("x")) as client:
+        client.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost:80\r\n\r\n" + GET)
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 501 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_trailer_is_no_header(start_shared: Start) -> None:
+    server = start_shared("x", api_key="secret")
+    request = chunked(post('{"prompt": "x"}', Connection="close"))
+    with connected(server) as client:
+        client.sendall(request[:-2] + b"Authorization: Bearer secret\r\n\r\n")
+        assert everything(client).startswith(b"HTTP/1.1 401 ")
