@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-
-from server.api.errors import ApiError
+from starlette.routing import compile_path
 
 ABSENT = {
     "embeddings": "/v1/embeddings /embeddings /embedding /pooling",
@@ -20,22 +18,11 @@ ABSENT = {
     "/v1/conversations/{rest:path} /v1/assistants /v1/threads",
     "infilling": "/infill",
 }
-"""What -> the paths that are for it."""
+"""What -> the paths that are for it, unless an endpoint of ours has one of them."""
 
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-
-router = APIRouter()
+_PATTERNS = [(compile_path(path)[0], what) for what, paths in ABSENT.items() for path in paths.split()]
 
 
-def refuse(what: str, path: str) -> None:
-    """Have `path` answer 501, whatever the method."""
-
-    @router.api_route(path, methods=METHODS, include_in_schema=False)
-    async def absent(http: Request) -> None:
-        message = f"{http.method} {http.url.path}: {what}: not supported by this server"
-        raise ApiError(501, message, code="not_supported")
-
-
-for _what, _paths in ABSENT.items():
-    for _path in _paths.split():
-        refuse(_what, _path)
+def what_is_absent(path: str) -> str | None:
+    """What a path without an endpoint is for on other servers; None where they have nothing there either."""
+    return next((what for pattern, what in _PATTERNS if pattern.match(path)), None)

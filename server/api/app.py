@@ -16,7 +16,7 @@ from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.openapi import describe
 from server.api.origin import KnownSites
-from server.api.routes import ROUTERS, paths
+from server.api.routes import ROUTERS, endpoints
 from server.api.service import Backend, Service
 from server.api.throughput import report_throughput
 from server.api.tracing import configured_tracer
@@ -44,7 +44,8 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
 
     app = FastAPI(title="qwen-serve", version=own_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.service = service
-    app.state.paths = paths()
+    app.state.routes = endpoints()
+    app.state.paths = sorted({route.path_format for route in endpoints() if route.include_in_schema})
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
+from server.api.absent import what_is_absent
 from server.api.record import record_of, shown_path
 from server.chat import PromptError
 from server.engine import (
@@ -147,20 +149,29 @@ def from_exception(error: Exception) -> ApiError:
 async def error_response(http: Request, error: Exception) -> JSONResponse:
     """Starlette's exception handler for everything."""
     answer = from_exception(error)
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        answer.message = unknown_route(http, error)
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        answer = unknown_path(http)
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        answer = unknown_method(http)
     if (record := record_of(http.scope)) is not None:
         record.error = answer
     return JSONResponse(answer.body_for(http.url.path), status_code=answer.status, headers=answer.headers)
 
 
-def unknown_route(http: Request, error: HTTPException) -> str:
-    """What there is, for a path or a method that there is not."""
+def unknown_path(http: Request) -> ApiError:
+    """Whether other servers have something there, or what there is here."""
     asked = f"{http.method} {shown_path(http.scope)}"
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return f"{asked}: this method is not allowed here; use {allowed}"
-    return f"{asked}: there is no such path; there are {', '.join(http.app.state.paths)}"
+    if what := what_is_absent(http.scope["path"]):
+        return ApiError(501, f"{asked}: {what}: not supported by this server", code="not_supported")
+    return ApiError(404, f"{asked}: there is no such path; there are {', '.join(http.app.state.paths)}")
+
+
+def unknown_method(http: Request) -> ApiError:
+    """Which methods the path has."""
+    matching = [route for route in http.app.state.routes if route.matches(http.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for route in matching for method in route.methods})) or "GET, HEAD"
+    message = f"{http.method} {shown_path(http.scope)}: this method is not allowed here; use {allowed}"
+    return ApiError(405, message, headers={"Allow": allowed})
 
 
 def install(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from server.api import absent, tokens
+from server.api import tokens
 from server.api.chat import chat
 from server.api.completions import complete
 from server.api.errors import ApiError, bad_request
@@ -63,7 +63,7 @@ class PlainRoute(APIRoute):
 plain = APIRouter(route_class=PlainRoute)
 others = APIRouter()
 
-ROUTERS = (plain, others, absent.router)
+ROUTERS = (plain, others)
 """Looked through in this order: what is asked for most comes first."""
 
 
@@ -72,10 +72,9 @@ DEFAULT_LIMIT = 16
 """Tokens of a completion where a request gives none of these, as in OpenAI's API and vLLM."""
 
 
-def paths() -> list[str]:
-    """The paths of all endpoints, without those that are there to be refused."""
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-    return sorted({route.path_format for route in routes if route.include_in_schema})
+def endpoints() -> list[APIRoute]:
+    """Every route of theirs."""
+    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 
 
 # --- generation --------------------------------------------------------------------------------------------

@@ -176,6 +176,7 @@ def test_connections_have_a_limit(start: Start, caplog: pytest.LogCaptureFixture
     wait_until(lambda: server.service.in_flight == 0)
     assert httpx.get(f"{server.url}/ping").status_code == 200
 
+
 UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQ"}
 
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from server.api.absent import ABSENT
+from server.api.routes import endpoints
 from tests.server.api.conftest import TEMPLATE, Server, Start
 from tests.server.api.test_bad_input import error_of
 
@@ -47,7 +48,7 @@ PATHS = [path.replace("{rest:path}", "some/thing") for paths in ABSENT.values() 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_not_offered_is_said_to_be_so(server: Server, path: str) -> None:
-    for method in ("GET", "POST"):
+    for method in ("GET", "POST", "PUT", "OPTIONS", "PURGE"):
         error = error_of(server.http.request(method, path), 501) if "/v1/messages" not in path else None
         answer = server.http.request(method, path)
         assert answer.status_code == 501
@@ -69,3 +70,24 @@ def test_a_wrong_method_is_named_with_the_right_one(server: Server) -> None:
     message = error_of(server.http.get("/v1/chat/completions"), 405)["message"]
     assert message == "GET /v1/chat/completions: this method is not allowed here; use POST"
     assert "GET" in error_of(server.http.post("/v1/models"), 405)["message"]
+
+
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE"}
+
+
+def test_every_path_refuses_every_other_method(server: Server) -> None:
+    """And says in `Allow` which there are: none is taken for another server's endpoint."""
+    methods: dict[str, set[str]] = {"/": {"GET", "HEAD"}}
+    for route in endpoints():
+        methods.setdefault(route.path_format.replace("{model}", "fake"), set()).update(route.methods)
+    for path, allowed in methods.items():
+        for method in METHODS - allowed:
+            answer = server.http.request(method, path)
+            assert answer.status_code == 405, (method, path)
+            if path != "/":
+                assert set(answer.headers["allow"].split(", ")) == allowed, (method, path)
+
+
+def test_a_file_of_the_page_is_only_read(server: Server) -> None:
+    answer = server.http.put("/page/style.css")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
