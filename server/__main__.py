@@ -13,6 +13,7 @@ import uvicorn
 
 from server.about import data_folder, llama_version, own_version
 from server.api import Backend, BoundedConfig, Service, create_app
+from server.listening import ListenError, exposures, listen
 from server.settings import (
     Settings,
     SettingsError,
@@ -35,8 +36,8 @@ CHAT_TEMPLATE = data_folder("chat_templates") / "qwen3_5.jinja"
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
-FAILED, CUT_SHORT = 1, 3
-"""Exit codes, beside 0 and 2 for bad settings."""
+FAILED, BAD_SETTINGS, CUT_SHORT, CANNOT_LISTEN = 1, 2, 3, 4
+"""Exit codes, beside 0."""
 CUT_S = 1.0
 """What requests that are cut short get to say so."""
 
@@ -44,13 +45,14 @@ CUT_S = 1.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP.
 
-    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be cut short.
+    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be cut short and
+    4 where the address is taken.
     """
     try:
         settings, sources, flags = load_settings(sys.argv[1:] if arguments is None else arguments)
     except SettingsError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(BAD_SETTINGS)
     if getattr(flags, "print_settings", False):
         print(describe(settings, sources))
         return
@@ -62,25 +64,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logger.warning("%s", warning)
     if chosen := describe_chosen(settings, sources):
         logger.info("settings: %s", chosen)
+    for warning in exposures(settings, sources):
+        logger.warning("%s", warning)
 
     app = create_app(settings, lambda: load(settings))
-    server = DrainingServer(
-        BoundedConfig(
-            app,
-            settings,
-            host=settings.host,
-            port=settings.port,
-            uds=None if settings.uds is None else str(settings.uds),
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-        ),
-        app.state.service,
+    config = BoundedConfig(
+        app,
+        settings,
+        host=settings.host,
+        port=settings.port,
+        uds=None if settings.uds is None else str(settings.uds),
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
     )
-    server.run()
+    try:
+        config.load()
+        sockets = listen(settings)
+    except OSError as error:
+        logger.error("--ssl-certfile and --ssl-keyfile are not a certificate and its key: %s", error)
+        sys.exit(BAD_SETTINGS)
+    except ListenError as error:
+        logger.error("cannot listen: %s", error)
+        sys.exit(CANNOT_LISTEN)
+    server = DrainingServer(config, app.state.service)
+    server.run(sockets)
     if settings.uds is not None:
         settings.uds.unlink(missing_ok=True)
     logging.shutdown()

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.__main__ import CUT_SHORT
+from server.__main__ import CANNOT_LISTEN, CUT_SHORT
 from tests.server.serving import ServerProcess
 
 ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
@@ -128,8 +128,9 @@ def test_a_port_that_is_taken(nano_f16: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with ServerProcess("--model", nano_f16, "--port", str(taken.getsockname()[1])) as server:
-            assert server.wait() != 0
-            assert "address already in use" in server.log
+            assert server.wait() == CANNOT_LISTEN
+            assert f"--port {taken.getsockname()[1]}: Address already in use" in server.log
+            assert "KV cache" not in server.log, "the model is not loaded first"
             assert "Traceback" not in server.log
 
 

@@ -79,7 +79,7 @@ def test_every_path_refuses_every_other_method(server: Server) -> None:
     """And says in `Allow` which there are: none is taken for another server's endpoint."""
     methods: dict[str, set[str]] = {"/": {"GET", "HEAD"}}
     for route in endpoints():
-        methods.setdefault(route.path_format.replace("{model}", "fake"), set()).update(route.methods)
+        methods.setdefault(route.path_format.replace("{model}", "fake"), set()).update(route.methods or ())
     for path, allowed in methods.items():
         for method in METHODS - allowed:
             answer = server.http.request(method, path)
