@@ -14,16 +14,32 @@ _F16_MIN_NORMAL = np.uint16((127 - 14) << 7)
 _F16_OVERFLOW = np.uint16((127 + 16) << 7)
 _BIAS_SHIFT = np.uint16((127 - 15) << 10 & 0xFFFF)
 
+_EXPONENT: dict[str, np.uint16 | np.uint32] = {
+    "F16": np.uint16(0x7C00),
+    "BF16": np.uint16(0x7F80),
+    "F32": np.uint32(0x7F800000),
+}
+"""The bits of a type that are all set in infinities and NaN, and only there."""
+
 
 class RangeError(ValueError):
     """A finite value is too large for the target type."""
+
+
+def first_not_finite(values: Array, kind: str) -> int | None:
+    """The place of the first infinity or NaN in a flat array of F32, F16 or BF16; None without one."""
+    mask = _EXPONENT[kind]
+    exponents = values.view(mask.dtype) & mask
+    if exponents.size == 0 or exponents.max() != mask:  # a quarter of what looking for the place takes
+        return None
+    return int(np.argmax(exponents == mask))
 
 
 def convert(values: Array, source: str, target: str) -> Array:
     """Converts between the types named F32, F16, BF16, to nearest, ties to even.
 
     Raises:
-        RangeError: a finite value overflows F16.
+        RangeError: a finite value overflows F16 or BF16.
     """
     if source == target:
         return values
@@ -43,13 +59,16 @@ def to_f32(values: Array, source: str) -> npt.NDArray[np.float32]:
 
 
 def _f32_to_f16(values: Array) -> Array:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         half = values.astype(np.float16)
-    if (np.isinf(half) & np.isfinite(values)).any():
-        raise RangeError(
-            f"{np.abs(values[np.isfinite(values)]).max():g} is beyond F16's largest value, 65504"
-        )
+    _check_range(values, np.isinf(half), "F16's largest value, 65504")
     return half
+
+
+def _check_range(values: Array, infinite: npt.NDArray[np.bool_], largest: str) -> None:
+    """`infinite`: which of the converted values are."""
+    if (infinite & np.isfinite(values)).any():
+        raise RangeError(f"{np.abs(values[np.isfinite(values)]).max():g} is beyond {largest}")
 
 
 def _bf16_to_f16(bits: Array) -> Array:
@@ -77,4 +96,7 @@ def _f32_to_bf16(values: npt.NDArray[np.float32]) -> Array:
     out = (rounded >> np.uint32(16)).astype(np.uint16)
     if (nan := np.isnan(values)).any():  # rounding could carry a NaN into infinity: keep it, made quiet
         out[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
+    infinite = (out & np.uint16(0x7FFF)) == _EXPONENT["BF16"]
+    if infinite.any():
+        _check_range(values, infinite, "BF16's largest value, 3.38953e+38")
     return out

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convert.errors import CheckpointError
-from convert.floats import RangeError, convert, to_f32
+from convert.floats import RangeError, convert, first_not_finite, to_f32
 from convert.interrupts import held
 from convert.metadata import add_general, add_hyperparameters, add_tokenizer
 from convert.progress import BYTES, Progress
@@ -60,8 +60,8 @@ def write_gguf(
 ) -> None:
     """Writes the GGUF that `plan` describes to `path`.
 
-    Raises: CheckpointError: the tokenizer cannot be converted, a shard changed underfoot, or a weight does
-        not fit F16.
+    Raises: CheckpointError: the tokenizer cannot be converted, a shard changed underfoot, or a weight is
+        not finite or does not fit `outtype`.
     """
     vocab = Vocab.load(checkpoint.folder, checkpoint.config)
     n_tokens = len(vocab.tokens)
@@ -82,7 +82,7 @@ def write_file(
 ) -> None:
     """Writes `writer`'s key-value pairs, which it loses, and the tensors of `plan` to `path`.
 
-    Raises: CheckpointError: as reading the tensors does, or a weight does not fit F16.
+    Raises: CheckpointError: as reading the tensors does, or a weight is not finite or does not fit its type.
     """
     data_start = _write_head(writer, path, plan)
     writer.kv_data.clear()  # a vocabulary and its merges: as much memory as the rest of the work
@@ -164,12 +164,25 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
         try:
             piece = convert(values[start : start + CHUNK_ELEMENTS], dtype, tensor.type)
         except RangeError as error:
+            wider = "BF16 or F32" if tensor.type == "F16" else "F32"
             raise CheckpointError(
-                f"{stored.path}: tensor {stored.name}: {error}; convert with --outtype BF16 or F32"
+                f"{stored.path}: tensor {stored.name}: {error}; convert with --outtype {wider}"
             ) from None
+        if tensor.type != "I64" and (place := first_not_finite(piece, tensor.type)) is not None:
+            found = to_f32(values[start + place : start + place + 1], dtype)[0]
+            does = "becomes" if tensor.compute else "holds"
+            raise not_finite(f"{stored.path}: tensor {stored.name} {does} {found}")
         _pwrite(fd, piece, job.position + written)
         written += piece.nbytes
     return written
+
+
+def not_finite(what: str) -> CheckpointError:
+    """What is said of a weight that is an infinity or NaN; `what`: which tensor holds which."""
+    return CheckpointError(
+        f"{what}, and every weight must be finite: the file is damaged, or the training that wrote it "
+        "diverged; download it again, or take an earlier checkpoint"
+    )
 
 
 def _pwrite(fd: int, values: npt.NDArray[Any], position: int) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from convert.errors import ConvertError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
 NUMBERS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -42,11 +43,13 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One row of the table; `shape` is in ggml's order, the row's length first."""
+    """One row of the table; `shape` is in ggml's order, the row's length first, `offset` the place of its
+    data in the file, in bytes."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
+    offset: int = 0
 
     @property
     def n_elements(self) -> int:
@@ -103,14 +106,16 @@ class _Cursor:
             raise ValueError(f"version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}")
         n_tensors, n_keys = self._number("Q"), self._number("Q")
         values = {self._string(): self._value(GGUFValueType(self._number("I"))) for _ in range(n_keys)}
-        return Head(values, [self._tensor() for _ in range(n_tensors)])
+        tensors = [self._tensor() for _ in range(n_tensors)]
+        alignment = int(values.get(ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)) or 1
+        data_start = -(-self._position // alignment) * alignment
+        return Head(values, [replace(tensor, offset=data_start + tensor.offset) for tensor in tensors])
 
     def _tensor(self) -> TensorInfo:
         name = self._string()
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         kind = GGMLQuantizationType(self._number("I"))
-        self._number("Q")  # its offset
-        return TensorInfo(name, shape, kind)
+        return TensorInfo(name, shape, kind, self._number("Q"))
 
     def _number(self, code: str) -> int:
         return int(self._unpack(code))

@@ -252,6 +252,9 @@ class Pipeline:
 
     def _make_base(self, float_type: FloatType, cut: _Cut) -> Output:
         if isinstance(model := self._model, WholeModel):
+            self._record.check(
+                f"weights of {model.path.resolve()}", self._given.fingerprint, model.check_weights
+            )
             return self._given
         plan = self._plan(float_type, cut)
 

@@ -139,6 +139,13 @@ class StageRecord:
         self._settled.add(output.path)
         return output
 
+    def check(self, what: str, made_from: str, check: Callable[[], object]) -> None:
+        """Has something checked, unless the same was found good before."""
+        if self._entries.get(what, {}).get("fingerprint") != made_from:
+            check()
+            self._entries[what] = {"fingerprint": made_from}
+            self._save()
+
     def seconds(self, outputs: Iterable[Output]) -> float:
         """That those which this run has made, or has found finished, took to make."""
         names = [output.path.name for output in outputs if output.path in self._settled]
@@ -154,6 +161,9 @@ class StageRecord:
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+        self._save()
+
+    def _save(self) -> None:
         with replacing(self._path) as part:
             part.write_text(json.dumps(self._entries, indent=2) + "\n", encoding="utf-8")
 

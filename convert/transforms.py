@@ -67,4 +67,5 @@ def decay(values: Array, config: ModelConfig) -> Array:
 
     Rounded once from float64, so the result does not hang on a float32 exp of the platform.
     """
-    return tile_heads(-np.exp(values.astype(np.float64)).astype(np.float32), config)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is written
+        return tile_heads(-np.exp(values.astype(np.float64)).astype(np.float32), config)

@@ -6,11 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from convert.checkpoint import content_or_time
 from convert.config import ARCHS
 from convert.draft import ARCH as DRAFTER
 from convert.errors import ConvertError
+from convert.floats import first_not_finite, to_f32
+from convert.gguf_file import CHUNK_ELEMENTS, not_finite
 from convert.gguf_header import read_head
+from convert.progress import BYTES, Progress
+from convert.safetensors import NUMPY_TYPES
 from convert.stages import fingerprint
 from convert.tensors import EMBEDDING, FLOAT_TYPES
 
@@ -59,6 +65,28 @@ class WholeModel:
             n_elements=sum(tensor.n_elements for tensor in head.tensors),
             used_experts=int(used) if used else None,
         )
+
+    def check_weights(self) -> None:
+        """Reads every weight once.
+
+        Raises:
+            ConvertError: one is not finite, or the file ends before it.
+        """
+        tensors = read_head(self.path).tensors
+        n_bytes = sum(tensor.n_bytes for tensor in tensors)
+        with self.path.open("rb") as file, Progress(f"Checking {self.path.name}", n_bytes, BYTES) as progress:
+            for tensor in tensors:
+                where, kind = f"{self.path}: tensor {tensor.name}", tensor.type.name
+                file.seek(tensor.offset)
+                left = tensor.n_elements
+                while left:
+                    values = np.fromfile(file, NUMPY_TYPES[kind], min(left, CHUNK_ELEMENTS))
+                    if not len(values):
+                        raise ConvertError(f"{where}: the file ends before it does; copy it again")
+                    if (place := first_not_finite(values, kind)) is not None:
+                        raise not_finite(f"{where} holds {to_f32(values[place : place + 1], kind)[0]}")
+                    left -= len(values)
+                    progress.advance(values.nbytes)
 
     def fingerprint(self) -> str:
         """Changes with the content: as for a checkpoint's shards, that of a large file by size and time."""

@@ -137,9 +137,18 @@ class Context(Handle):
         self._n_tokens, self._n_outputs = batch.n_tokens, batch.n_outputs
 
     def logits(self) -> Floats:
-        """[outputs of the last batch, n_vocab] in the batch's order; a view, gone with the next decode."""
+        """[outputs of the last batch, n_vocab] in the batch's order; a view, gone with the next decode.
+
+        Raises:
+            LlamaError: one is NaN or infinite, which finite weights lead to where activations overflow.
+        """
         pointer = api.llama_get_logits(self._pointer)
-        return np.ctypeslib.as_array(pointer, (self._n_outputs, self.model.n_vocab))
+        logits = np.ctypeslib.as_array(pointer, (self._n_outputs, self.model.n_vocab))
+        if logits.size and not np.isfinite(logits.max()):  # a NaN anywhere is the maximum
+            raise LlamaError(
+                f"{self.model.path}: the model's logits are not finite; is the checkpoint intact?"
+            )
+        return logits
 
     def hidden(self) -> Floats:
         """[tokens of the last batch, n_embd] after the output norm, what head and MTP block read; a view."""

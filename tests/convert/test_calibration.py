@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from convert.calibration import text as writing
 from convert.calibration import write_text
 from convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
 from convert.calibration.sampler import Request, complete
+from convert.checkpoint import Checkpoint
+from convert.cli import main
 from convert.errors import ConvertError
-from convert.llama import Model, Runtime
+from convert.floats import convert
+from convert.llama import LlamaError, Model, Runtime
 from convert.progress import Progress
+from convert.safetensors import read_header, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,3 +144,16 @@ def test_a_model_without_a_chat_template(
     with pytest.raises(ConvertError, match=r"no tokenizer\.chat_template.*--calibration FILE and --no-kld"):
         write_text(nano_f16, tmp_path / "t.txt", purpose="calibration", runtime=RUNTIME)
     assert not (tmp_path / "t.txt").exists()
+
+
+def test_a_model_whose_logits_are_not_finite_writes_no_text(checkpoint: Path, tmp_path: Path) -> None:
+    """Finite weights, whose products overflow."""
+    tensor = Checkpoint.open(checkpoint).tensors["model.language_model.norm.weight"]
+    tensors = [(t.name, t.dtype, t.read().reshape(t.shape)) for t in read_header(tensor.path)]
+    values = next(values for name, _, values in tensors if name == tensor.name)
+    values[:] = convert(np.full(values.shape, 3e38, np.float32), "F32", tensor.dtype)
+    write_file(tensor.path, tensors, {})
+    assert main(["--src", str(checkpoint), "--out", str(tmp_path), "--quant", "F16"]) == 0
+    gguf = tmp_path / f"{checkpoint.name}-F16.gguf"
+    with pytest.raises(LlamaError, match=r"-F16\.gguf: the model's logits are not finite; is the"):
+        write_text(gguf, tmp_path / "text.txt", purpose="calibration", runtime=RUNTIME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,50 @@ def test_a_weight_beyond_f16_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: 70000 .* --outtype BF16 or F32"):
         convert_to(tmp_path / "x.gguf", Source(checkpoint))
     convert_to(tmp_path / "x.gguf", Source(checkpoint), "BF16")
+
+
+def spoil(folder: Path, name: str, value: float) -> None:
+    """Writes `value` into the middle of a tensor."""
+    tensor = Checkpoint.open(folder).tensors[name]
+    tensors = [(t.name, t.dtype, t.read().reshape(t.shape)) for t in read_header(tensor.path)]
+    values = next(values for other, _, values in tensors if other == name).reshape(-1)
+    values[len(values) // 2] = convert(np.array([value], np.float32), "F32", tensor.dtype)[0]
+    write_file(tensor.path, tensors, {})
+
+
+TEXT = "model.language_model."
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("outtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    ("name", "does"),
+    [
+        (f"{TEXT}embed_tokens.weight", "holds"),
+        (f"{TEXT}layers.0.linear_attn.in_proj_qkv.weight", "holds"),  # reordered
+        ("mtp.layers.0.input_layernorm.weight", "becomes"),  # computed
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(
+    checkpoint: Path, tmp_path: Path, name: str, does: str, outtype: FloatType, value: float
+) -> None:
+    spoil(checkpoint, name, value)
+    expected = rf"safetensors: tensor {re.escape(name)} {does} {value}, and every weight must be finite"
+    with pytest.raises(CheckpointError, match=expected):
+        convert_to(tmp_path / "x.gguf", Source(checkpoint), outtype)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_that_becomes_infinite_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    name = f"{TEXT}layers.1.linear_attn.A_log"
+    spoil(checkpoint, name, 89.0)
+    with pytest.raises(CheckpointError, match=rf"{name} becomes -inf, and every"):
+        convert_to(tmp_path / "x.gguf", Source(checkpoint))
+
+
+def test_one_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "experts", experts="fused")
+    spoil(checkpoint, f"{TEXT}layers.0.mlp.experts.down_proj", np.nan)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.down_proj holds nan"):
+        convert_to(tmp_path / "x.gguf", Source(checkpoint))

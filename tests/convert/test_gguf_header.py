@@ -25,10 +25,11 @@ def file(checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_the_same_table_as_gguf_reads(file: Path) -> None:
     expected = [
-        (t.name, tuple(t.shape.tolist()), t.tensor_type, t.n_elements, t.n_bytes)
+        (t.name, tuple(t.shape.tolist()), t.tensor_type, t.n_elements, t.n_bytes, int(t.data_offset))
         for t in GGUFReader(file).tensors
     ]
-    assert [(t.name, t.shape, t.type, t.n_elements, t.n_bytes) for t in read_tensors(file)] == expected
+    found = [(t.name, t.shape, t.type, t.n_elements, t.n_bytes, t.offset) for t in read_tensors(file)]
+    assert found == expected
 
 
 def test_the_same_values_as_gguf_reads(file: Path) -> None:

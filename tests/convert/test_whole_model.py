@@ -57,6 +57,38 @@ def test_it_goes_on_from_what_was_made_of_the_checkpoint(
     assert all(times(out)[name] == before[name] for name in before if name.endswith(".gguf"))
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+def test_a_weight_that_is_not_finite_is_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert run(checkpoint, tmp_path, "--quant", kind) == 0
+    path = tmp_path / f"{NAME}-{kind}.gguf"
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.2.ffn_up.weight")
+    size = tensor.n_bytes // tensor.n_elements
+    with path.open("r+b") as file:
+        file.seek(int(tensor.data_offset) + tensor.n_bytes - size)
+        file.write(b"\xff" * size)
+    capsys.readouterr()
+    assert run(path, tmp_path / "out", "--quant", "Q8_0", *QUICK) == 1
+    assert f"error: {path}: tensor blk.2.ffn_up.weight holds nan, and every" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.gguf"))
+
+
+def test_weights_are_read_once(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for expected in (1, 0):
+        capsys.readouterr()
+        assert run(whole, tmp_path / "out", "--quant", "Q8_0,Q6_K", *QUICK) == 0
+        assert capsys.readouterr().err.count(f"Checking {whole.name}: done") == expected
+
+
+def test_a_file_that_ends_early_is_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole.write_bytes(whole.read_bytes()[:-5000])
+    assert run(whole, tmp_path / "out", "--quant", "Q8_0", *QUICK) == 1
+    assert "the file ends before it does; copy it again" in capsys.readouterr().err
+
+
 def test_what_it_is_made_from_is_the_content(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(whole, out, "--quant", "Q8_0", *QUICK) == 0
