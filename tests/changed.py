@@ -28,7 +28,6 @@ ELSEWHERE = {
     "pyproject.toml": "tests/test_packaging.py",
     "setup.py": "tests/test_packaging.py",
     "bench/checks": "tests/bench/test_conformance.py",
-    "server/page": "tests/server/api/test_page.py",
     "quant_recipes": "tests/convert/test_recipes.py",
     "start_server.sh": "tests/server/test_scripts.py",
     "stop_server.sh": "tests/server/test_scripts.py",

@@ -20,7 +20,7 @@ from tests.changed import ROOT, changed, chosen, covering, importers
         ("bench/load/words.txt", "tests/bench/load/test_prompts.py"),
         ("deploy/compose.single.yaml", "tests/test_deploy.py"),
         ("chat_templates/qwen3_5.jinja", "tests/chat_templates/test_templates.py"),
-        ("server/page/chat.js", "tests/server/api/test_page.py"),
+        ("server/page/chat.js", "tests/server/page/test_chat.py"),
         ("CONTRIBUTING.md", "tests/test_docs.py"),
         ("Makefile", "tests/test_packaging.py"),
         ("tests/test_rooms.py", "tests/test_rooms.py"),

@@ -21,7 +21,7 @@ PREFIX = "/page"
 
 HEADERS = {
     # nothing from elsewhere, nothing inline: a model's answer cannot load, run or send anything
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -59,7 +59,7 @@ class MessageView {
       const shown = reasoning.trim();
       if (this.thought.textContent !== shown) this.thought.textContent = shown;
     }
-    render(this.content, json && content ? "```json\n" + content + "\n```" : content);
+    render(this.content, json && content ? "```json\n" + content + "\n```" : content, live);
     this.waiting.hidden = !live || Boolean(reasoning || content);
     this.problem.hidden = !problem;
     this.problem.textContent = problem ?? "";

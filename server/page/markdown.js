@@ -1,11 +1,10 @@
 // Markdown to elements, safely, and cheaply while it streams. HTML in an answer is shown as text.
 
+import { escaped, mathExtension, typeset, whilePartial } from "./math.js";
+
 const { marked, DOMPurify, hljs } = globalThis;
 
-const escaped = (text) =>
-  text.replace(/[&<>"']/g, (char) => `&#${char.charCodeAt(0)};`);
-
-marked.use({
+marked.use(mathExtension, {
   gfm: true,
   renderer: {
     html: ({ text }) => escaped(text),
@@ -22,8 +21,8 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 
 const SANITIZE = {
   ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "a", "ul",
-    "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "input"],
-  ALLOWED_ATTR: ["href", "class", "start", "type", "checked", "disabled", "align"],
+    "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "input", "span"],
+  ALLOWED_ATTR: ["href", "class", "start", "type", "checked", "disabled", "align", "data-math"],
   RETURN_DOM_FRAGMENT: true,
 };
 
@@ -83,6 +82,7 @@ function elements(token, links) {
   const tokens = Object.assign([token], { links });
   const holder = document.createElement("div");
   holder.append(DOMPurify.sanitize(marked.parser(tokens), SANITIZE));
+  typeset(holder);
   for (const pre of holder.querySelectorAll("pre")) codeBlock(pre);
   for (const table of holder.querySelectorAll("table")) {
     const frame = document.createElement("div");
@@ -93,15 +93,15 @@ function elements(token, links) {
   return holder;
 }
 
-/** Shows `text` in `target`; blocks that are as they were before are left alone. */
-export function render(target, text) {
-  const tokens = marked.lexer(text);
+/** Shows `text` in `target`, `partial` if more of it is to come; blocks that are as they were before are left alone. */
+export function render(target, text, partial = false) {
+  const tokens = whilePartial(partial, () => marked.lexer(text));
   const { links } = tokens;
   tokens.forEach((token, index) => {
     const old = target.children[index];
-    if (old?.source === token.raw) return;
-    const made = elements(token, links);
-    made.source = token.raw;
+    const open = partial && index === tokens.length - 1;
+    if (old?.source === token.raw && old.open === open) return;
+    const made = Object.assign(elements(token, links), { source: token.raw, open });
     if (old) old.replaceWith(made);
     else target.append(made);
   });

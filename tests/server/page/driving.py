@@ -1,0 +1,29 @@
+"""What tests do on the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ask(page: Any, text: str) -> Any:
+    """Types a message and sends it; the last answer."""
+    answers = page.locator(".message.assistant").count()
+    page.fill("#input", text)
+    page.keyboard.press("Enter")
+    answer = page.locator(".message.assistant").nth(answers)
+    answer.wait_for()
+    return answer
+
+
+def bodies(page: Any) -> list[dict[str, Any]]:
+    """The chat requests that the page sends from now on."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("/completions") else None)
+    return sent
+
+
+def answered(page: Any, text: str) -> Any:
+    """The answer to a message, complete."""
+    answer = ask(page, text)
+    answer.locator(".figures").wait_for()
+    return answer
