@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .errors import ModelLoadError
 from .llama import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
 from .llama.draft import DraftContext
 from .sequence_ids import SequenceIds
@@ -15,6 +16,7 @@ from .speculation.mtp import WIDEST
 if TYPE_CHECKING:
     from .draft_spec import DraftSpec
     from .llama import Device
+    from .model_file import ModelFile
     from .model_spec import ModelSpec
     from .settings import EngineSettings
 
@@ -50,7 +52,7 @@ def load_model(
     settings: EngineSettings, spec: ModelSpec, embedding_on: Device | None, *, rehearse: bool = False
 ) -> Model:
     """The model to serve, its token embedding on that device, or the host. Raises ModelLoadError."""
-    return Model(
+    model = Model(
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
         main_gpu=settings.main_gpu,
@@ -61,18 +63,31 @@ def load_model(
         rehearse=rehearse,
         load_mtp=uses_mtp(settings, spec),
     )
+    return _confirmed(model, spec.file, settings)
 
 
 def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
     """The draft model, where the output of the model is. Raises ModelLoadError."""
-    return Model(
-        spec.path,
+    model = Model(
+        spec.file.path,
         n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
         main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
         rehearse=rehearse,
     )
+    return _confirmed(model, spec.file, settings)
+
+
+def _confirmed(model: Model, file: ModelFile, settings: EngineSettings) -> Model:
+    """The model, if it is of the file whose header was read, where something is kept under its name."""
+    if settings.remember or settings.prefix_file:
+        try:
+            file.confirm()
+        except ModelLoadError:
+            model.close()
+            raise
+    return model
 
 
 def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:

@@ -12,9 +12,8 @@ from .gguf import Metadata
 from .model_spec import TOKENS, kv_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .gguf import Header
+    from .model_file import ModelFile
     from .model_spec import ModelSpec
     from .settings import EngineSettings
 
@@ -26,7 +25,7 @@ ARCHITECTURE = "dflash"
 class DraftSpec:
     """A block drafter."""
 
-    path: Path
+    file: ModelFile
     weights: int
     """Bytes."""
     block: int
@@ -82,7 +81,7 @@ class DraftSpec:
         keys = metadata.integer("attention.key_length", size)
         values = metadata.integer("attention.value_length", size)
         return cls(
-            path=header.path,
+            file=header.file,
             weights=sum(header.tensors.values()),
             block=metadata.integer("block_size", 16, least=2),
             mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id"),

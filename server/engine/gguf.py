@@ -19,6 +19,7 @@ from common.files import open_regular
 
 from .errors import ModelLoadError
 from .llama import row_bytes
+from .model_file import ModelFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,7 @@ _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 class Header:
     """What a file says of itself. `tensors` maps a name to its size in bytes, `types` to ggml's number."""
 
-    path: Path
+    file: ModelFile
     metadata: Mapping[str, Value]
     tensors: Mapping[str, int]
     setting: str = "model"
@@ -66,7 +67,7 @@ class Header:
     @property
     def name(self) -> str:
         """The file as messages name it."""
-        return f"{self.setting}: {self.path}"
+        return f"{self.setting}: {self.file.path}"
 
 
 class Metadata:
@@ -116,7 +117,7 @@ def read_header(path: Path, setting: str = "model") -> Header:
             os.fdopen(open_regular(path), "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _Reader(data, name).header(path, setting)
+            return _Reader(data, name).header(ModelFile.of(path, os.fstat(file.fileno())), setting)
     except FileNotFoundError:
         raise ModelLoadError(f"{name} does not exist") from None
     except IsADirectoryError:
@@ -137,7 +138,7 @@ class _Reader:
         """`file` is its name in messages."""
         self._data, self._file, self._at = data, file, 0
 
-    def header(self, path: Path, setting: str) -> Header:
+    def header(self, file: ModelFile, setting: str) -> Header:
         if self._data[:4] != b"GGUF":
             raise ModelLoadError(f"{self._file} is not a GGUF file (it starts with {self._data[:4]!r})")
         self._at = 4
@@ -172,7 +173,7 @@ class _Reader:
             name: np.frombuffer(self._data, "<i8", tensors[name] // 8, begin + offset).copy()
             for name, offset in tables.items()
         }
-        return Header(path, metadata, tensors, setting, lengths, read, types)
+        return Header(file, metadata, tensors, setting, lengths, read, types)
 
     def _tensor(self, name: str) -> tuple[int, int, int]:
         """Its size in bytes, where it begins, and its type."""

@@ -26,7 +26,7 @@ from .hardware import nvidia_cards, physical_cores
 from .llama import Context, patches, supports_gpu
 from .llama.mtp import MtpContext
 from .llama.tokenizer import llguidance_tokenizer
-from .measured import Measured, RecordFile, build, fingerprint
+from .measured import Measured, RecordFile, build
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
@@ -217,7 +217,12 @@ class Parts:
     def _measured_file(self) -> RecordFile[Measured]:
         places = [usage.device for usage in self._plan.usages]
         return RecordFile(
-            Measured, self._plan.settings, places, cores=physical_cores(), clock=self.clock.__name__
+            Measured,
+            self._plan.settings,
+            self._plan.spec,
+            places,
+            cores=physical_cores(),
+            clock=self.clock.__name__,
         )
 
     def read_prefixes(self) -> None:
@@ -239,6 +244,14 @@ class Parts:
         path = settings.prefix_file
         if path is None:
             return
+        if self._plan.spec.file.overwritten:
+            log.error(
+                "the prefix cache was not written to %s: %s was overwritten while it was served, "
+                "and states may be of either model; put a new file in its place instead (mv)",
+                path,
+                settings.model,
+            )
+            return
         try:
             file = self._prefix_file(path)
             count, size = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
@@ -251,7 +264,7 @@ class Parts:
     def _prefix_file(self, path: Path) -> PrefixFile:
         settings = self._plan.settings
         made_by = {
-            "model": fingerprint(settings.model),
+            "model": self._plan.spec.file.fingerprint(),
             "build": build(),
             "device": [usage.device.description for usage in self._plan.usages],
             **{name: getattr(settings, name) for name in STATE_SETTINGS},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -26,14 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .llama import Device
+    from .model_spec import ModelSpec
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
 DRIVER = Path("/proc/driver/nvidia/version")
-
-EDGE = 16 * 1024**2
-"""Bytes from either end of a model file that tell it from others."""
 
 
 class Measured(BaseModel):
@@ -62,12 +59,17 @@ class RecordFile(Generic[Record]):
     """
 
     def __init__(
-        self, kind: type[Record], settings: EngineSettings, places: Iterable[Device], **more: Any
+        self,
+        kind: type[Record],
+        settings: EngineSettings,
+        spec: ModelSpec,
+        places: Iterable[Device],
+        **more: Any,
     ) -> None:
         circumstances = {
             "kind": kind.__name__,
-            "model": fingerprint(settings.model),
-            "draft": settings.draft_model and fingerprint(settings.draft_model),
+            "model": spec.file.fingerprint(),
+            "draft": spec.draft and spec.draft.file.fingerprint(),
             "build": build(),
             "devices": [(place.name, place.description) for place in places],
             "driver": driver(),
@@ -109,19 +111,3 @@ def driver() -> str:
 def build() -> str:
     """llama.cpp, as far as it tells what it is."""
     return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
-
-
-def fingerprint(model: Path) -> str:
-    """What tells a model file from others: its size, its header and the end of its last tensor."""
-    stat = model.stat()
-    return _fingerprint(model, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-@lru_cache(8)  # a start asks several times, and hashes 32 MiB of each model for the answer
-def _fingerprint(model: Path, size: int, *_: int) -> str:
-    digest = hashlib.sha256()
-    with model.open("rb") as file:
-        digest.update(file.read(EDGE))
-        file.seek(max(0, size - EDGE))
-        digest.update(file.read(EDGE))
-    return f"{size} bytes, {digest.hexdigest()}"

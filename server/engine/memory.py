@@ -131,7 +131,7 @@ class MemoryPlan:
             lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
         if rollback := len(SequenceIds.of(settings).rollback):
             head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
-            draft = f", draft model {spec.draft.path}" if spec.draft else ""
+            draft = f", draft model {spec.draft.file.path}" if spec.draft else ""
             lines.append(f"speculation: {rollback} states to go back to{head}{draft}")
         if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
@@ -312,7 +312,7 @@ _BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB"
 def _rehearse(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them, now
     or at an earlier start."""
-    file = RecordFile(Buffers, settings, places) if settings.remember else None
+    file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
     if file is not None and (known := file.read()) is not None:
         return known.sizes
     model = load_model(settings, spec, embedding_place(settings, spec, places), rehearse=True)

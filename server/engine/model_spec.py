@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from .errors import ModelLoadError
@@ -13,6 +13,7 @@ from .llama import CACHE_TYPES, row_bytes
 if TYPE_CHECKING:
     from .draft_spec import DraftSpec
     from .gguf import Header
+    from .model_file import ModelFile
     from .settings import EngineSettings
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
@@ -27,6 +28,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 class ModelSpec:
     """Sizes of a model, in bytes unless said otherwise; tuples are by layer of the trunk."""
 
+    file: ModelFile = field(compare=False)
     n_blocks: int
     """Layers in the file, multi-token-prediction blocks included."""
     n_embd: int
@@ -118,6 +120,7 @@ class ModelSpec:
         layer_state = 4 * ((metadata.integer("ssm.conv_kernel", 1, least=1) - 1) * channels + inner * state)
         is_tied = "output.weight" not in header.tensors
         return cls(
+            file=header.file,
             n_blocks=n_blocks,
             n_embd=n_embd,
             n_vocab=header.lengths.get(TOKENS, 0),

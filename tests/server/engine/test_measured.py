@@ -15,6 +15,7 @@ from server.engine import memory
 from server.engine.gguf import read_header
 from server.engine.loading import PREFILL_CPU, decide
 from server.engine.measured import Buffers, Measured, RecordFile
+from server.engine.model_spec import ModelSpec
 from server.engine.prefill_budget import MIN_PREFILL
 from server.engine.settings import EngineSettings
 from server.engine.sizes import plan_memory
@@ -126,17 +127,20 @@ def test_each_kind_of_start_has_its_own(
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     model = tmp_path / "model.gguf"
     shutil.copy(nano_q4_k_m, model)
-    settings = EngineSettings(model=model)
-    one, more = RecordFile(Measured, settings, []), RecordFile(Measured, settings, [], number=1)
-    longer = RecordFile(Measured, settings.replace(ctx_size=4096), [])
+    settings, spec = EngineSettings(model=model), ModelSpec.from_header(read_header(model))
+    one, more = RecordFile(Measured, settings, spec, []), RecordFile(Measured, settings, spec, [], number=1)
+    longer = RecordFile(Measured, settings.replace(ctx_size=4096), spec, [])
     measured = Measured(token_seconds=0.5, step_times=StepTimes().dump())
     one.write(measured)
     assert [file.read() for file in (one, more, longer)] == [measured, None, None]
-    assert RecordFile(Buffers, settings, []).read() is None
+    assert RecordFile(Buffers, settings, spec, []).read() is None
     assert list((tmp_path / "measured").iterdir()) == [one.path]
-    content = model.read_bytes()
-    model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert RecordFile(Measured, settings, []).read() is None, "of another file"
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+    assert RecordFile(Measured, settings, spec, []).read() == measured, "what was loaded stays what it was"
+    spec = ModelSpec.from_header(read_header(model))
+    assert RecordFile(Measured, settings, spec, []).read() is None, "of another file"
 
 
 def test_the_next_start_rehearses_nothing(

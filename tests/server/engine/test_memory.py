@@ -17,6 +17,7 @@ from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
 from server.engine.memory import MemoryPlan
+from server.engine.model_file import ModelFile
 from server.engine.model_spec import ModelSpec
 from server.engine.sequence_ids import SequenceIds
 from server.engine.sizes import plan_memory
@@ -118,6 +119,7 @@ FOUR_B: dict[str, Value] = {
 """Qwen3.5-4B's sizes."""
 
 FILE = Path("4b.gguf")
+FOUND = ModelFile(FILE, 0, 0, 0, 0)
 
 NO_ROWS = 35
 """TQ2_0, of which CUDA takes no rows."""
@@ -125,7 +127,7 @@ NO_ROWS = 35
 
 def four_b() -> Header:
     layers = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
-    return Header(FILE, FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
+    return Header(FOUND, FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
 
 
 def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
@@ -370,7 +372,7 @@ def test_a_file_without_a_head_is_named_once(
 ) -> None:
     card(23 * GIB)
     tensors = {name: size for name, size in four_b().tensors.items() if "blk.32" not in name}
-    header = Header(FILE, {**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
+    header = Header(FOUND, {**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
     plan = plan_memory(
         EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
     )
@@ -449,7 +451,7 @@ def test_checkpoints_give_way_to_what_must_fit_unless_they_are_asked_for(card: A
 
 def test_a_large_model_may_hold_more_cells_for_the_same_slowdown(card: Any) -> None:
     card(23 * GIB)
-    header = Header(FILE, FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
+    header = Header(FOUND, FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
     plan = plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, parallel=2), header)
     weights = 3 * ((32 * 70 + 500) * MIB + 10240)
     assert plan.settings.prefix_cells == pytest.approx(0.1 * weights / (32 * 1024), abs=256)
@@ -682,4 +684,4 @@ def test_a_context_that_llama_cpp_refuses_is_reported(
 def test_missing_metadata_is_named() -> None:
     incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
     with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
-        ModelSpec.from_header(Header(FILE, incomplete, {}))
+        ModelSpec.from_header(Header(FOUND, incomplete, {}))

@@ -1,0 +1,136 @@
+"""What a model file is recognized by: all its bytes, read once for each state that the file is in.
+
+Whatever outlives a process (states of the prefix cache, measured times, sizes of buffers) is kept under this
+fingerprint. It is of the file that was loaded: another one that takes its name later changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import lru_cache, partial
+from pathlib import Path  # noqa: TC003 - pydantic reads it
+from typing import Self
+
+from pydantic import BaseModel, ValidationError
+
+from common.files import open_regular, write_text
+from server.about import cache_folder
+
+from .errors import ModelLoadError
+
+log = logging.getLogger(__name__)
+
+BLOCK = 2**23
+"""Bytes that are hashed in one go; hashes of blocks are computed on several threads."""
+
+SETTLED_NS = 2 * 10**9
+"""A file that was written less long ago may be written again without another time stamp."""
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A file in one of its states, told apart by `os.stat`; times are in ns."""
+
+    path: Path
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> Self:
+        return cls(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def fingerprint(self) -> str:
+        """A digest of everything in it. Raises ModelLoadError where the file is not in this state any more
+        and was not asked before."""
+        return _fingerprint(self)
+
+    def confirm(self) -> None:
+        """To be called when it was loaded by its name. Raises ModelLoadError where that may have been another
+        file."""
+        mine, now = self.fingerprint(), _now(self.path)
+        if now != self and (now is None or now.fingerprint() != mine):
+            raise _other(self.path)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether its bytes were changed in place. With `use_mmap` the model computes with them then."""
+        now = _now(self.path)
+        if now is None or now.inode != self.inode:
+            return False
+        return (now.size, now.modified) != (self.size, self.modified)
+
+
+class Known(BaseModel):
+    """What is kept of a fingerprint in the cache folder."""
+
+    state: tuple[Path, int, int, int, int]
+    fingerprint: str
+
+
+def _now(path: Path) -> ModelFile | None:
+    try:
+        return ModelFile.of(path, path.stat())
+    except OSError:
+        return None
+
+
+def _other(path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path} was changed or replaced while it was loaded; start again")
+
+
+@lru_cache(8)
+def _fingerprint(model: ModelFile) -> str:
+    state = (model.path.absolute(), *astuple(model)[1:])
+    name = hashlib.sha256(os.fsencode(state[0])).hexdigest()[:32]
+    record = cache_folder() / "fingerprints" / f"{name}.json"
+    try:
+        known = Known.model_validate_json(record.read_bytes())
+        if known.state == state:
+            return known.fingerprint
+    except FileNotFoundError:
+        pass
+    except (OSError, ValidationError) as error:
+        log.warning("%s: %s; the model is read again", record, error)
+    found = _digest(model)
+    if time.time_ns() - max(model.modified, model.changed) > SETTLED_NS:
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_text(record, Known(state=state, fingerprint=found).model_dump_json())
+        except OSError as error:
+            log.debug("%s is not written: %s", record, error)
+    return found
+
+
+def _digest(model: ModelFile) -> str:
+    """Its size, and a hash of the hashes of its blocks."""
+    started = time.perf_counter()
+    try:
+        descriptor = open_regular(model.path)
+    except OSError as error:
+        raise ModelLoadError(f"{model.path} cannot be read: {error.strerror or error}") from error
+    try:
+        hashes = hashlib.sha256()
+        if ModelFile.of(model.path, os.fstat(descriptor)) == model:
+            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+                for one in threads.map(partial(_hash, descriptor), range(0, model.size, BLOCK)):
+                    hashes.update(one)
+        if ModelFile.of(model.path, os.fstat(descriptor)) != model:
+            raise _other(model.path)
+    except OSError as error:
+        raise ModelLoadError(f"{model.path} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(descriptor)
+    if (seconds := time.perf_counter() - started) > 1:
+        log.info("%s was read once in %.1f s, to recognize it later", model.path, seconds)
+    return f"{model.size} bytes, {hashes.hexdigest()}"
+
+
+def _hash(descriptor: int, start: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, BLOCK, start)).digest()
