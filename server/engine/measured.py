@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from common.files import write_text
 from server.about import cache_folder
@@ -44,7 +44,7 @@ class Measured(BaseModel):
 class Buffers(BaseModel):
     """What a rehearsal finds out."""
 
-    sizes: dict[str, int]
+    sizes: dict[str, int] = Field(min_length=1)
     """Bytes of compute and output buffers, by ggml's name of the device."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from .contexts import (
 from .errors import LlamaError, ModelLoadError
 from .llama import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, takes_rows
 from .llama.mtp import MtpContext
-from .measured import Buffers, RecordFile
+from .measured import Buffers, RecordFile, build
 from .sequence_ids import SequenceIds
 from .speculation import dflash
 from .speculation.mtp import host_bytes
@@ -306,7 +307,7 @@ def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Devic
     return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]
 
 
-_BUFFER = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([0-9.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
 
 
 def _rehearse(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
@@ -316,27 +317,41 @@ def _rehearse(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device
     if file is not None and (known := file.read()) is not None:
         return known.sizes
     model = load_model(settings, spec, embedding_place(settings, spec, places), rehearse=True)
-    lines: list[str] = []
+    sizes: Counter[str] = Counter()
     try:
         context = Context(model, context_options(settings))
-        lines += context.log
+        sizes += reported(context.log, "the model's context")
         if spec.draft is not None:
-            lines += _rehearsed_draft(settings, spec.draft, context)
+            sizes += reported(_rehearsed_draft(settings, spec.draft, context), "the draft model's context")
         context.close()
         if uses_mtp(settings, spec):
             head = MtpContext(model, head_options(settings))
-            lines += head.log
+            sizes += reported(head.log, "the MTP head's context")
             head.close()
     except LlamaError as error:
         raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
     finally:
         model.close()
-    sizes: dict[str, int] = {}
-    for line in lines:
-        if match := _BUFFER.search(line):
-            sizes[match[1]] = sizes.get(match[1], 0) + int(float(match[2]) * MIB)
     if file is not None:
         file.write(Buffers(sizes=sizes))
+    return sizes
+
+
+def reported(lines: Sequence[str], whose: str) -> Counter[str]:
+    """Bytes of compute and output buffers that llama.cpp's log tells of, by ggml's name of the device.
+
+    Raises ModelLoadError where it tells of no compute buffer: no context is without one.
+    """
+    found = [match for line in lines if (match := _BUFFER.search(line))]
+    if not any(kind == "compute" and float(mib) for _, kind, mib in (match.groups() for match in found)):
+        raise ModelLoadError(
+            f"llama.cpp's log does not tell how large the buffers of {whose} are: no line like "
+            f"'CPU compute buffer size = 12.34 MiB' among its {len(lines)}. This build of llama.cpp "
+            f"({build()}) is another than this server was made for; `make setup` builds the right one"
+        )
+    sizes: Counter[str] = Counter()
+    for device, _, mib in (match.groups() for match in found):
+        sizes[device] += int(float(mib) * MIB)
     return sizes
 
 

@@ -16,6 +16,7 @@ from server.engine.errors import LlamaError
 from server.engine.gguf import Header, Value, read_header
 from server.engine.llama import Context, Device, Model, supports_gpu
 from server.engine.llama.mtp import MtpContext
+from server.engine.loading import decide
 from server.engine.memory import MemoryPlan
 from server.engine.model_file import ModelFile
 from server.engine.model_spec import ModelSpec
@@ -685,3 +686,32 @@ def test_missing_metadata_is_named() -> None:
     incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
     with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
         ModelSpec.from_header(Header(FOUND, incomplete, {}))
+
+
+def test_a_log_that_tells_no_buffers_is_an_error(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Words of another llama.cpp, in which a plan of 0 bytes fits anywhere; nor is that remembered."""
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    other = re.compile(r"(\S+)\s+(compute|output) buffer: ([0-9.]+) MiB")
+    wanted, header = decide(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
+    with monkeypatch.context() as changed:
+        changed.setattr(memory, "_BUFFER", other)
+        with pytest.raises(ModelLoadError, match=r"the model's context are: no line like 'CPU compute"):
+            plan_memory(wanted, header)
+    assert not [*tmp_path.glob("measured/*")]
+    right = [usage.compute for usage in plan_memory(wanted, header).usages]
+    [record] = tmp_path.glob("measured/*")
+    record.write_text('{"sizes": {}}')  # as an earlier server may have left it
+    assert [usage.compute for usage in plan_memory(wanted, header).usages] == right
+    assert min(right) > 0
+
+
+@pytest.mark.parametrize(
+    "lines", [[], ["CPU output buffer size = 1.00 MiB"], ["CPU compute buffer size = 0.00 MiB"]]
+)
+def test_each_context_has_a_compute_buffer(lines: list[str]) -> None:
+    with pytest.raises(ModelLoadError, match="of the head are"):
+        memory.reported(lines, "the head")
+    more = [*lines, "graph_reserve:      CUDA0 compute buffer size =   2.50 MiB"]
+    assert memory.reported(more, "the head")["CUDA0"] == int(2.5 * MIB)
