@@ -121,7 +121,7 @@ async def soak(
     store: StoreOptions = StoreOptions(),
     prompts: PromptOptions = PromptOptions(),
     minutes: AboveZero = 30.0,
-    window: AboveZero = 60.0,
+    window: AboveZero = 45.0,
     concurrency: Positive = 8,
     input_tokens: Positive = 512,
     output_tokens: Positive = 128,

@@ -43,14 +43,14 @@ def made(values: list[float], metric: str) -> Results:
 
 
 def test_a_leak_is_found_and_noise_is_not() -> None:
-    leak = made([100.0 + 5 * at for at in range(24)], "resident_memory")
+    leak = made([100.0 + 5 * at for at in range(40)], "resident_memory")
     ratio = drift(leak.frame, "resident_memory")
     assert ratio is not None
     assert ratio.value < 0.7
     assert ["resident memory of the server" in told for told in drifts(leak)] == [True]
-    steady = made([100.0 + 5 * (at % 2) for at in range(24)], "output_rate")
+    steady = made([100.0 + 5 * (at % 2) for at in range(40)], "output_rate")
     assert list(drifts(steady)) == []
-    assert drift(made([1.0] * 12, "itl").frame, "itl") is None, "too few windows"
+    assert drift(made([1.0] * 32, "itl").frame, "itl") is None, "too few windows"
 
 
 def test_answers_that_depend_on_load_are_found(

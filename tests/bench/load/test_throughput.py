@@ -42,7 +42,10 @@ def test_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
         assert rate == pytest.approx(96 / seconds)
         assert total == pytest.approx((96 + 8 * 24) / seconds)
+        assert cell(results, "request_rate", name) == [pytest.approx(8 / seconds)]
         assert cell(results, "spot_checks_failed", name) == [0.0]
+    (seconds,) = cell(results, "seconds", "1 concurrent")
+    assert 1000 * seconds > sum(cell(results, "latency", "1 concurrent")), "with what lies between requests"
     shown = capsys.readouterr().out
     assert "levels 2, 8, 16, 32, 64 were not run" in shown
 

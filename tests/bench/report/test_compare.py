@@ -47,7 +47,7 @@ def test_few_rounds_have_no_interval(tmp_path: Path) -> None:
     made_run(tmp_path, [*rows("a", 1.0, rounds=3), *rows("b", 2.0, rounds=3)])
     found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
     assert found is not None
-    assert found.verdict == "0.5x, fewer than 5 rounds"
+    assert found.verdict == "0.5x, fewer than 8 rounds"
 
 
 def test_what_has_no_better_side_or_no_shared_cell_is_not_compared(tmp_path: Path) -> None:

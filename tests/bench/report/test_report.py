@@ -115,7 +115,7 @@ def test_the_headline_begins_with_the_reference_and_says_where_rounds_are_few(tm
     names = [line.split(" |")[0].removeprefix("| ") for line in table[2:5]]
     assert names == ["llama-server", "llama-server, tuned", "ours"]
     assert "| ours | 200 (2.00x) | 1,600 (2.00x) |" in table
-    assert any("fewer than 5 rounds" in line for line in lines)
+    assert any("fewer than 8 rounds" in line for line in lines)
 
 
 def test_what_cannot_be_reported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

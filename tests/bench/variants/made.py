@@ -48,7 +48,7 @@ class Made:
 
 
 def swept(
-    store: Path, *variants: Made, rounds: int = 5, baseline: str | dict[str, float] = "first", seed: int = 0
+    store: Path, *variants: Made, rounds: int = 8, baseline: str | dict[str, float] = "first", seed: int = 0
 ) -> Results:
     """A sweep over these, all rounds finished."""
     rng = random.Random(seed)
