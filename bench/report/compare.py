@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from bench.errors import BenchError
 from bench.load.client import clip
-from bench.report.tables import compared_metrics, subjects_table
+from bench.report.tables import compared_metrics, own_reference, subjects_table
 from bench.store import Manifest, Results, load
 from bench.terminal import Cell, Table
 
@@ -33,9 +33,10 @@ def compare(
     Parameters
     ----------
     paths
-        Stores, or folders of single runs; the first subject of the first is the reference.
+        Stores, or folders of single runs.
     reference
-        The subject to compare with, as the table names it.
+        The subject to compare with, as the table names it (the first run's own reference, else its first
+        subject).
     metric
         Only this metric; may be repeated.
     subject
@@ -50,7 +51,7 @@ def compare(
             raise BenchError(f"{name}: not measured; there are {', '.join(subjects)}")
     if len(subjects) < 2:
         raise BenchError(f"one subject alone, {''.join(subjects)}: want two or more to compare")
-    first = reference or subjects[0]
+    first = reference or own_reference(results)
     if subject:
         wanted = {first, *subject}
         results = Results(results.of(subject=sorted(wanted)), results.manifests)

@@ -14,7 +14,7 @@ from bench.load.protocol import DISTINCT, OFFICIAL
 from bench.report.pictures import draw_pictures, latencies, loads
 from bench.report.sweep import VERB as SWEEP
 from bench.report.sweep import sweep_tables
-from bench.report.tables import subjects_table
+from bench.report.tables import own_reference, subjects_table
 from bench.store import Manifest, Results, write_atomically
 from bench.terminal import Table, show
 
@@ -34,7 +34,7 @@ def publish_results(
     subjects = list(dict.fromkeys(frame["subject"]))
     if not subjects:
         raise BenchError("nothing was measured in these runs")
-    first = reference or subjects[0]
+    first = reference or own_reference(results)
     if first not in subjects:
         raise BenchError(f"--reference {first}: not measured; there are {', '.join(subjects)}")
     results = Results(in_order(frame, first), results.manifests)

@@ -35,7 +35,8 @@ def report(
         With --publish: put the headline table into this Markdown file, between its lines
         <!-- headline --> and <!-- end -->.
     reference
-        With --publish: the subject that ratios are against (the first).
+        With --publish: the subject that ratios are against (the first run's own reference, else its
+        first subject).
     """
     if not paths:
         raise BenchError("want at least one store or run, such as results/")

@@ -18,11 +18,11 @@ def subjects_table(
 ) -> Table:
     """A line for each workload, cell, metric and subject; then all cells together where there are several.
 
-    ``metrics``: in this order (all that have a better side). ``reference``: a subject (the first).
+    ``metrics``: in this order (all that have a better side). ``reference``: a subject (`own_reference`).
     """
     frame = results.frame
     subjects = list(dict.fromkeys(frame["subject"]))
-    first = reference if reference is not None and reference in subjects else next(iter(subjects), "")
+    first = reference if reference is not None and reference in subjects else own_reference(results)
     lines: list[list[Cell]] = []
     for workload, rows in frame.groupby("workload", sort=False):
         cells = list(dict.fromkeys(rows["cell"]))
@@ -36,6 +36,17 @@ def subjects_table(
     header += [f"times as good as {first}"] if len(subjects) > 1 else []
     width = len(header)
     return Table(header, [line[:width] for line in lines], title=title or _title(results))
+
+
+def own_reference(results: Results) -> str:
+    """The subject that the first run was measured against; the first one where none was, "" without any."""
+    subjects = list(dict.fromkeys(results.frame["subject"]))
+    for run, manifest in results.manifests.items():
+        named = manifest.settings.get("reference")
+        for name in (named, f"{run}: {named}"):  # as it is called beside other runs that have it
+            if name in subjects:
+                return str(name)
+    return next(iter(subjects), "")
 
 
 def compared_metrics(frame: pd.DataFrame) -> list[str]:

@@ -10,6 +10,7 @@ environment decides otherwise. Each kind has a folder of its own.
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+TARGET = re.compile(r"(?:set\s*\(\s*TARGET|add_executable\s*\()\s*(llama-[\w-]+)")
+"""A program, as llama.cpp's cmake files name it."""
 CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
@@ -56,9 +59,12 @@ def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: b
     """Build llama.cpp programs such as llama-quantize, those that are missing; the folder they are in.
 
     PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when
-    the sources cannot be fetched or do not build.
+    a name is none of llama.cpp's programs, or the sources cannot be fetched or do not build.
     """
     sources = llama_cpp_sources()
+    known = programs_of(sources)
+    if unknown := [name for name in names if name not in known]:
+        raise BenchError(f"{unknown[0]}: no program of llama.cpp; there are {', '.join(known)}")
     queue, options = _patches(patched)
     build = sources.parents[1] / (("build" if flavour == "cpu" else f"build-{flavour}") + queue)
     with _alone():
@@ -68,6 +74,12 @@ def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: b
             jobs = str(setup_llama.processors())
             _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
     return build / "bin"
+
+
+def programs_of(sources: Path) -> list[str]:
+    """The names of llama.cpp's programs."""
+    files = (path.read_text(encoding="utf-8") for path in (sources / "tools").rglob("CMakeLists.txt"))
+    return sorted({name for text in files for name in TARGET.findall(text) if not name.endswith("-impl")})
 
 
 def this_machines_flavour() -> Flavour:
@@ -141,7 +153,7 @@ def build(
     Parameters
     ----------
     programs
-        Such as llama-server, llama-batched-bench.
+        One or more, such as llama-server llama-batched-bench.
     flavour
         cpu or cuda (else as this machine allows).
     """

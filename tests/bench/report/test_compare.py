@@ -77,6 +77,20 @@ def test_the_command_sets_a_run_beside_another(tmp_path: Path, capsys: pytest.Ca
     assert line.split() == ["quant", "Q4_K_M", "Q2_K"]
 
 
+def test_the_reference_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [*rows("a", 1.0), *rows("b", 2.0)]
+    first = made_run(tmp_path, both, reference="b")
+    second = made_run(tmp_path, both, reference="a")
+    for words, expected in (
+        ([first], "times as good as b"),
+        ([first, "--reference", "a"], "times as good as a"),
+        ([first, second], f"times as good as {first.name}: b"),
+    ):
+        assert main(["compare", *map(str, words)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert expected in shown
+
+
 def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = made_run(tmp_path / "alone", rows("a", 1.0))
     both = made_run(tmp_path / "both", [*rows("a", 1.0), *rows("b", 1.0)])

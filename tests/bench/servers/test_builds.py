@@ -27,7 +27,12 @@ for name; do touch "{bin}/$name"; done
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The unpacked sdist, with a cmake on PATH that builds empty programs."""
     made = tmp_path / "cache" / f"llama_cpp_python-{version('llama-cpp-python')}"
-    (made / "vendor" / "llama.cpp").mkdir(parents=True)
+    for tool, text in (
+        ("server", "set(TARGET llama-server-impl)\nadd_executable(llama-server main.cpp)"),
+        ("llama-bench", "set(TARGET llama-bench)"),
+    ):
+        (made / "vendor" / "llama.cpp" / "tools" / tool).mkdir(parents=True)
+        (made / "vendor" / "llama.cpp" / "tools" / tool / "CMakeLists.txt").write_text(text)
     monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(setup_llama, "NVCC", Path("/no/nvcc"))
     monkeypatch.setenv("PATCHES", "0")
@@ -57,6 +62,17 @@ def test_built_once(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_the_verb_prints_the_folder(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "llama-server", "--flavour", "cpu"]) == 0
     assert capfd.readouterr().out == f"{root / 'build' / 'bin'}\n"
+
+
+@pytest.mark.parametrize("name", ["llama-server,llama-bench", "a,b", "llama-server-impl", "server"])
+def test_what_is_no_program_is_refused_by_name(
+    name: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "llama-bench", name]) == 1
+    assert (
+        f"{name}: no program of llama.cpp; there are llama-bench, llama-server\n" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "log").exists(), "nothing is built"
 
 
 def test_patched_programs_have_a_folder_for_each_queue(
