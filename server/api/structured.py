@@ -91,7 +91,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {"json_schema": ({}, ""), "grammar": ("",)
 
 
 class StructuredFields(BaseModel):
-    """What every generating endpoint takes. At most one may ask for something."""
+    """What every generating endpoint takes. If several ask for something, it is the same."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -131,15 +131,15 @@ class StructuredFields(BaseModel):
             wanted.append(
                 ("structural_tag", lambda param: structural_tag_format(self.structural_tag, param, special))
             )
-        if len(wanted) > 1:
-            fields = " and ".join(param for param, _ in wanted)
-            raise bad_request(
-                f"{fields} contradict each other; give one of them", wanted[1][0], "invalid_value"
-            )
-        if self.guided_whitespace_pattern is not None and [param for param, _ in wanted] != ["guided_json"]:
+        if self.guided_whitespace_pattern is not None and "guided_json" not in dict(wanted):
             message = "guided_whitespace_pattern goes with guided_json only"
             raise bad_request(message, "guided_whitespace_pattern", "invalid_value")
-        return wanted[0][1](wanted[0][0]) if wanted else None
+        formats = [make(param) for param, make in wanted]
+        for (param, _), other in zip(wanted[1:], formats[1:], strict=True):
+            if not other.same_as(formats[0]):  # some clients say one thing in the words of several servers
+                message = f"{wanted[0][0]} and {param} contradict each other; give one of them"
+                raise bad_request(message, param, "invalid_value")
+        return formats[0] if formats else None
 
 
 def _of_response_format(value: dict[str, Any], special: Sequence[str]) -> AnswerFormat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llguidance import regex_to_lark
@@ -60,6 +60,10 @@ class AnswerFormat:
     """It may hold tool calls, and says itself what they look like."""
     parts: tuple[tuple[str, str], ...] = ()
     """Grammars of their own that the rules name (`@name`), by name."""
+
+    def same_as(self, other: AnswerFormat) -> bool:
+        """Whether the same answers fit, as far as the words of two fields tell."""
+        return replace(self, param="") == replace(other, param="")
 
 
 # --- the whole answer --------------------------------------------------------------------------------------

@@ -410,6 +410,36 @@ def test_what_cannot_be_enforced_is_refused(
     assert chat(http, guided_choice=["yes"])["message"]["content"] == "yes"  # nobody else suffers
 
 
+YES = 'root ::= "yes"'
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": YES, "structured_outputs": {"grammar": YES}},  # guidance's VLLMModel
+        {"guided_choice": ["yes"], "structured_outputs": {"choice": ["yes"]}},
+        {"guided_regex": "yes", "regex": "yes", "structured_outputs": {"regex": "yes"}},
+    ],
+)
+def test_what_two_fields_say_alike_is_said_once(http: httpx.Client, fields: dict[str, Any]) -> None:
+    assert chat(http, **fields)["message"]["content"] == "yes"
+
+
+def test_a_schema_in_the_words_of_several_servers(http: httpx.Client) -> None:
+    fields = {
+        "guided_json": json.dumps(PERSON),
+        "structured_outputs": {"json": PERSON},
+        **SPELLINGS["response_format"],
+    }
+    check(PERSON, chat(http, **fields)["message"]["content"])
+    refused = post(http, messages=ASK, **fields, json_schema={"type": "object"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "json_schema"
+    spaced = post(http, messages=ASK, **fields, guided_whitespace_pattern=" ")
+    assert spaced.status_code == 400
+    assert "contradict" in spaced.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("value", "word"),
     [
