@@ -102,12 +102,14 @@ async def logprobs(target: Target) -> None:
         expect(found == sorted(found, reverse=True), f"top_logprobs: want the likeliest first, got {found}")
 
 
-@check("refused: what would need a memory of responses, tools that are no functions, a chat's own fields")
+@check(
+    "refused: what would need a memory of responses, a forced tool that is no function, a chat's own fields"
+)
 async def refusals(target: Target) -> None:
     await target.needs("POST", PATH)
     for fields in (
         {"previous_response_id": "resp_1"},
-        {"tools": [{"type": "web_search"}]},
+        {"tool_choice": "required", "tools": [{"type": "web_search"}]},
         {"input": None},
         {"max_tokens": 5},
     ):

@@ -89,14 +89,17 @@ CLIENTS: Mapping[str, ClientProgram] = {
         environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"},
     ),
     "ai-sdk": ClientProgram(
-        npm=("ai", "@ai-sdk/openai-compatible", "zod"),
+        npm=("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"),
         checks={
             "generateText": SAYS_SOMETHING,
             "generateObject": "import re\n"
             "assert re.search(r\"country: '(France|Japan|Peru)'\", printed), printed",
+            "responses": "assert 'reasoningText: undefined' not in printed, printed\n"
+            "assert 'reasoningText' in printed, printed",
         },
     ),
     "opencode": ClientProgram(npm=("opencode-ai",), checks={"run": SAYS_SOMETHING}),
+    "codex": ClientProgram(npm=("@openai/codex",), checks={"exec": SAYS_SOMETHING}),
     "claude-code": ClientProgram(
         npm=("@anthropic-ai/claude-code",),
         checks={"print": SAYS_SOMETHING},

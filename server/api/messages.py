@@ -13,6 +13,7 @@ from server.api.chat import begin, prompt_of
 from server.api.request import on_thread, prepared
 from server.api.sse import Dialect, encode, typed_event
 from server.api.tokens import bounded
+from server.api.translation import noted
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ async def messages(http: Request, service: Service, request: MessagesRequest, si
     asked = await on_thread(request.chat, size)
     request.messages = []  # they would stay for as long as the answer takes
     served, [reply] = await begin(http, service, asked, size, "msg_")
-    return await served.respond(
+    response = await served.respond(
         http, partial(stream, served, reply), partial(collect, served, reply), DIALECT
     )
+    return noted(response, request.tools_left_out)
 
 
 async def count_tokens(http: Request, service: Service, request: CountTokensRequest, size: int) -> Response:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.api.errors import bad_request
-from server.api.translation import FOREIGN, Sharing, blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import (
+    FOREIGN,
+    LEFT,
+    Sharing,
+    blocks_in,
+    names_of,
+    object_in,
+    refused,
+    text_in,
+    to_chat,
+)
 from server.chat import plain_text
 
 if TYPE_CHECKING:
@@ -131,14 +141,35 @@ class CountTokensRequest(Sharing):
             **self._shared,
             "model": self.model,
             "messages": reminded([*self._system(), *self._messages()]),
-            "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
-            "tool_choice": choice.chat() if choice else None,
+            "tools": [
+                _tool(tool, f"tools[{index}]")
+                for index, tool in enumerate(self.tools or [])
+                if _is_function(tool)
+            ]
+            or None,
+            "tool_choice": self._choice(),
             "parallel_tool_calls": False if single else None,
             "thinking": thinking,
             # an effort alone does not make Anthropic's models think
             "reasoning_effort": config.effort if thinking and thinking["type"] == "enabled" else None,
             "response_format": config.response_format(),
         }
+
+    @property
+    def tools_left_out(self) -> str:
+        """Those that only Anthropic runs or only its models were taught to call."""
+        return names_of(tool for tool in self.tools or [] if not _is_function(tool))
+
+    def _choice(self) -> Any:
+        """The chat request's `tool_choice`, which can force none of the tools that are left out."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice is None:
+            return None
+        named = [tool for tool in tools if choice.type == "any" or tool.get("name") == choice.name]
+        forced = choice.type in ("any", "tool") and not any(map(_is_function, named))
+        if forced and (left := names_of(named)):
+            raise refused("tool_choice", f"asks for a call of {left}: {LEFT}")
+        return choice.chat()
 
     def _system(self) -> Iterator[dict[str, Any]]:
         if self.system is None:
@@ -279,10 +310,12 @@ def _text(block: Mapping[str, Any], where: str) -> str:
     return text_in(block.get("text"), f"{where}.text")
 
 
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in (None, "custom")
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool as a chat request has it."""
-    if tool.get("type") not in (None, "custom"):
-        raise refused(f"{where}.type", f"{tool['type']!r} tools are run by Anthropic, not by this server")
+    """A function as a chat request has it."""
     function = {
         "name": text_in(tool.get("name"), f"{where}.name"),
         "parameters": dict(object_in(tool.get("input_schema"), f"{where}.input_schema")),

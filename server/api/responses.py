@@ -12,6 +12,7 @@ from server.api.chat import begin
 from server.api.logprobs import ResponseLogprobs
 from server.api.request import on_thread
 from server.api.sse import Dialect, encode, typed_event
+from server.api.translation import noted
 from server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ Item = dict[str, Any]
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
+SUMMARY = "response.reasoning_summary"
+"""What the names of the events begin with that carry a summary of the reasoning: its text."""
+
 
 async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
     """Answers with a response; `size` is the body's, in bytes."""
@@ -37,7 +41,8 @@ async def respond(http: Request, service: Service, request: ResponsesRequest, si
     request.input = None  # it would stay for as long as the answer takes
     served, [reply] = await begin(http, service, asked, size, "resp_")
     answer = Answer(request, served, reply, service.backend.engine.vocab)
-    return await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
+    response = await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
+    return noted(response, request.tools_left_out)
 
 
 class Answer:
@@ -47,7 +52,8 @@ class Answer:
         self._request = request
         self._served = served
         self._reply = reply
-        self._output = Output(ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation))
+        logprobs = ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation)
+        self._output = Output(logprobs, summarized=request.wants_summary)
         self._sent = 0
 
     async def collect(self) -> bytes:
@@ -114,18 +120,24 @@ class Answer:
             "output": self._output.items if ended else [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": asked.reasoning.effort if asked.reasoning else None,
+                "summary": asked.reasoning.summary if asked.reasoning else None,
+            },
             "store": False,
             "temperature": asked.temperature,
             "text": {"format": (text.format if text else None) or {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-            "tools": asked.tools or [],
+            "tools": [tool for _, tool in asked.functions],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": asked.truncation or "disabled",
             "usage": self._usage() if ended else None,
             "user": asked.user,
-            "metadata": asked.metadata or {},
+            "metadata": {
+                **(asked.metadata or {}),
+                **({"tools_left_out": asked.tools_left_out} if asked.tools_left_out else {}),
+            },
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -142,9 +154,11 @@ class Answer:
 class Output:
     """A response's items in the making. What is done to it is told in events, which must be read."""
 
-    def __init__(self, logprobs: ResponseLogprobs) -> None:
+    def __init__(self, logprobs: ResponseLogprobs, *, summarized: bool) -> None:
+        """`summarized`: the reasoning comes as its summary, too."""
         self.items: list[Item] = []
         self._logprobs = logprobs
+        self._summarized = summarized
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:
@@ -182,6 +196,10 @@ class Output:
                 **{key: part[key] for key in ("text", "logprobs") if key in part},
             }
             yield {"type": "response.content_part.done", **place, "part": part}
+            for summary in item.get("summary", []):
+                place = {**self._place(), "summary_index": 0}
+                yield {"type": f"{SUMMARY}_text.done", **place, "text": summary["text"]}
+                yield {"type": f"{SUMMARY}_part.done", **place, "part": summary}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _text(self, kind: str, text: str) -> Iterator[Event]:
@@ -200,6 +218,11 @@ class Output:
             place = {**self._place(), "content_index": 0}
             yield {"type": "response.content_part.added", **place, "part": part}
             item["content"].append(part)
+            if kind == "reasoning" and self._summarized:
+                summary = {"type": "summary_text", "text": ""}
+                place = {**self._place(), "summary_index": 0}
+                yield {"type": f"{SUMMARY}_part.added", **place, "part": summary}
+                item["summary"].append(summary)
         [part] = item["content"]
         part["text"] += text
         more: Item = {}
@@ -208,10 +231,15 @@ class Output:
             part["logprobs"].items += more["logprobs"].items
         place = {**self._place(), "content_index": 0}
         yield {"type": f"{_stream_of(item)}.delta", **place, "delta": text, **more}
+        for summary in item.get("summary", []):
+            summary["text"] += text
+            place = {**self._place(), "summary_index": 0}
+            yield {"type": f"{SUMMARY}_text.delta", **place, "delta": text}
 
     def _open(self, item: Item) -> Iterator[Event]:
         self.items.append({**item, "status": "in_progress"})
-        shown = {**self.items[-1], **({"content": []} if "content" in item else {})}
+        empty: Item = {name: [] for name in ("content", "summary") if name in item}
+        shown = {**self.items[-1], **empty}
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
     def _place(self) -> dict[str, Any]:

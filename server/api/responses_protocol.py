@@ -8,7 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from server.api.errors import bad_request
-from server.api.translation import FOREIGN, Sharing, blocks_in, object_in, refused, text_in, to_chat
+from server.api.translation import (
+    FOREIGN,
+    LEFT,
+    Sharing,
+    blocks_in,
+    names_of,
+    object_in,
+    refused,
+    text_in,
+    to_chat,
+)
 from server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -29,12 +39,12 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class Reasoning(BaseModel):
-    """How hard to think. A summary that is asked for is the reasoning itself, as the item's content."""
+    """How hard to think. A summary that is asked for is the reasoning itself, once more."""
 
     model_config = ConfigDict(strict=True)
 
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 class TextConfig(BaseModel):
@@ -107,6 +117,22 @@ class ResponsesRequest(Sharing):
         included = "message.output_text.logprobs" in (self.include or [])
         return (self.top_logprobs or 0) if included or self.top_logprobs else None
 
+    @property
+    def wants_summary(self) -> bool:
+        """Whether the reasoning is to come as its own summary as well."""
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
+
+    @property
+    def functions(self) -> list[tuple[str, dict[str, Any]]]:
+        """The tools that a model is offered, each with where it stands."""
+        found = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or [])]
+        return [(where, tool) for where, tool in found if _is_function(tool, where)]
+
+    @property
+    def tools_left_out(self) -> str:
+        """The others, which only OpenAI runs or only its models were taught to call."""
+        return names_of(tool for tool in self.tools or [] if tool.get("type") != "function")
+
     def chat(self) -> ChatRequest:
         """The chat request that means the same. Raises ApiError 400."""
         text = self.text or TextConfig()
@@ -118,7 +144,7 @@ class ResponsesRequest(Sharing):
             "max_tokens": self.max_output_tokens,
             "logprobs": None if self.n_top_logprobs is None else True,
             "top_logprobs": self.n_top_logprobs,
-            "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])] or None,
+            "tools": [_tool(tool, where) for where, tool in self.functions] or None,
             "tool_choice": self._tool_choice(),
             "response_format": text.response_format(),
             "verbosity": text.verbosity,
@@ -129,15 +155,29 @@ class ResponsesRequest(Sharing):
         return to_chat(fields, NAMES)
 
     def _tool_choice(self) -> Any:
-        """The chat request's `tool_choice`."""
-        if not isinstance(self.tool_choice, dict):
-            return self.tool_choice
-        if self.tool_choice.get("type") == "allowed_tools":
-            return self.tool_choice
-        if self.tool_choice.get("type") != "function":
-            message = 'of the objects {"type": "function", "name"} and allowed_tools are supported'
-            raise refused("tool_choice.type", message)
-        name = text_in(self.tool_choice.get("name"), "tool_choice.name")
+        """The chat request's `tool_choice`, which can force none of the tools that are left out."""
+        choice = self.tool_choice
+        if choice in ("required", "any") and self.tools_left_out and not self.functions:
+            raise refused(
+                "tool_choice", f"asks for a call, but only {self.tools_left_out} could be called: {LEFT}"
+            )
+        if not isinstance(choice, dict):
+            return choice
+        kind = choice.get("type")
+        if kind == "allowed_tools":
+            allowed = choice.get("tools")
+            if not isinstance(allowed, list):
+                return choice
+            kept = [tool for tool in allowed if not isinstance(tool, dict) or tool.get("type") == "function"]
+            if kept or not allowed:
+                return {**choice, "tools": kept}
+            if choice.get("mode") == "auto":
+                return "none"
+            raise refused("tool_choice.tools", f"asks for a call of {names_of(allowed)}: {LEFT}")
+        if kind != "function":
+            named = names_of([choice])
+            raise refused("tool_choice.type", f"asks for a call of {named}: {LEFT}")
+        name = text_in(choice.get("name"), "tool_choice.name")
         return {"type": "function", "function": {"name": name}}
 
     def _messages(self) -> Iterator[dict[str, Any]]:
@@ -227,11 +267,12 @@ def _texts(content: Any, where: str) -> list[str]:
     return texts
 
 
+def _is_function(tool: Mapping[str, Any], where: str) -> bool:
+    return text_in(tool.get("type"), f"{where}.type") == "function"
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool as a chat request has it."""
-    if tool.get("type") != "function":
-        message = f"{tool.get('type')!r} tools are not supported; this server offers a model functions only"
-        raise refused(f"{where}.type", message)
+    """A function as a chat request has it."""
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     text_in(function.get("name"), f"{where}.name")
     return {"type": "function", "function": function}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
@@ -10,7 +11,9 @@ from server.api.errors import ApiError, bad_request, from_validation
 from server.api.protocol import UNSUPPORTED, ChatRequest, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from fastapi import Response
 
 
 FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -39,6 +42,12 @@ values that ask for nothing special, besides null."""
 SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
 """Fields of a chat request that mean in other formats what they mean there: their clients send them as well,
 most of them vLLM's. (Usage is always told.)"""
+
+
+LEFT = "of all tools, this server offers a model functions only"
+
+LONGEST_NOTE = 512
+"""OpenAI's bound of a value in a response's `metadata`."""
 
 
 class Sharing(Refusing):
@@ -98,6 +107,24 @@ def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str
     if not isinstance(value, list):
         raise bad_request(f"{where}: must be a string or a list of content blocks", where, "invalid_value")
     return [(f"{where}[{index}]", object_in(block, f"{where}[{index}]")) for index, block in enumerate(value)]
+
+
+def names_of(tools: Iterable[Any]) -> str:
+    """Tools that are no functions, as a note tells of them: `web_search, multi_agent_v1 (namespace)`. Empty
+    where there are none. Printable ASCII, cut at LONGEST_NOTE: clients choose the names."""
+    told: dict[str, None] = {}
+    for tool in tools:
+        kind = str(tool.get("type")) if isinstance(tool, dict) else ""
+        name = tool.get("name") if isinstance(tool, dict) else None
+        told[f"{name} ({kind})" if isinstance(name, str) and name != kind else kind] = None
+    return re.sub(r"[^\x20-\x7e]", "?", ", ".join(told))[:LONGEST_NOTE]
+
+
+def noted(response: Response, left_out: str) -> Response:
+    """With a note of the tools that the model was not offered."""
+    if left_out:
+        response.headers["x-tools-left-out"] = left_out
+    return response
 
 
 def refused(where: str, what: str) -> ApiError:

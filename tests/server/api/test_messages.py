@@ -24,6 +24,8 @@ TOOL: Any = {
 }
 USER = "<|im_start|>user\nHi<|im_end|>\n"
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
 
 def client(server: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
@@ -348,7 +350,8 @@ def text_of(fields: dict[str, Any]) -> str:
         ),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
@@ -434,3 +437,16 @@ def test_many_system_messages(first: list[Any]) -> None:
     assert last == HI[0]
     assert turn["content"].startswith("Hi\n\n<system-reminder>\nNote 0. ")
     assert turn["content"].count("</system-reminder>") == 50_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_anthropic_runs_are_left_out(start: Start, stream: bool) -> None:
+    server = start("Hi")
+    tools = [SEARCH, {"name": "weather", "input_schema": {"type": "object"}}]
+    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "tools": tools, "stream": stream}
+    answer = server.post("/v1/messages", **ask)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tools-left-out"] == "web_search (web_search_20250305)"
+    assert "weather" in server.engine.submissions[0].text
+    assert "web_search" not in server.engine.submissions[0].text
+    assert "x-tools-left-out" not in server.post("/v1/messages", **{**ask, "tools": tools[1:]}).headers

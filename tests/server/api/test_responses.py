@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,10 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": None,
 }
+SEARCH = {"type": "web_search", "external_web_access": False}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+CODEX = json.loads((Path(__file__).parent / "codex_request.json").read_text())
+"""What Codex CLI 0.169 sends, its texts shortened."""
 USER = "<|im_start|>user\nHi<|im_end|>\n"
 REPLY = f"Hm.\n</think>\n\nOK.\n{CALL}\n{CALL}"
 
@@ -101,7 +106,7 @@ def test_logprobs_of_the_text_alone(start: Start) -> None:
 
 
 def test_the_events_of_a_stream_in_order(start: Start) -> None:
-    got = events(start(REPLY), reasoning={"effort": "low", "summary": "auto"}, tools=[TOOL])
+    got = events(start(REPLY), reasoning={"effort": "low"}, tools=[TOOL])
     kinds: list[str] = []
     for event in got:
         kind = event["type"].removeprefix("response.")
@@ -275,7 +280,11 @@ def named(fields: dict[str, Any]) -> str:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": "message.output_text.logprobs"}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {**ALLOWED, "mode": "required"}}, "tool_choice.tools"),
+        ({"tools": [SEARCH, TOOL], "tool_choice": SEARCH}, "tool_choice.type"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "maybe"}, "tool_choice"),
@@ -354,3 +363,63 @@ def test_a_call_without_arguments_comes_back(start: Start) -> None:
     ]
     assert server.post(PATH, input=items).status_code == 200
     assert "<function=f>\n</function>" in server.engine.submissions[-1].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_codex_sends(start: Start, stream: bool) -> None:
+    """Tools that are no functions are left out, with a note."""
+    server = start("Hello!", context_size=10_000)
+    body = {**CODEX, "stream": stream}
+    response = events(server, **body)[-1]["response"] if stream else ask(server, **body)
+    assert response["status"] == "completed"
+    assert response["metadata"] == {"tools_left_out": "multi_agent_v1 (namespace), web_search"}
+    assert response["tools"] == [tool for tool in CODEX["tools"] if tool["type"] == "function"]
+    text = server.engine.submissions[0].text
+    assert "exec_command" in text
+    assert not any(name in text for name in ("multi_agent", "close_agent", "web_search"))
+    headers = server.post(PATH, **body).headers
+    assert headers["x-tools-left-out"] == "multi_agent_v1 (namespace), web_search"
+
+
+def test_tools_that_are_left_out_are_not_called(start: Start) -> None:
+    server = start("OK")
+    left = {"tools_left_out": "web_search"}
+    for choice in (None, "auto", "none", ALLOWED):
+        response = ask(server, tools=[SEARCH], tool_choice=choice, metadata={"a": "b"})
+        assert (response["metadata"], response["tools"]) == ({"a": "b", **left}, [])
+    both = {**ALLOWED, "tools": [*ALLOWED["tools"], {"type": "function", "name": "weather"}]}
+    asked = ResponsesRequest(input="Hi", tools=[SEARCH, TOOL], tool_choice=both).chat()
+    assert asked.tool_choice == {"type": "allowed_tools", "mode": "auto", "names": ["weather"]}
+    odd = {"type": "custom", "name": "a\r\nSet-Cookie: \u00e9" + "x" * 1000}
+    note = server.post(PATH, input="Hi", tools=[odd]).headers["x-tools-left-out"]
+    assert note.startswith("a??Set-Cookie: ?xx")
+    assert len(note) == 512
+
+
+def test_a_summary_that_is_asked_for(start: Start) -> None:
+    """It is the reasoning itself: clients such as AI SDK's show nothing else."""
+    server = start(REPLY)
+    asked = {"effort": "low", "summary": "detailed"}
+    got = events(server, reasoning=asked, tools=[TOOL])
+    begins = "response.reasoning_summary_"
+    told = [event for event in got if event["type"].startswith(begins)]
+    deltas = [event["delta"] for event in told if event["type"] == f"{begins}text.delta"]
+    whole = "".join(deltas)
+    assert whole.strip() == "Hm."
+    kinds = [event["type"].removeprefix(begins) for event in told]
+    assert kinds == ["part.added", *["text.delta"] * len(deltas), "text.done", "part.done"]
+    part = {"type": "summary_text", "text": whole}
+    assert told[0]["part"] == {**part, "text": ""}
+    assert (told[-2]["text"], told[-1]["part"]) == (whole, part)
+    [item] = [item for item in got[-1]["response"]["output"] if item["type"] == "reasoning"]
+    assert {(event["item_id"], event["output_index"], event["summary_index"]) for event in told} == {
+        (item["id"], 0, 0)
+    }
+    assert item["summary"] == [part]
+    assert item["content"] == [{"type": "reasoning_text", "text": whole}]
+    assert got[-1]["response"]["reasoning"] == asked
+    [added] = [e["item"] for e in got if e["type"] == "response.output_item.added" and e["output_index"] == 0]
+    assert (added["summary"], added["content"]) == ([], [])
+    for summary in (None, "none"):
+        plain = ask(server, reasoning={"effort": "low", "summary": summary}, tools=[TOOL])
+        assert plain["output"][0]["summary"] == []
