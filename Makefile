@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --disable-pip-version-check -q
+# not quiet: the packages of a first time take a minute
+PIP    := $(PY) -m pip --disable-pip-version-check
 
 # A name in variants/, or a TOML file: what QUANT or RECIPE says unless they are given, and settings.
 VARIANT     ?=
@@ -40,6 +41,11 @@ CUDA_ARCHS ?=
 PATCHES    ?= 1
 NATIVE     ?= 1
 
+# A synopsis that was pasted with its brackets: make takes "[MODEL=x]" for a variable of that odd name.
+ifneq ($(strip $(foreach word,$(.VARIABLES),$(if $(filter command line,$(origin $(word))),$(findstring [,$(word))))$(findstring [,$(MAKECMDGOALS))$(findstring ],$(MAKECMDGOALS))),)
+$(error brackets mark what may be left out: make TARGET NAME=value, without [ and ])
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help llama setup convert serve serve-cluster image submission chat test test-slow check fuzz soak test-reference test-image verify docs lint clean
 
@@ -51,6 +57,7 @@ help: ## this text
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
+	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m server.setup_llama --cuda '$(CUDA)' --advise,:)
 
 convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
 	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
@@ -183,5 +190,5 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 # where `qwen-serve serve nano` and other clones find it.
 KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml
+	$(PY) -m convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml > /dev/null
 	@cp '$(KEPT_NANO)/$(notdir $@)' '$@.part' && mv '$@.part' '$@'

@@ -212,7 +212,7 @@ def find_model(path: Path) -> Path:
     if not models and (path / "config.json").is_file():
         raise ValueError(f"{path} is a checkpoint, not a GGUF; {_conversion(str(path), path.resolve().name)}")
     if not models:
-        raise ValueError(f"no *.gguf in the folder {path}")
+        raise ValueError(f"no *.gguf in the folder {path}: put one there (into an image's, mount it)")
     if len(models) > 1:
         names = ", ".join(file.name for file in models)
         raise ValueError(f"several models in the folder {path}; name one of {names}")

@@ -178,7 +178,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.s
         help="0: for any processor of this kind, as for an image (%(default)s)",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--advise", action="store_true", help="only say what a card without nvcc needs")
     options = parser.parse_args(arguments)
+    advice = card_without_nvcc() if options.cuda == "auto" else ""
+    if options.advise:
+        print(advice, end="")
+        return 0
+    print(advice, end="", flush=True)
     try:
         found = options.cuda_archs or cards()
         with_cuda = options.cuda == "1" or (options.cuda == "auto" and bool(cards()) and nvcc() is not None)
@@ -196,7 +202,25 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.s
     print(f"{PACKAGE} is built {build.description}")
     if options.dry_run:
         print(f"{build.key}: cmake {shlex.join(build.cmake_args)}")
+    print(advice, end="")
     return 0
+
+
+def card_without_nvcc() -> str:
+    """A framed paragraph, where a card would go unused for want of its compiler; else nothing."""
+    if not (found := cards()) or nvcc() is not None:
+        return ""
+    lines = (
+        f"There is a card here (compute capability {found}), but no nvcc, CUDA's compiler:",
+        "llama.cpp is built for the CPU, and the card is not used.",
+        "",
+        "To use it, install a CUDA toolkit (https://developer.nvidia.com/cuda-downloads, or",
+        "your distribution's nvidia-cuda-toolkit), put its bin/ on PATH, and run this again.",
+        "CUDA=0 (--cuda 0) builds for the CPU without this notice.",
+    )
+    width = max(map(len, lines))
+    frame = "*" * (width + 4)
+    return "\n".join([frame, *(f"* {line:<{width}} *" for line in lines), frame, ""])
 
 
 def kept_wheel(build: Build) -> Path:

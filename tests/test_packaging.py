@@ -218,6 +218,30 @@ def test_make_serve(tmp_path: Path, given: list[str], expected: str) -> None:
     assert expected in dry_run(tmp_path, "serve", *given).stdout
 
 
+@pytest.mark.parametrize("words", [["[MODEL=x.gguf]"], ["[MODEL=x.gguf", "HOST=0.0.0.0]"], ["[x]"]])
+def test_make_says_what_brackets_mean(tmp_path: Path, words: list[str]) -> None:
+    done = dry_run(tmp_path, "serve", *words)
+    assert done.returncode == 2
+    assert "brackets mark what may be left out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "said"), [(0, 0, "mount a folder"), (1, 0, ""), (2, 1, "names 2 files")]
+)
+def test_an_image_has_one_model_or_none(tmp_path: Path, files: int, status: int, said: str) -> None:
+    """The step of Dockerfile.cuda that looks, in a folder of its own."""
+    assert re.search(r"^ARG MODEL=$", DOCKERFILE, re.MULTILINE)  # and so none, unless it is named
+    (step,) = re.findall(r"^RUN (set -- /opt/ml/model(?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+    for name in "ab"[:files]:
+        (tmp_path / f"{name}.gguf").touch()
+    script = step.replace("\\\n", " ").replace("/opt/ml/model/*", f"{tmp_path}/*")
+    done = subprocess.run(
+        ["bash", "-c", script], env={"MODEL": "models/*.gguf"}, capture_output=True, text=True
+    )
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+
+
 def test_make_knows_variants_by_name_and_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('recipe = "own.toml"\n')

@@ -56,6 +56,27 @@ def test_the_build_follows_card_and_compiler(
     assert ("-DGGML_CUDA=ON" in printed) == expected.startswith("with CUDA")
 
 
+def test_a_card_without_its_compiler_is_said_first_and_last(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(machine, "nvidia-smi", "printf '8.6\\n'")
+    assert main(["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    notice = setup_llama.card_without_nvcc()
+    assert "install a CUDA toolkit" in notice
+    assert len({len(line) for line in notice.splitlines()}) == 1
+    assert printed.startswith(notice)
+    assert printed.endswith(notice)
+    assert printed.count(notice) == 2
+    assert main(["--advise"]) == 0
+    assert capsys.readouterr().out == notice
+    assert main(["--cuda", "0", "--dry-run"]) == 0
+    assert "no nvcc" not in capsys.readouterr().out
+    program(machine, "nvcc", "echo release 13.0")
+    assert main(["--advise"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_cuda_without_its_compiler_is_refused(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cuda", "1", "--dry-run"]) == 1
     assert "CUDA=1 needs nvcc" in capsys.readouterr().err
