@@ -34,6 +34,12 @@ _ITH = {
 """Where the results of a row's sampler begin."""
 
 
+NO_LOGITS = (
+    "the model computed no usable logits ({}): its weights are damaged, or hold values that are not finite"
+)
+"""llama.cpp makes zeros of NaN where it quantizes what goes into a product: then all logits are 0."""
+
+
 def best_tokens(figures: Numbers, blocks: int) -> Tokens:
     """Of BEST's figures [rows, width]: the best token of each row, of several the lowest."""
     n = (figures.shape[1] - blocks) // 2
@@ -136,9 +142,16 @@ class Rows:
         return len(self.kinds)
 
     def logits(self, row: int) -> Numbers:
-        """Shape [n_vocab], writable. For ROW."""
+        """Shape [n_vocab], writable. For ROW. Raises FloatingPointError where they are not finite, or all
+        0."""
         whole = self._output("logits", np.float32, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
+        with np.errstate(invalid="ignore"):
+            total = float(logits.sum())
+        if not math.isfinite(total):
+            raise FloatingPointError(NO_LOGITS.format(f"they add up to {total}"))
+        if not logits.any():  # looks no further than the first that is not 0
+            raise FloatingPointError(NO_LOGITS.format("all are 0"))
         return logits
 
     def fetch(self, row: int) -> Numbers | None:
@@ -163,8 +176,10 @@ class Rows:
             return None
         if self._raw is not None:
             ids = self._raw[:, : self._n_real].argmax(axis=1)
-            usable = np.isfinite(self._raw[np.arange(len(ids)), ids]).all()  # a NaN anywhere wins
-            return ids.tolist() if usable else None
+            with np.errstate(invalid="ignore"):
+                usable = np.isfinite(self._raw.sum(axis=1)).all()
+            # where 0 is the best, the others may be 0, too
+            return ids.tolist() if usable and self._raw[np.arange(len(ids)), ids].all() else None
         if max(self.kinds) > DeviceSampler.BEST:
             return None
         self._reduce()
@@ -177,7 +192,10 @@ class Rows:
             n = self._n_candidates
             ids, logits = self._output("candidates", np.int32, row), self._output("logits", np.float32, row)
             self._candidates = list(zip(ids[:, :n], logits[:, :n], strict=True))
-        return self._candidates[row]
+        found = self._candidates[row]
+        if not self._checks[row] and not found[1].max():  # none is above 0, and they add up to 0
+            raise FloatingPointError(NO_LOGITS.format("all are 0"))
+        return found
 
     def log_sum(self, row: int) -> float:
         """What a logit is more than its token's log-probability. For LOGPROBS. Raises as `best` does."""
@@ -192,7 +210,7 @@ class Rows:
     def _check(self, row: int) -> None:
         self._reduce()
         if not math.isfinite(self._checks[row]):
-            raise FloatingPointError(f"the logits of a row come to {self._checks[row]}")
+            raise FloatingPointError(NO_LOGITS.format(f"they add up to {self._checks[row]}"))
 
     def _reduce(self) -> None:
         """Finish what the device left open, for all rows with figures, once for a batch."""
@@ -215,13 +233,20 @@ class Rows:
             tokens, chances = guesses(figures, self._width)
             return tokens.tolist(), chances.tolist()
         if kind is DeviceSampler.LOGPROBS:
-            return [0] * len(figures), log_sums(figures).tolist()
+            blocks = self._blocks
+            sums, best, chances = log_sums(figures), figures[:, blocks : 2 * blocks], figures[:, 2 * blocks :]
+            nothing = ~best.any(axis=1) & np.isclose(chances * self._width, 1, rtol=1e-5).all(axis=1)
+            sums[nothing] = np.nan  # all are 0
+            return [0] * len(figures), sums.tolist()
         # times 1 and added up: `sum` takes longer, and warns of what may be in there
-        checks = figures[:, -self._blocks :].dot(self._ones).tolist()
-        best = (
-            best_tokens(figures, self._blocks).tolist() if kind is DeviceSampler.BEST else [0] * len(figures)
-        )
-        return best, checks
+        checks: list[float] = figures[:, -self._blocks :].dot(self._ones).tolist()
+        if kind is not DeviceSampler.BEST:
+            return [0] * len(figures), checks
+        if 0.0 in checks:
+            half = (figures.shape[1] - self._blocks) // 2
+            highest = figures[:, half : 2 * half].max(axis=1)
+            checks = [check if check or top else math.nan for check, top in zip(checks, highest, strict=True)]
+        return best_tokens(figures, self._blocks).tolist(), checks
 
     def _of(self, kind: DeviceSampler) -> Numbers:
         """The figures of a kind of rows, of which there must be one: shape [rows, figures]."""

@@ -1,0 +1,129 @@
+"""Logits that are not finite, or that say nothing, fail the requests that get them, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+
+from server.engine import GenerationError, SamplingParams
+from tests.server.engine.helpers import EXACT, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+    from server.engine import Engine
+
+PROMPT = [*range(300, 330)]
+POISON = 400
+"""A token whose embedding is not finite in one of the files."""
+
+NORM = "output_norm.weight"
+EMBEDDING = "token_embd.weight"
+
+
+def spoilt(path: Path, to: Path, name: str, change: Callable[[npt.NDArray[Any]], object]) -> Path:
+    """A copy whose tensor of that name `change` has written to."""
+    shutil.copy(path, to)
+    reader = gguf.GGUFReader(to, "r+")
+    [data] = [tensor.data for tensor in reader.tensors if tensor.name == name]
+    change(data)
+    reader.data.flush()
+    return to
+
+
+def put(value: float, rows: Any = slice(None)) -> Callable[[npt.NDArray[Any]], object]:
+    def change(data: npt.NDArray[Any]) -> None:
+        data[rows] = value
+
+    return change
+
+
+async def ask(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
+    generation = engine.submit(engine.prompt(prompt), params, 8)
+    return [token async for tokens in generation for token in tokens]
+
+
+PARAMS = {
+    "greedy": SamplingParams(),
+    "top_k": SamplingParams(temperature=1.0, seed=1, top_k=20),
+    "row": SamplingParams(temperature=1.0, seed=1),
+    "logprobs": SamplingParams(logprobs=2),
+    "prompt logprobs": SamplingParams(prompt_logprobs=2),
+    "penalties": SamplingParams(repetition_penalty=1.5),
+    "biased": SamplingParams(logit_bias=((300, 5.0),)),
+    "no end": SamplingParams(ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module", params=["nan", "inf", "zero"])
+def broken(request: pytest.FixtureRequest, nano_f32: Path, tmp_path_factory: Any) -> Iterator[Path]:
+    """`zero` is what NaN become where llama.cpp quantizes what goes into a product."""
+    value = {"nan": np.nan, "inf": np.inf, "zero": 0.0}[request.param]
+    folder = tmp_path_factory.mktemp("broken")
+    yield spoilt(nano_f32, folder / "broken.gguf", NORM, put(value))
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("sampling", ["host", "device"])
+def test_every_way_to_choose_a_token_says_so(broken: Path, sampling: str) -> None:
+    with running(broken, sampling=sampling, speculation="off", remember=False) as engine:
+        if sampling == "device":
+            # not by its own comparison at the start, which finds the device's rows unusable, too
+            from server.engine.llama import DeviceSampler
+
+            engine._parts.context.set_samplers(DeviceSampler.BEST)
+        for name, params in PARAMS.items():
+            with pytest.raises(GenerationError, match=r"no usable logits .* weights are damaged"):
+                asyncio.run(ask(engine, params))
+                pytest.fail(name)
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "mtp"])
+def test_verifications_too(broken: Path, speculation: str) -> None:
+    options: dict[str, Any] = {"speculation": speculation, "draft_always": True, "remember": False}
+    with running(broken, **options) as engine:
+        for prompt in (PROMPT, PROMPT[:5] * 8):
+            with pytest.raises(GenerationError, match="no usable logits"):
+                asyncio.run(ask(engine, SamplingParams(), prompt))
+
+
+def test_one_minus_infinity_is_enough(nano_f32: Path, tmp_path: Path) -> None:
+    """The best token is finite, one that is not chosen is not."""
+    path = spoilt(nano_f32, tmp_path / "model.gguf", EMBEDDING, put(np.inf, (POISON, slice(0, 1))))
+    with running(path, speculation="off", remember=False) as engine:
+        for params in PARAMS.values():
+            with pytest.raises(GenerationError, match="no usable logits"):
+                asyncio.run(ask(engine, params))
+
+
+async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its batch get the answers that they get alone."""
+    with running(nano_f32, **EXACT) as engine:
+        alone = await ask(engine, SamplingParams())
+        context, scheduler = engine._parts.context, engine._scheduler
+        compute = context.rows
+
+        def spoil(slots: Any, indices: Any) -> Any:
+            rows = compute(slots, indices)
+            bad = {sequence.slot for sequence in scheduler.running if POISON in sequence.tokens[:20]}
+            spoilt_rows = [row for row, slot in enumerate(slots) if slot in bad]
+            assert rows._raw is not None
+            rows._raw[spoilt_rows] = np.nan
+            return rows
+
+        monkeypatch.setattr(context, "rows", spoil)
+        prompts = (PROMPT, [*PROMPT[:10], POISON, *PROMPT[10:]], PROMPT)
+        results = await asyncio.gather(
+            *(ask(engine, SamplingParams(), prompt) for prompt in prompts), return_exceptions=True
+        )
+        assert [results[0], results[2]] == [alone, alone]
+        assert isinstance(results[1], GenerationError)
+        assert await ask(engine, SamplingParams()) == alone
