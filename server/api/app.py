@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 
 from server.about import own_version
 from server.api import errors, page
 from server.api.metrics import Metrics
 from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from server.api.openapi import describe
-from server.api.origin import KnownSites
+from server.api.origin import AllowedSites, KnownSites
 from server.api.routes import ROUTERS, endpoints
 from server.api.service import Backend, Service
 from server.api.throughput import report_throughput
@@ -61,8 +60,8 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
         app.add_middleware(
             KnownSites, host=settings.host, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
         )
-    if origins:  # outside of the keys: a browser asks without one whether it may ask
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if origins or keys:  # outside of the keys: a browser asks without one whether it may ask
+        app.add_middleware(AllowedSites, origins=origins)
     # added last: outermost, so that it sees refusals too
     app.add_middleware(Watch, service=service, tracer=tracer)
     return app

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
@@ -18,6 +19,7 @@ from server.api.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -46,7 +48,7 @@ class KnownSites:
             headers = Headers(scope=scope)
             error = self._error(headers.get("host", ""), headers.get("origin"))
             if error is not None:
-                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                await JSONResponse(error.body_for(scope["path"]), error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -55,18 +57,50 @@ class KnownSites:
         if not (self._any_host or not host or name in self._hosts or is_address(name) or is_local(name)):
             return ApiError(
                 403,
-                f"this server is not known as {name[:80]!r}: add it to allowed_hosts, or set an api_key",
+                f"this server is not known as {name[:80]!r}: --allowed-hosts adds names, a key allows any",
                 code="host_not_allowed",
             )
         if origin is None or self._any_origin or origin.lower() in self._origins:
             return None
         if origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
             return None
-        return ApiError(
-            403,
-            "pages of other sites may not use this server while it has no api_key",
-            code="origin_not_allowed",
-        )
+        return other_site(origin)
+
+
+class AllowedSites(CORSMiddleware):
+    """Tells browsers whether a page of theirs may ask: where its site is one of `origins`.
+
+    They ask that first, without a key (a preflight).
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+        super().__init__(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Starlette's, but that a refusal is an error object that says what to do."""
+        origin = request_headers["origin"]
+        if self.is_allowed_origin(origin):
+            return super().preflight_response(request_headers)
+        error = other_site(origin)
+        return JSONResponse(error.body(), error.status, headers={"Vary": "Origin"})
+
+    async def simple_response(
+        self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
+    ) -> None:
+        """Starlette's, where there are sites to name."""
+        if self.allow_origins:
+            await super().simple_response(scope, receive, send, request_headers)
+        else:
+            await self.app(scope, receive, send)
+
+
+def other_site(origin: str) -> ApiError:
+    """403, for the page of a site that was not named."""
+    return ApiError(
+        403,
+        f"pages of {origin[:80]!r} may not use this server; --allowed-origins names the sites that may",
+        code="origin_not_allowed",
+    )
 
 
 def host_name(host: str) -> str:

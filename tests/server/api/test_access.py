@@ -67,8 +67,14 @@ def test_a_page_of_an_allowed_origin_may_call(start: Start, origins: str) -> Non
     assert "access-control-allow-origin" in answer.headers
 
 
-def test_any_other_origin_may_not(start: Start) -> None:
-    for server in (start("x"), start("x", allowed_origins="https://other.example")):
-        assert "access-control-allow-origin" not in server.http.options("/v1/models", headers=ASK).headers
-        answer = server.http.get("/v1/models", headers={"Origin": "https://page.example"})
-        assert "access-control-allow-origin" not in answer.headers
+@pytest.mark.parametrize("key", [{}, {"api_key": "key"}])
+@pytest.mark.parametrize("origins", [{}, {"allowed_origins": "https://other.example"}])
+def test_any_other_origin_may_not(start: Start, key: dict[str, str], origins: dict[str, str]) -> None:
+    """A browser asks without a key, and gets an answer that says what is missing: not a key."""
+    server = start("x", **key, **origins)
+    preflight = server.http.options("/v1/models", headers=ASK)
+    assert "access-control-allow-origin" not in preflight.headers
+    assert "--allowed-origins" in error_of(preflight, 403)["message"]
+    assert server.http.options("/v1/models").status_code == (401 if key else 405), "no preflight"
+    answer = server.http.get("/v1/models", headers={"Origin": "https://page.example"})
+    assert "access-control-allow-origin" not in answer.headers
