@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
-from typing import Any
+from typing import Any, TypeGuard
 
 from convert.config_keys import check_config, check_rope
 from convert.errors import CheckpointError
@@ -18,6 +18,13 @@ ARCHS = ("qwen35", "qwen35moe")
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
 DEFAULT_MROPE_SECTION = (11, 11, 10)
+DEFAULT_ROTARY = 0.25
+MAX_LAYERS, MAX_EXPERTS = 512, 1024  # llama-hparams.h
+MAX_INTEGER = 2**31 - 1
+TINY, HUGE = 1e-37, 1e38
+MOST_ATTENTION = 65504.0  # of a factor on queries and keys, which are kept in F16
+DELTA_NET_WIDTHS = (16, 32, 64, 128)
+CONV_KERNELS = (3, 4, 5, 9, 15)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 0.25)))
+        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", DEFAULT_ROTARY)))
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -84,6 +91,12 @@ class ModelConfig:
             wrong, or one that changes the model and is not known.
         """
         named = config.get("architectures") or ["(none)"]
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise CheckpointError(f"config.json: architectures must be a list of names, got {named!r}")
+        if not isinstance(config.get("text_config", {}), Mapping):
+            raise CheckpointError(
+                f"config.json: text_config must be an object, got {config['text_config']!r}"
+            )
         if not set(named) & set(ARCHITECTURES):
             raise CheckpointError(
                 f"config.json: architectures is {', '.join(map(str, named))}; "
@@ -109,7 +122,19 @@ class ModelConfig:
                 f"config.json: linear_num_value_heads ({value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({key_heads})"
             )
-        heads = fields.integer("num_attention_heads")
+        heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+        check_heads(heads, kv_heads)
+        key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
+        _check_linear(key_dim, value_dim, fields.integer("linear_conv_kernel_dim"))
+        n_mtp_layers = _mtp_layers(text)
+        if n_layers + n_mtp_layers > MAX_LAYERS:
+            raise CheckpointError(
+                f"config.json: num_hidden_layers is {n_layers}; llama.cpp has room for {MAX_LAYERS}, "
+                "the MTP block included"
+            )
+        head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
+        rope = rope_parameters(text)
+        _check_rotary(rope, head_dim)
         has_experts = bool(set(named) & set(MOE_ARCHITECTURES))
         return cls(
             vocab_size=fields.integer("vocab_size"),
@@ -119,21 +144,21 @@ class ModelConfig:
             else None,
             experts=_experts(fields) if has_experts else None,
             n_heads=heads,
-            n_kv_heads=fields.integer("num_key_value_heads"),
-            head_dim=fields.integer("head_dim", fields.integer("hidden_size") // heads),
+            n_kv_heads=kv_heads,
+            head_dim=head_dim,
             linear_key_heads=key_heads,
             linear_value_heads=value_heads,
-            linear_key_dim=fields.integer("linear_key_head_dim"),
-            linear_value_dim=fields.integer("linear_value_head_dim"),
+            linear_key_dim=key_dim,
+            linear_value_dim=value_dim,
             conv_kernel=fields.integer("linear_conv_kernel_dim"),
             layer_types=_layer_types(text.get("layer_types"), n_layers, interval),
             attention_interval=interval,
-            n_mtp_layers=_mtp_layers(text),
-            tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+            n_mtp_layers=n_mtp_layers,
+            tied_embeddings=fields.boolean("tie_word_embeddings"),
             max_positions=fields.integer("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope=rope_parameters(text),
-            special_token_ids=_special_token_ids(config),
+            rms_norm_eps=fields.positive("rms_norm_eps"),
+            rope=rope,
+            special_token_ids=_special_token_ids(config, fields.integer("vocab_size")),
         )
 
 
@@ -145,17 +170,88 @@ class _Fields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
-        return value
+        return checked_integer(name, default if value is None and default is not None else value)
 
-    def number(self, name: str) -> float:
+    def positive(self, name: str) -> float:
         value = self._values.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} must be a number, got {value!r}")
+        if not is_positive(value):
+            raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r}")
         return float(value)
+
+    def boolean(self, name: str) -> bool:
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} must be true or false, got {value!r}")
+        return bool(value)
+
+
+def checked_integer(name: str, value: Any) -> int:
+    """`value`, of the field `name`. Raises: CheckpointError: it is no integer from 1 to 2**31 - 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+    if value > MAX_INTEGER:
+        raise CheckpointError(f"config.json: {name} must be at most {MAX_INTEGER}, got {value!r}")
+    return value
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    """Whether it is a number above 0 that float32, as llama.cpp keeps it, has, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and TINY < value < HUGE
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raises: CheckpointError: query heads cannot share the key heads evenly."""
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+            f"({kv_heads})"
+        )
+
+
+def _check_linear(key_dim: int, value_dim: int, conv_kernel: int) -> None:
+    """What llama.cpp knows of gated delta nets (models/qwen35.cpp; ggml-cuda's gated_delta_net, ssm-conv)."""
+    if value_dim != key_dim:
+        raise CheckpointError(
+            f"config.json: linear_value_head_dim ({value_dim}) must be linear_key_head_dim ({key_dim}): "
+            "llama.cpp has one width for both"
+        )
+    for name, value, known in (
+        ("linear_key_head_dim", key_dim, DELTA_NET_WIDTHS),
+        ("linear_conv_kernel_dim", conv_kernel, CONV_KERNELS),
+    ):
+        if value not in known:
+            raise CheckpointError(
+                f"config.json: {name} is {value}; llama.cpp's kernels are for {', '.join(map(str, known))}"
+            )
+
+
+def _check_rotary(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Raises: CheckpointError: llama.cpp would rotate other elements than transformers, or by no position."""
+    factor = rope.get("partial_rotary_factor", DEFAULT_ROTARY)
+    if not is_positive(factor) or factor > 1 or (n_rot := int(head_dim * factor)) < 2 or n_rot % 2:
+        raise CheckpointError(
+            f"config.json: rope_parameters.partial_rotary_factor is {factor!r}; want a share of head_dim "
+            f"({head_dim}) that is an even number of elements, at most all"
+        )
+    sections = rope.get("mrope_section", DEFAULT_MROPE_SECTION)
+    if (
+        not isinstance(sections, list | tuple)
+        or len(sections) not in (3, 4)
+        or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in sections)
+        or any(sections[3:])
+        or sum(sections) == 0
+        or sum(sections) > head_dim
+    ):
+        raise CheckpointError(
+            f"config.json: rope_parameters.mrope_section must be three numbers of pairs, got {sections!r}"
+        )
+    # pair i turns by axis i % 3 for as long as that axis has pairs, else by a position that text has not
+    period = sum(sections)
+    if any(i % period >= 3 * sections[i % period % 3] for i in range(n_rot // 2)):
+        raise CheckpointError(
+            f"config.json: rope_parameters.mrope_section {list(sections)} leaves pairs of {n_rot} rotated "
+            "elements without an axis in llama.cpp, which interleaves the three"
+        )
 
 
 def _experts(fields: _Fields) -> Experts:
@@ -164,6 +260,8 @@ def _experts(fields: _Fields) -> Experts:
         raise CheckpointError(
             f"config.json: num_experts_per_tok ({used}) must be at most num_experts ({count})"
         )
+    if count > MAX_EXPERTS:
+        raise CheckpointError(f"config.json: num_experts is {count}; llama.cpp has room for {MAX_EXPERTS}")
     return Experts(
         count=count,
         used=used,
@@ -175,7 +273,11 @@ def _experts(fields: _Fields) -> Experts:
 def _layer_types(given: Any, n_layers: int, interval: int) -> tuple[str, ...]:
     if given is None:
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(n_layers))
-    if not isinstance(given, Sequence) or len(given) != n_layers or not set(given) <= {LINEAR, FULL}:
+    if (
+        not isinstance(given, Sequence)
+        or len(given) != n_layers
+        or any(kind not in (LINEAR, FULL) for kind in given)
+    ):
         raise CheckpointError(
             f"config.json: layer_types must be num_hidden_layers ({n_layers}) names, each {LINEAR} or {FULL}"
         )
@@ -194,6 +296,9 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: CheckpointError: a kind that llama.cpp does not know, or a number is missing.
     """
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(text.get(name) or {}, Mapping):
+            raise CheckpointError(f"config.json: {name} must be an object, got {text[name]!r}")
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     for key in ("rope_theta", "partial_rotary_factor"):  # older configs keep them one level up
         if key not in rope and key in text:
@@ -208,15 +313,19 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         kind
     ]
     for key in ("rope_theta", *needed):
-        if not isinstance(rope.get(key), int | float):
+        if not is_positive(rope.get(key)):
             raise CheckpointError(
-                f"config.json: rope_parameters.{key} must be a number, got {rope.get(key)!r}"
+                f"config.json: rope_parameters.{key} must be a positive number, got {rope.get(key)!r}"
             )
+    if kind == "yarn":
+        name = "original_max_position_embeddings"
+        checked_integer(f"rope_parameters.{name}", rope[name])
     for key in ("factor", "attention_factor", "mscale", "mscale_all_dim"):
         value = rope.get(key)
-        if value is not None and (not isinstance(value, int | float) or value <= 0):
+        if value is not None and not (is_positive(value) and (key == "factor" or value <= MOST_ATTENTION)):
             raise CheckpointError(
-                f"config.json: rope_parameters.{key} must be a positive number, got {value!r}"
+                f"config.json: rope_parameters.{key} must be a positive number within F16's range, "
+                f"got {value!r}"
             )
     if kind == "yarn" and rope["factor"] < 1:
         raise CheckpointError(
@@ -243,10 +352,17 @@ def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
     return 1.0 if said is None else float(said / mscale(1.0))
 
 
-def _special_token_ids(config: Mapping[str, Any]) -> dict[str, int]:
+def _special_token_ids(config: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
     ids: dict[str, int] = {}
     for values in (config.get("text_config", {}), config):  # the outer level wins
         for key, value in values.items():
-            if key.endswith("_token_id") and isinstance(value, int) and value >= 0:
+            if (
+                key.endswith("_token_id")
+                and isinstance(value, int)
+                and not isinstance(value, bool)
+                and value >= 0
+            ):
+                if value >= vocab_size:
+                    raise CheckpointError(f"config.json: {key} is {value}, vocab_size {vocab_size}")
                 ids[key.removesuffix("_token_id")] = value
     return ids

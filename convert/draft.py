@@ -9,6 +9,7 @@ for `d2t`). Two layouts are read: the authors' (z-lab) and that of vLLM's specul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import gguf
 import numpy as np
 
 from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
-from convert.config import rope_parameters
+from convert.config import MAX_LAYERS, check_heads, checked_integer, is_positive, rope_parameters
 from convert.errors import CheckpointError, ConvertError
 from convert.gguf_file import write_file
 from convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
@@ -26,7 +27,7 @@ from convert.tensors import PlannedTensor, TensorPlan, check_weight_type
 from convert.vocab import Vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     import numpy.typing as npt
@@ -74,18 +75,24 @@ class DraftConfig:
         Raises: CheckpointError: a field is missing or wrong, or says what llama.cpp would not heed.
         """
 
-        def whole(name: str, given: Any) -> int:
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise CheckpointError(f"config.json: {name} must be a positive integer, got {given!r}")
-            return given
-
+        whole = checked_integer
         config = _unwrapped(config)
         own = config.get("dflash_config") or {}
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"config.json: dflash_config must be an object, got {own!r}")
         n_layers = whole("num_hidden_layers", config.get("num_hidden_layers"))
+        if n_layers > MAX_LAYERS:
+            raise CheckpointError(f"config.json: num_hidden_layers is {n_layers}; llama.cpp has {MAX_LAYERS}")
         heads = whole("num_attention_heads", config.get("num_attention_heads"))
+        kv_heads = whole("num_key_value_heads", config.get("num_key_value_heads"))
+        check_heads(heads, kv_heads)
         hidden = whole("hidden_size", config.get("hidden_size"))
         layers = own.get("target_layer_ids") or config.get("target_layer_ids")
-        if not isinstance(layers, list) or not all(isinstance(i, int) and i >= 0 for i in layers):
+        if (
+            not isinstance(layers, list)
+            or not layers
+            or not all(isinstance(i, int) and i >= 0 for i in layers)
+        ):
             raise CheckpointError(
                 f"config.json: dflash_config.target_layer_ids must be a list of layers, got {layers!r}"
             )
@@ -98,6 +105,8 @@ class DraftConfig:
             raise CheckpointError("config.json: rope_is_neox_style is false; this converter knows true")
         window = own.get("swa_window_size") or config.get("sliding_window")
         types = config.get("layer_types") or ["full_attention"] * n_layers
+        if not isinstance(types, list):
+            raise CheckpointError(f"config.json: layer_types must be a list, got {types!r}")
         windowed = tuple(own.get("use_swa", False) or kind == "sliding_attention" for kind in types)
         if len(windowed) != n_layers:
             raise CheckpointError(f"config.json: layer_types must name num_hidden_layers ({n_layers}) layers")
@@ -107,15 +116,15 @@ class DraftConfig:
         if drafted > vocab:
             raise CheckpointError(f"config.json: draft_vocab_size ({drafted}) is above vocab_size ({vocab})")
         eps = config.get("rms_norm_eps")
-        if not isinstance(eps, float):
-            raise CheckpointError(f"config.json: rms_norm_eps must be a number, got {eps!r}")
+        if not is_positive(eps):
+            raise CheckpointError(f"config.json: rms_norm_eps must be a positive number, got {eps!r}")
         causal = config.get("is_causal", own.get("causal"))
         return cls(
             hidden_size=hidden,
             intermediate_size=whole("intermediate_size", config.get("intermediate_size")),
             n_layers=n_layers,
             n_heads=heads,
-            n_kv_heads=whole("num_key_value_heads", config.get("num_key_value_heads")),
+            n_kv_heads=kv_heads,
             head_dim=whole("head_dim", config.get("head_dim") or hidden // heads),
             vocab_size=vocab,
             draft_vocab_size=drafted,
