@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the converter; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
     try:
         arguments = _parser().parse_args(argv)
         _convert(arguments)
@@ -286,7 +287,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--no-kld", dest="kld", action="store_false", help="do not measure the KL divergence afterwards"
     )
-    how.add_argument("--force", action="store_true", help="make everything again, finished or not")
+    how.add_argument(
+        "--force",
+        action="store_true",
+        help="make everything again, finished or not, in place of files that others made, too",
+    )
     where = parser.add_argument_group("where llama.cpp runs")
     where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (every CPU there is)")
     where.add_argument(

@@ -6,10 +6,13 @@ crash in it is an error message here.
 
 from __future__ import annotations
 
+import os
 import signal
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from convert.errors import ConvertError
@@ -103,6 +106,12 @@ def _follow(messages: Connection, what: str, source: Path) -> None:
 def _work(job: Job, parent: Connection) -> None:
     """The child: quantizes, tells the parent of each tensor, and at last how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt too, and ends this process
+    threading.Thread(target=_end_with_parent, args=(job.out,), daemon=True).start()
+
+    def send(message: Tensor | Outcome) -> None:
+        with suppress(BrokenPipeError):  # the parent is gone, and so will be this process
+            parent.send(message)
+
     try:
         imatrix = Imatrix.load(job.imatrix) if job.imatrix else None
         quantize_file(
@@ -113,12 +122,21 @@ def _work(job: Job, parent: Connection) -> None:
             imatrix={name: entry.means for name, entry in imatrix.entries.items()} if imatrix else None,
             metadata=_provenance(job.imatrix, imatrix) if job.imatrix and imatrix else None,
             threads=job.threads,
-            on_tensor=lambda total, name: parent.send(Tensor(total, name)),
+            on_tensor=lambda total, name: send(Tensor(total, name)),
         )
     except ConvertError as error:
-        parent.send(Outcome(str(error)))
+        send(Outcome(str(error)))
     else:
-        parent.send(Outcome(None))
+        send(Outcome(None))
+
+
+def _end_with_parent(out: Path) -> None:
+    """Waits for the parent's death, of SIGKILL too, and ends this process in the middle of its work."""
+    parent = parent_process()
+    assert parent is not None, "this is the child"
+    wait([parent.sentinel])
+    out.unlink(missing_ok=True)
+    os._exit(1)
 
 
 def _provenance(path: Path, imatrix: Imatrix) -> dict[str, str | int]:

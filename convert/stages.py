@@ -13,6 +13,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -40,12 +41,16 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # nobody's link is written through
     try:
         yield part
         part.replace(path)
     except OSError as error:
-        if error.filename is None and error.errno in NO_ROOM:
+        if error.filename == str(part) or (error.filename is None and error.errno in NO_ROOM):
             raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    except ConvertError as error:  # the file that was asked for is named
+        error.args = tuple(str(arg).replace(str(part), str(path)) for arg in error.args)
         raise
     finally:
         part.unlink(missing_ok=True)
@@ -55,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`, waiting for it; the kernel drops it should the process die."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,6 +81,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    """Bytes, and when they were written: the same after a renaming."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class Output:
     """A file to be, and the fingerprint of all that it is made from."""
@@ -89,6 +100,7 @@ class StageRecord:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._force = False
         self._settled: set[Path] = set()  # outputs made, or found finished, in this run
         self._entries: dict[str, dict[str, Any]] = {}
         try:
@@ -106,17 +118,30 @@ class StageRecord:
             for stale in folder.glob(f"{glob.escape(name)}[-.]*{PART}"):
                 stale.unlink()  # left behind by a run that was killed
             record = cls(folder / f"{name}.stages.json")
-            if force:
-                record._entries.clear()
+            record._force = force
             yield record
 
     def is_finished(self, output: Output) -> bool:
         """Whether a file stands as it was made, from what its fingerprint stands for."""
-        entry = self._entries.get(output.path.name)
-        if entry is None or entry.get("fingerprint") != output.fingerprint or not output.path.is_file():
+        entry = self._entries.get(output.path.name, {})
+        if entry.get("fingerprint") != output.fingerprint or (
+            self._force and output.path not in self._settled
+        ):
             return False
-        stat = output.path.stat()
-        return bool(entry.get("bytes") == stat.st_size and entry.get("mtime_ns") == stat.st_mtime_ns)
+        return output.path.is_file() and _stamp(output.path) == (entry.get("bytes"), entry.get("mtime_ns"))
+
+    def check_own(self, path: Path) -> None:
+        """Raises ConvertError: a file stands at `path` that this record knows nothing of, and --force was not
+        given."""
+        if self._force or not path.exists():
+            return
+        entry = self._entries.get(path.name, {})
+        known = [(entry.get("bytes"), entry.get("mtime_ns")), tuple(entry.get("replaced", ()))]
+        if _stamp(path) not in known:
+            raise ConvertError(
+                f"{path}: is there, and was not made by this command or was changed since; it would be "
+                "overwritten: give another --out or --name, or --force"
+            )
 
     def made_from(self, path: Path) -> str | None:
         """The fingerprint of a file that stands in this folder as it was made here; None of any other."""
@@ -132,10 +157,11 @@ class StageRecord:
         if self.is_finished(output):
             print(f"{output.path}: already there", file=sys.stderr)
         else:
+            self.check_own(output.path)
             start = time.monotonic()
             with replacing(output.path) as part:
                 write(part)
-            self.finish(output, time.monotonic() - start)
+                self._finish(output, part, time.monotonic() - start)
         self._settled.add(output.path)
         return output
 
@@ -151,13 +177,15 @@ class StageRecord:
         names = [output.path.name for output in outputs if output.path in self._settled]
         return sum(float(self._entries[name].get("seconds", 0.0)) for name in names)
 
-    def finish(self, output: Output, seconds: float = 0.0) -> None:
-        """Puts a complete file on record, and how long it took to make."""
-        stat = output.path.stat()
+    def _finish(self, output: Output, part: Path, seconds: float) -> None:
+        """Puts a file on record that is complete and about to be renamed, and how long it took to make."""
+        n_bytes, mtime_ns = _stamp(part)
         self._entries[output.path.name] = {
             "fingerprint": output.fingerprint,
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
+            "bytes": n_bytes,
+            "mtime_ns": mtime_ns,
+            # still ours, should this process be killed before the renaming
+            "replaced": _stamp(output.path) if output.path.exists() else (),
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -171,9 +199,12 @@ class StageRecord:
         """Adds up the bytes of the outputs that are still to be written.
 
         Raises:
-            ConvertError: the file system of the folder has fewer.
+            ConvertError: the file system of the folder has fewer, or a file of someone else's is in the way.
         """
-        folder = self._path.parent
+        folder, estimates = self._path.parent, list(estimates)
+        for output, _ in estimates:
+            if not self.is_finished(output):
+                self.check_own(output.path)
         needed = sum(n_bytes for output, n_bytes in estimates if not self.is_finished(output))
         free = shutil.disk_usage(folder).free
         if needed > free:

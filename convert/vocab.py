@@ -54,10 +54,12 @@ class Vocab:
         added = _added_tokens(tokenizer, settings)
         tokens, types = _tokens(model.get("vocab") or {}, added, config.vocab_size)
         special_ids = _special_ids(settings, added, config)
+        merges = [_merge(entry) for entry in model.get("merges") or []]
+        _check_unicode("model.merges", merges)
         return cls(
             tokens=tokens,
             types=types,
-            merges=[_merge(entry) for entry in model.get("merges") or []],
+            merges=merges,
             pre_tokenizer=_pre_tokenizer(tokenizer.get("pre_tokenizer")),
             special_ids=special_ids,
             add_special=_add_special(
@@ -97,7 +99,19 @@ def _tokens(
         tokens[id_] = content
         types[id_] = int(gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED)
     _check_unique(tokens)
+    _check_unicode("model.vocab", tokens)
     return tokens, types
+
+
+def _check_unicode(where: str, texts: Sequence[str]) -> None:
+    """JSON can spell half of a surrogate pair, which no UTF-8 has."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(
+                f"tokenizer.json: {where}: {text!r} has half of a surrogate pair, which is no text"
+            ) from None
 
 
 def _check_unique(tokens: Sequence[str]) -> None:
@@ -111,10 +125,12 @@ def _check_unique(tokens: Sequence[str]) -> None:
             )
 
 
-def _merge(entry: str | list[str]) -> str:
+def _merge(entry: Any) -> str:
     """Older tokenizer files write "a b", newer ones ["a", "b"] so that a part may hold a space."""
-    if isinstance(entry, str):
+    if isinstance(entry, str) and entry.count(" ") == 1:
         return entry
+    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
+        raise CheckpointError(f"tokenizer.json: model.merges must hold pairs of texts, got {entry!r}")
     left, right = (part.replace(" ", BYTE_LEVEL_SPACE) for part in entry)
     return f"{left} {right}"
 

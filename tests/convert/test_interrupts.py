@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,3 +81,17 @@ def test_other_threads_have_nothing_to_hold() -> None:
     thread.start()
     thread.join()
     assert seen == [True]
+
+
+def test_an_interrupt_of_the_imports_says_nothing(tmp_path: Path) -> None:
+    """Before `main` runs: a module that is imported first raises the signal."""
+    (tmp_path / "llama_cpp.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import convert.__main__"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -117,6 +117,47 @@ def test_an_interrupt_leaves_no_file_and_no_process(nano_f16: Path, tmp_path: Pa
         time.sleep(0.05)
 
 
+def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) -> None:
+    script, out, log = tmp_path / "slow.py", tmp_path / "q.gguf", tmp_path / "log"
+    # the child waits at its first tensor until its parent is gone, and would write on then
+    script.write_text(SLOW.replace("convert.quantize._follow = stuck", WAITING))
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, script, nano_f16, out],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "began\n"
+    assert out.exists()
+    process.kill()
+    process.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while _alive(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not out.exists()
+    assert log.read_text() == ""
+
+
+WAITING = """
+convert.quantize._follow = stuck
+quantize_file = convert.quantize.quantize_file
+
+def endless(*arguments, on_tensor, **options):
+    arguments[1].write_bytes(b"half")
+    on_tensor(1, "a")
+    while True:
+        time.sleep(0.01)
+        on_tensor(1, "a")
+
+convert.quantize.quantize_file = endless
+"""
+
+
 def _alive(group: int) -> bool:
     try:
         os.killpg(group, 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from convert.errors import ConvertError
 from convert.stages import Output, StageRecord, fingerprint, locked, replacing
 
 
@@ -38,8 +39,8 @@ def test_a_failure_leaves_the_old_one_and_no_remains(tmp_path: Path, error: type
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     path = tmp_path / "x.gguf"
-    path.write_text("content")
-    StageRecord(tmp_path / "x.stages.json").finish(Output(path, "fingerprint"))
+    record = StageRecord(tmp_path / "x.stages.json")
+    record.make(Output(path, "fingerprint"), lambda part: part.write_text("content"))
     return path
 
 
@@ -143,3 +144,79 @@ def test_what_else_goes_wrong_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "a"):
         (tmp_path / "missing").read_bytes()
     assert caught.value.filename == str(tmp_path / "missing")
+
+
+def test_another_s_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_text("precious")
+
+    def make(*, force: bool) -> None:
+        with StageRecord.locked(tmp_path, "x", force=force) as record:
+            record.make(Output(path, "f"), lambda part: part.write_text("new"))
+
+    with pytest.raises(ConvertError, match=r"x\.gguf: is there, .* or --force"):
+        make(force=False)
+    assert path.read_text() == "precious"
+    assert not (tmp_path / "x.stages.json").exists()
+    make(force=True)
+    assert path.read_text() == "new"
+
+
+def test_another_s_file_is_refused_before_any_work(tmp_path: Path, output: Path) -> None:
+    record = StageRecord(output.with_name("x.stages.json"))
+    record.check_room([(Output(output, "newer"), 1)])  # ours, of another time
+    (tmp_path / "y.gguf").write_text("precious")
+    with pytest.raises(ConvertError, match=r"y\.gguf: is there"):
+        record.check_room([(Output(tmp_path / "y.gguf", "f"), 1)])
+    output.write_text("changed since")
+    with pytest.raises(ConvertError, match=r"x\.gguf: is there"):
+        record.check_room([(Output(output, "newer"), 1)])
+
+
+def test_a_run_that_dies_before_the_renaming_can_be_repeated(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On record is what would be there, and what still is."""
+
+    class Killed(BaseException):
+        pass
+
+    record = StageRecord(output.with_name("x.stages.json"))
+    newer = Output(output, "newer")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        save = record._save
+
+        def save_and_die() -> None:
+            save()
+            raise Killed
+
+        patch.setattr(record, "_save", save_and_die)
+        record.make(newer, lambda part: part.write_text("new content"))
+    assert output.read_text() == "content"
+    again = StageRecord(output.with_name("x.stages.json"))
+    assert not again.is_finished(newer)
+    again.make(newer, lambda part: part.write_text("new content"))
+    assert output.read_text() == "new content"
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "x.txt.part").symlink_to(tmp_path / "victim")
+    with replacing(tmp_path / "x.txt") as part:
+        part.write_text("new")
+    assert not (tmp_path / "victim").exists()
+    assert (tmp_path / "x.txt").read_text() == "new"
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".convert.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError), StageRecord.locked(tmp_path, "x", force=False):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_errors_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    with pytest.raises(ConvertError) as raised, replacing(path) as part:
+        raise ConvertError(f"llama.cpp cannot quantize a.gguf to {part}: no")
+    assert str(raised.value) == f"llama.cpp cannot quantize a.gguf to {path}: no"
+    with pytest.raises(PermissionError) as refused, replacing(path) as part:
+        raise PermissionError(13, "Permission denied", str(part))
+    assert refused.value.filename == str(path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from gguf import TokenType
 
+from convert.checkpoint import Checkpoint
 from convert.config import ModelConfig
 from convert.errors import CheckpointError
 from convert.vocab import Vocab
@@ -145,3 +146,24 @@ def test_templates_that_llama_cpp_cannot_follow(
     edit_json(folder / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>")
     with pytest.raises(CheckpointError, match=message):
         Vocab.load(folder, CONFIG)
+
+
+@pytest.mark.parametrize("entry", [["a"], ["a", "b", "c"], "ab", 7, ["a", 1], None])
+def test_a_malformed_merge_is_named(checkpoint: Path, entry: object) -> None:
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"].append(entry)
+    edit_json(checkpoint / "tokenizer.json", **tokenizer)
+    with pytest.raises(CheckpointError, match=r"model\.merges must hold pairs of texts, got"):
+        Vocab.load(checkpoint, Checkpoint.open(checkpoint).config)
+
+
+@pytest.mark.parametrize("place", ["merges", "vocab"])
+def test_half_a_surrogate_pair_is_named(checkpoint: Path, place: str) -> None:
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    if place == "merges":
+        tokenizer["model"]["merges"].append(["a", "\ud800"])
+    else:
+        tokenizer["model"]["vocab"]["\ud800"] = 300
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=rf"model\.{place}: .* half of a surrogate pair"):
+        Vocab.load(checkpoint, Checkpoint.open(checkpoint).config)
