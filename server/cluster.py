@@ -5,7 +5,8 @@
 One process a replica, each on a card of its own, behind vllm-router, which keeps requests with a common
 prefix together as long as the load allows, and sends what failed before it streamed to another replica. A
 replica that ends is started again. SIGTERM and Ctrl-C: the router takes no more and waits for what runs, then
-replicas end. SIGHUP: replicas are replaced one after the other. Other flags go to `python -m server`.
+replicas end. SIGHUP: replicas are replaced one after the other, up to the first that does not come back: the
+others go on as they are. Other flags go to `python -m server`.
 """
 
 from __future__ import annotations
@@ -157,15 +158,24 @@ class Cluster:
                     replica.start()
         if self._reload.is_set():
             self._reload.clear()
-            for replica in self._replicas:
-                print(f"replacing {replica.name}", flush=True)
-                replica.end()
-                replica.start()
-                self._wait(replica)
-                # the router's next health check takes it back; only then may the next one go
-                if self._ending.wait(2 * HEALTH_CHECK_S):
-                    return
+            self._replace()
             self._print()
+
+    def _replace(self) -> None:
+        """Replaces one replica after the other, up to the first that does not come back: the others stay."""
+        for number, replica in enumerate(self._replicas):
+            print(f"replacing {replica.name}", flush=True)
+            replica.end()
+            replica.start()
+            try:
+                self._wait(replica)
+            except ClusterError as error:
+                kept = ", ".join(other.name for other in self._replicas[number + 1 :]) or "none"
+                print(f"{error}\nreplacing stops here; not replaced: {kept}", file=sys.stderr, flush=True)
+                return
+            # the router's next health check takes it back; only then may the next one go
+            if self._ending.wait(2 * HEALTH_CHECK_S):
+                return
 
     def _print(self) -> None:
         print(f"\n  {'':<10}  {'card':<6}  {'port':<6}  {'process':<8}  {'state':<8}  log")

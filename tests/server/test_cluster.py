@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from bench.servers.launch import free_port
-from server.cluster import main
+from server.cluster import Child, Cluster, main
 
 REPLICAS = 4
 START_S = 180
@@ -241,6 +241,50 @@ async def test_it_ends_when_what_runs_is_finished(cluster: ClusterProcess) -> No
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+REPLICA = """
+import http.server, pathlib, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+if pathlib.Path(sys.argv[2]).exists():
+    sys.exit("the file is broken")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def test_replacing_stops_at_the_first_that_does_not_come_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken, first = tmp_path / "broken", free_ports(4)
+
+    def child(name: str, port: int) -> Child:
+        (log := tmp_path / f"{name}.log").touch()
+        return Child(name, [sys.executable, "-c", REPLICA, str(port), str(broken)], port, log)
+
+    replicas = [child(f"worker-{i}", first + i) for i in range(3)]
+    router = child("router", first + 3)
+    cluster = Cluster(replicas, router)
+    try:
+        for each in (*replicas, router):
+            each.start()
+            cluster._wait(each)
+        kept = [each.process for each in (*replicas[1:], router)]
+        broken.touch()
+        cluster._reload.set()
+        cluster._supervise()
+        assert [each.process for each in (*replicas[1:], router)] == kept
+        assert all(each.answers() for each in (*replicas[1:], router))
+        assert "not replaced: worker-1, worker-2" in capfd.readouterr().err
+        broken.unlink()
+        cluster._supervise()  # as any replica that ended
+        cluster._wait(replicas[0])
+    finally:
+        for each in (*replicas, router):
+            each.end()
 
 
 def test_cards_must_be_as_many_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:
