@@ -1,306 +1,329 @@
-// The chat page: conversations, the composer, settings, keys.
+// The chat page: which conversation is shown, what is asked, keys and clicks.
 
-import { copy, icon, iconButton, render } from "./markdown.js";
-import { conversations, remove, save, set, settings } from "./store.js";
-import { chat, model } from "./stream.js";
+import { Answer, request, running } from "./answer.js";
+import { Conversation } from "./conversation.js";
+import { draftOf, keepDraft, keepShown, shownId } from "./drafts.js";
+import { $, download, element, iconButton, notify } from "./elements.js";
+import { MessageView } from "./message.js";
+import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, watchSettings } from "./settings.js";
+import { conversations, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
+import { model } from "./stream.js";
 
-const $ = (id) => document.getElementById(id);
-const input = $("input"), log = $("log"), scroll = $("scroll"), dialog = $("settings");
-const fields = dialog.querySelector("form").elements;
+const input = $("input"), log = $("log"), scroll = $("scroll");
 
-let all = []; // conversations, the latest first
+let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
-let running = null; // the AbortController of the answer that streams
-
-function element(tag, className = "", text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
-const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : ms < 10_000 ? `${(ms / 1000).toFixed(1)} s` : `${Math.round(ms / 1000)} s`);
-
-const rate = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
+let draft = draftOf(null); // what is typed for it
+const opened = new Map(); // conversations of which this tab has the messages, by id
+const elsewhere = new Map(); // when another tab last said that a message grows there, by the message's id
 
 // --- messages -------------------------------------------------------------------------------------------------
 
-/** A message's element; `update` shows what became of it since. */
-class MessageView {
-  constructor(message, index) {
-    this.message = message;
-    this.root = element("article", `message ${message.role}`);
-    this.foot = element("div", "foot");
-    if (message.role === "user") {
-      this.root.append(element("div", "text", message.content), this.foot);
-      this.foot.append(iconButton("edit", "Edit and ask again", () => edit(index)));
-      return;
-    }
-    this.thinking = element("details", "thinking");
-    this.summary = element("summary");
-    this.summaryText = element("span");
-    this.summary.append(icon("fold"), this.summaryText);
-    this.thought = element("div");
-    this.thinking.append(this.summary, this.thought);
-    this.content = element("div", "markdown");
-    this.waiting = element("span", "waiting");
-    this.problem = element("p", "problem");
-    this.root.append(this.thinking, this.content, this.waiting, this.problem, this.foot);
-    this.update();
-  }
+const views = new WeakMap();
+const actions = { edit, again, resume, turn };
 
-  update() {
-    const { reasoning, content, thought, problem, json } = this.message;
-    const live = this.message.live === true;
-    this.thinking.hidden = !reasoning;
-    if (reasoning) {
-      const time = seconds(thought ?? performance.now() - this.message.thinkingSince);
-      this.summaryText.textContent = live && thought === undefined ? `Thinking… ${time}` : `Thought for ${time}`;
-      const shown = reasoning.trim();
-      if (this.thought.textContent !== shown) this.thought.textContent = shown;
-    }
-    render(this.content, json && content ? "```json\n" + content + "\n```" : content, live);
-    this.waiting.hidden = !live || Boolean(reasoning || content);
-    this.problem.hidden = !problem;
-    this.problem.textContent = problem ?? "";
-    if (!live && !this.foot.hasChildNodes()) this.finish();
-  }
-
-  finish() {
-    const { content, figures } = this.message;
-    if (content) {
-      const button = iconButton("copy", "Copy", () => copy(content, button));
-      this.foot.append(button);
-    }
-    if (current.messages.at(-1) === this.message) {
-      this.foot.append(iconButton("again", "Answer again", again));
-    }
-    if (figures) this.foot.append(element("span", "figures", figures));
-  }
+function viewOf(message) {
+  if (!views.has(message)) views.set(message, new MessageView(message, actions));
+  return views.get(message);
 }
 
-function show() {
-  log.replaceChildren(...(current?.messages ?? []).map((message, index) => new MessageView(message, index).root));
+const LIVE_FOR = 5000; // ms
+
+function update(message) {
+  const answer = running.get(message.conversation);
+  const here = answer?.message === message;
+  const live = here || Date.now() - elsewhere.get(message.id) < LIVE_FOR;
+  viewOf(message).update(live, here ? answer.thought : message.thought);
+  return live;
+}
+
+/** Shows the branch of the conversation; at its end, unless the reader looks elsewhere. */
+function show(end = false) {
+  const branch = current?.branch ?? [];
+  const top = scroll.scrollTop;
+  const shown = branch.map((message) => viewOf(message).root);
+  if (shown.length !== log.children.length || shown.some((root, index) => root !== log.children[index])) {
+    log.replaceChildren(...shown);
+  }
+  let later = false; // behind the message that is edited
+  for (const message of branch) {
+    const live = update(message);
+    viewOf(message).updateFoot(current.siblings(message), live, message === branch.at(-1));
+    later ||= message.id === draft.editing;
+    viewOf(message).root.classList.toggle("later", later);
+  }
   $("empty").hidden = Boolean(current);
   document.title = current ? `${current.title} · qwen-serve` : "qwen-serve";
+  scroll.scrollTop = end ? scroll.scrollHeight : top;
   list();
-  scroll.scrollTop = scroll.scrollHeight;
-}
-
-function figuresOf(usage, timings, finish) {
-  const parts = [];
-  if (usage) parts.push(`${usage.completion_tokens} tokens`);
-  if (timings?.predicted_per_second) parts.push(`${rate(timings.predicted_per_second)} tok/s`);
-  if (timings) parts.push(`first token ${seconds(timings.queue_ms + timings.prompt_ms)}`);
-  if (usage) parts.push(`${usage.prompt_tokens_details?.cached_tokens ?? 0} of ${usage.prompt_tokens} cached`);
-  if (finish === "length") parts.push("cut short by max tokens");
-  return parts.join(" · ");
-}
-
-/** The request for the conversation as it is. */
-function request() {
-  const body = { messages: [], chat_template_kwargs: { enable_thinking: settings.think } };
-  if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  for (const { role, content } of current.messages) if (content) body.messages.push({ role, content });
-  for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
-    if (settings[name] !== "") body[name] = Number(settings[name]);
-  }
-  if (settings.schema.trim() && settings.useSchema) {
-    const schema = JSON.parse(settings.schema);
-    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
-  }
-  return body;
-}
-
-async function answer() {
-  const conversation = current;
-  const message = { role: "assistant", content: "", reasoning: "", live: true };
-  let body;
-  try {
-    body = request();
-  } catch { // the schema: settings say what is wrong with it
-    openSettings(fields.schema);
-    return;
-  }
-  message.json = "response_format" in body;
-  conversation.messages.push(message);
-  show();
-  const view = new MessageView(message, conversation.messages.length - 1);
-  log.lastChild.replaceWith(view.root);
-  running = new AbortController();
   buttons();
+}
 
-  let usage, timings, finish, due = 0;
-  const started = performance.now();
+// --- asking ---------------------------------------------------------------------------------------------------
+
+const busy = () => running.has(current?.id);
+
+/** Streams an answer into `message`, behind what `path` says. */
+async function stream(conversation, message, body) {
+  const answer = new Answer(conversation, message, keep);
+  const { root } = viewOf(message);
+  let due = 0;
   const draw = () => {
     due = 0;
+    if (!root.isConnected) return; // it goes on where nobody looks
     const follow = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
-    view.update();
+    update(message);
     if (follow) scroll.scrollTop = scroll.scrollHeight;
   };
   const soon = () => { due ||= requestAnimationFrame(draw); };
   const clock = setInterval(soon, 100);
-  try {
-    for await (const chunk of chat(body, settings.key, running.signal)) {
-      usage = chunk.usage ?? usage;
-      timings = chunk.timings ?? timings;
-      const choice = chunk.choices[0];
-      if (!choice) continue;
-      finish = choice.finish_reason ?? finish;
-      const { reasoning_content: reasoning, content } = choice.delta;
-      if (reasoning) {
-        message.thinkingSince ??= performance.now();
-        message.reasoning += reasoning;
-      }
-      if (content) {
-        if (message.reasoning) message.thought ??= performance.now() - message.thinkingSince;
-        message.content += content;
-      }
-      soon();
-    }
-    message.figures = figuresOf(usage, timings, finish);
-  } catch (error) {
-    if (error.name === "AbortError") message.figures = `stopped after ${seconds(performance.now() - started)}`;
-    else message.problem = error instanceof TypeError ? "The server cannot be reached." : error.message;
-    if (error.status === 401) {
-      $("key-error").textContent = error.message;
-      openSettings(fields.key);
-    }
-  }
+  const done = answer.run(body, settings.key, soon);
+  show(true);
+  const failed = await done;
   clearInterval(clock);
   cancelAnimationFrame(due);
-  if (message.reasoning) message.thought ??= performance.now() - message.thinkingSince;
-  delete message.live;
-  delete message.thinkingSince;
-  running = null;
   draw();
-  buttons();
-  await keep(conversation);
+  if (current === conversation) show();
+  else list();
+  if (failed?.status === 401) askForKey(failed.message);
 }
 
-/** Saves a conversation and moves it to the top. */
-async function keep(conversation) {
-  conversation.changed = Date.now();
-  all = [conversation, ...all.filter((other) => other !== conversation)];
-  list();
+/** The body of a request; undefined where the schema is wrong, which the settings then say. */
+function bodyFor(path) {
   try {
-    await save(conversation);
-  } catch (error) {
-    $("status").textContent = `This conversation could not be saved: ${error.message}`;
+    return request(path, settings);
+  } catch {
+    openSettings(fields.schema);
+    return undefined;
   }
+}
+
+async function answer(question) {
+  const body = bodyFor(current.upTo(question.id));
+  if (!body) return show();
+  const json = "response_format" in body;
+  await stream(current, current.add(question.id, { role: "assistant", content: "", reasoning: "", json }), body);
 }
 
 async function send() {
   const content = input.value.trim();
-  if (!content || running) return;
-  input.value = "";
+  if (!content || busy()) return;
+  const edited = current?.messages.get(draft.editing);
+  const typed = draft.before;
+  keepDraft(current, null);
   if (!current) {
-    current = { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), title: content.slice(0, 80), messages: [] };
-    set({ current: current.id });
+    current = Conversation.begin(content);
+    opened.set(current.id, current);
+    keepShown(current);
   }
-  current.messages.push({ role: "user", content });
-  await keep(current);
-  await answer();
+  type({ text: typed });
+  keepDraft(current, draft);
+  const question = current.add(edited ? edited.parent : current.leaf, { role: "user", content });
+  keep(current, [question]);
+  await answer(question);
 }
 
-async function again() {
-  if (running) return;
-  while (current.messages.at(-1)?.role === "assistant") current.messages.pop();
-  await answer();
+/** Asks a question again, or that of an answer: one more answer in its place. */
+async function again(message) {
+  if (busy()) return;
+  const question = message.role === "user" ? message : current.messages.get(message.parent);
+  if (question) await answer(question);
 }
 
-/** Takes a question, and all that came after it, back into the composer. */
-function edit(index) {
-  if (running) return;
-  input.value = current.messages[index].content;
-  current.messages.length = index;
-  keep(current);
+/** Goes on with an answer that was interrupted. */
+async function resume(message) {
+  if (busy()) return;
+  await stream(current, message, bodyFor(current.upTo(message.id)));
+}
+
+/** Shows another version of a message, and what followed it. */
+function turn(message) {
+  const label = document.activeElement?.ariaLabel;
+  current.show(message);
+  keep(current, []);
+  if (draft.editing && !current.branch.some(({ id }) => id === draft.editing)) cancelEdit();
+  show();
+  viewOf(message).focus(label);
+}
+
+// --- the composer ---------------------------------------------------------------------------------------------
+
+/** Puts a draft into the composer. */
+function type(changes) {
+  draft = { text: "", editing: null, before: "", ...changes };
+  input.value = draft.text;
+  $("editing").hidden = !draft.editing;
+}
+
+/** Takes a question into the composer; it stays where it is, and what is sent becomes another version of it. */
+function edit(message) {
+  const before = draft.editing ? draft.before : input.value;
+  type({ text: message.content, editing: message.id, before });
+  keepDraft(current, draft);
   show();
   input.focus();
-  buttons();
 }
 
-// --- conversations --------------------------------------------------------------------------------------------
+function cancelEdit() {
+  type({ text: draft.before });
+  keepDraft(current, draft);
+  show();
+  input.focus();
+}
+
+// --- keeping --------------------------------------------------------------------------------------------------
+
+/** Saves messages of a conversation; those that could not be saved before, too. */
+async function keep(conversation, messages, live) {
+  all = [conversation, ...all.filter(({ id }) => id !== conversation.id)].sort((a, b) => b.changed - a.changed);
+  list();
+  const whole = conversation.unsaved || conversation.deleted;
+  try {
+    await save(conversation.record, whole ? [...conversation.messages.values()] : messages, live);
+    if (!whole) return;
+    conversation.unsaved = conversation.deleted = false;
+    notify("");
+  } catch (error) {
+    conversation.unsaved = true;
+    const full = error?.name === "QuotaExceededError";
+    const why = full ? "this browser has no room left for it. Delete others, or save it as a file" : error?.message;
+    notify(`This conversation is not saved: ${why}.`, "Save as a file", () => exportFile(conversation));
+  }
+}
+
+async function load(record) {
+  if (!opened.has(record.id)) {
+    const messages = await messagesOf(record.id);
+    if (!opened.has(record.id)) opened.set(record.id, new Conversation(record, messages));
+  }
+  return opened.get(record.id);
+}
+
+let choosing;
+
+async function choose(record) {
+  choosing = record;
+  let conversation = null;
+  try {
+    conversation = record && await load(record);
+  } catch (error) {
+    notify(`“${record.title}” cannot be read: ${error?.message}.`);
+    return;
+  }
+  if (choosing !== record) return; // another was chosen meanwhile
+  current = conversation;
+  keepShown(current);
+  type(draftOf(current));
+  document.body.classList.remove("open-side");
+  show(true);
+  if (matchMedia("(hover: hover)").matches) input.focus();
+}
+
+async function discard(record) {
+  const conversation = await load(record);
+  running.get(record.id)?.drop();
+  opened.delete(record.id);
+  all = all.filter(({ id }) => id !== record.id);
+  if (current === conversation) await choose(null);
+  list();
+  notify(`Deleted “${record.title}”`, "Undo", () => restore(conversation)).focus();
+  try {
+    await remove(record.id);
+  } catch (error) {
+    notify(`“${record.title}” could not be deleted: ${error?.message}.`);
+    await refresh();
+  }
+  for (const other of opened.values()) if (other.unsaved) await keep(other, []); // there may be room now
+}
+
+async function restore(conversation) {
+  conversation.deleted = true;
+  opened.set(conversation.id, conversation);
+  await keep(conversation, []);
+  await choose(conversation);
+}
+
+async function exportFile(record) {
+  const conversation = await load(record);
+  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
+  download(`${name || "conversation"}.md`, conversation.markdown);
+}
+
+/** The list as the store has it, and what the store does not have yet. */
+async function refresh() {
+  const stored = await conversations();
+  const others = [...opened.values()].filter((one) => !one.deleted && !stored.some(({ id }) => id === one.id));
+  all = [...others, ...stored].sort((a, b) => b.changed - a.changed);
+  list();
+}
+
+/** What another tab did. */
+async function hear({ saved, removed, messages, live }) {
+  const known = opened.get(saved ?? removed);
+  if (removed && known) {
+    running.get(removed)?.drop();
+    known.deleted = true;
+    if (known !== current) opened.delete(removed);
+    else notify("This conversation was deleted in another tab.", "Keep it", () => restore(known));
+  }
+  if (saved && known) {
+    const stored = await messagesOf(saved);
+    known.merge(stored.filter(({ id }) => messages.includes(id)));
+    known.deleted = false;
+    for (const id of messages) elsewhere.delete(id);
+    if (live) {
+      elsewhere.set(live, Date.now());
+      setTimeout(() => { if (known === current) show(); }, LIVE_FOR + 100); // that tab may have been closed
+    }
+  }
+  await refresh();
+  if (known && known === current) show(scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60);
+}
+
+// --- the list of conversations --------------------------------------------------------------------------------
+
+let listed = "";
 
 function list() {
-  $("conversations").replaceChildren(...all.map((conversation) => {
-    const row = element("div", `conversation${conversation === current ? " current" : ""}`);
-    const open = element("button", "", conversation.title);
-    open.addEventListener("click", () => choose(conversation));
-    row.append(open, iconButton("bin", "Delete", () => discard(conversation)));
+  const state = JSON.stringify([all.map(({ id, title }) => [id, title, running.has(id)]), current?.id]);
+  if (state === listed) return; // not to take the keyboard's place away
+  listed = state;
+  $("conversations").replaceChildren(...all.map((record) => {
+    const shown = record.id === current?.id;
+    const row = element("div", `conversation${shown ? " current" : ""}`);
+    const open = element("button", "", record.title);
+    if (shown) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => choose(record));
+    row.append(open);
+    if (running.has(record.id)) {
+      const mark = element("span", "waiting");
+      mark.setAttribute("role", "img");
+      mark.setAttribute("aria-label", "an answer is being written");
+      row.append(mark);
+    }
+    row.append(iconButton("file", "Save as a file", () => exportFile(record)), iconButton("bin", "Delete", () => discard(record)));
     return row;
   }));
 }
 
-function choose(conversation) {
-  running?.abort();
-  current = conversation;
-  set({ current: conversation?.id ?? null });
-  document.body.classList.remove("open-side");
-  show();
-  if (matchMedia("(hover: hover)").matches) input.focus();
-}
-
-async function discard(conversation) {
-  if (!confirm(`Delete “${conversation.title}”?`)) return;
-  all = all.filter((other) => other !== conversation);
-  if (conversation === current) choose(null);
-  await remove(conversation.id);
-  list();
-}
-
-// --- settings -------------------------------------------------------------------------------------------------
-
-const NAMED = ["system", "temperature", "top_p", "top_k", "max_tokens", "schema", "key"];
-
-function openSettings(focused) {
-  for (const name of NAMED) fields[name].value = settings[name];
-  checkSchema();
-  if (!dialog.open) dialog.showModal();
-  (focused ?? fields.system).focus();
-}
-
-function checkSchema() {
-  let wrong = "";
-  try {
-    if (settings.schema.trim()) JSON.parse(settings.schema);
-  } catch (error) {
-    wrong = error.message;
-  }
-  $("schema-error").textContent = wrong;
-  fields.schema.classList.toggle("bad", Boolean(wrong));
-}
-
-dialog.addEventListener("input", ({ target }) => {
-  if (target.name === "key") $("key-error").textContent = "";
-  if (target.validity.valid) set({ [target.name]: target.value });
-  if (target.name === "schema") {
-    set({ useSchema: true });
-    checkSchema();
-  }
-  buttons();
-});
-dialog.addEventListener("click", (event) => { if (event.target === dialog && event.offsetX < 0) dialog.close(); });
-dialog.addEventListener("close", () => { identify(); input.focus(); });
+// --- buttons --------------------------------------------------------------------------------------------------
 
 const THEMES = { auto: "light", light: "dark", dark: "auto" };
 
-function theme() {
+/** What the buttons show of the state. */
+function buttons() {
   if (settings.theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = settings.theme;
   $("theme").title = `Colours: ${settings.theme}`;
-}
-
-/** What the buttons show of the state. */
-function buttons() {
   $("think").setAttribute("aria-pressed", settings.think);
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
   const send = $("send");
-  send.disabled = !running && !input.value.trim();
-  send.title = running ? "Stop (Esc)" : "Send (Enter)";
-  send.setAttribute("aria-label", running ? "Stop" : "Send");
-  send.querySelector("use").setAttribute("href", running ? "#i-stop" : "#i-send");
+  send.disabled = !busy() && !input.value.trim();
+  send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
+  send.setAttribute("aria-label", busy() ? "Stop" : "Send");
+  send.querySelector("use").setAttribute("href", busy() ? "#i-stop" : "#i-send");
+  log.classList.toggle("busy", busy());
 }
 
 // --- keys and clicks ------------------------------------------------------------------------------------------
@@ -310,22 +333,24 @@ function toggleSide() {
 }
 
 function step(by) {
-  const index = all.indexOf(current) + by;
-  if (all[index]) choose(all[index]);
+  const next = all[all.findIndex(({ id }) => id === current?.id) + by];
+  if (next) choose(next);
 }
 
 const KEYS = {
   KeyN: () => choose(null),
   KeyT: () => $("think").click(),
-  KeyS: () => (dialog.open ? dialog.close() : openSettings()),
+  KeyS: () => (settingsAreOpen() ? closeSettings() : openSettings()),
   KeyC: toggleSide,
   ArrowUp: () => step(-1),
   ArrowDown: () => step(1),
 };
 
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running && !dialog.open) running.abort();
-  else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code]) {
+  if (event.key === "Escape" && !settingsAreOpen()) {
+    if (draft.editing) cancelEdit();
+    else running.get(current?.id)?.stop();
+  } else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code]) {
     event.preventDefault();
     KEYS[event.code]();
   }
@@ -335,24 +360,35 @@ input.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     send();
-  } else if (event.key === "ArrowUp" && !event.altKey && !input.value && current?.messages.length) {
+  } else if (event.key === "ArrowUp" && !event.altKey && !input.value && !draft.editing) {
+    const last = current?.branch.findLast(({ role }) => role === "user");
+    if (!last) return;
     event.preventDefault();
-    edit(current.messages.findLastIndex((message) => message.role === "user"));
+    edit(last);
   }
 });
-input.addEventListener("input", buttons);
+input.addEventListener("input", () => {
+  draft.text = input.value;
+  keepDraft(current, draft);
+  buttons();
+});
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running) running.abort();
+  if (busy()) running.get(current.id).stop();
   else send();
 });
 $("new").addEventListener("click", () => choose(null));
 $("menu").addEventListener("click", toggleSide);
 $("shade").addEventListener("click", toggleSide);
 $("tune").addEventListener("click", () => openSettings());
-$("theme").addEventListener("click", () => { set({ theme: THEMES[settings.theme] }); theme(); });
+$("theme").addEventListener("click", () => { set({ theme: THEMES[settings.theme] }); buttons(); });
 $("think").addEventListener("click", () => { set({ think: !settings.think }); buttons(); });
 $("schema-chip").addEventListener("click", () => { set({ useSchema: !settings.useSchema }); buttons(); });
+$("cancel-edit").addEventListener("click", cancelEdit);
+$("notice-close").addEventListener("click", () => notify(""));
+addEventListener("beforeunload", (event) => {
+  if ([...opened.values()].some(({ unsaved }) => unsaved)) event.preventDefault();
+});
 
 // --- the server -----------------------------------------------------------------------------------------------
 
@@ -369,16 +405,19 @@ async function identify() {
     status.textContent = "";
   } catch (error) {
     status.textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;
-    if (error.status === 401) {
-      $("key-error").textContent = error.message;
-      if (!dialog.open) openSettings(fields.key);
-    } else retry = setTimeout(identify, 1000);
+    if (error.status === 401) askForKey(error.message);
+    else retry = setTimeout(identify, 1000);
   }
 }
 
-theme();
+watchSettings(buttons, () => { identify(); input.focus(); });
+whenChanged(hear);
+whenBlocked(() => notify("Another tab has an older version of this page. Close it, and your conversations are here."));
 buttons();
 identify();
-all = await conversations();
-current = all.find((conversation) => conversation.id === settings.current) ?? null;
-show();
+try {
+  await refresh();
+  if (!current && !input.value) await choose(all.find(({ id }) => id === shownId()) ?? null);
+} catch (error) {
+  notify(`This browser keeps no conversations: ${error?.message}.`);
+}

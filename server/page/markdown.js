@@ -1,5 +1,6 @@
 // Markdown to elements, safely, and cheaply while it streams. HTML in an answer is shown as text.
 
+import { copy, element, iconButton } from "./elements.js";
 import { escaped, mathExtension, typeset, whilePartial } from "./math.js";
 
 const { marked, DOMPurify, hljs } = globalThis;
@@ -26,67 +27,28 @@ const SANITIZE = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-export function icon(name) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));
-  svg.firstChild.setAttribute("href", `#i-${name}`);
-  return svg;
-}
-
-export function iconButton(name, label, action) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.className = "icon";
-  button.title = label;
-  button.setAttribute("aria-label", label);
-  button.append(icon(name));
-  button.addEventListener("click", action);
-  return button;
-}
-
-export async function copy(text, button) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // not a secure context: http:// on another machine
-    const area = Object.assign(document.createElement("textarea"), { value: text });
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-  const before = button.title;
-  button.title = "Copied";
-  button.classList.add("done");
-  setTimeout(() => { button.title = before; button.classList.remove("done"); }, 1200);
-}
-
 /** A code block with its language, a way to copy it, and colours where the language is known. */
 function codeBlock(pre) {
   const code = pre.querySelector("code") ?? pre;
   const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
   const text = code.textContent;
   if (hljs.getLanguage(language)) code.innerHTML = hljs.highlight(text, { language }).value;
-  const block = document.createElement("div");
-  block.className = "block";
-  const bar = document.createElement("div");
-  bar.className = "bar";
-  const name = document.createElement("span");
-  name.textContent = language || "text";
+  const block = element("div", "block");
+  const bar = element("div", "bar");
   const button = iconButton("copy", "Copy", () => copy(text, button));
-  bar.append(name, button);
+  bar.append(element("span", "", language || "text"), button);
   pre.replaceWith(block);
   block.append(bar, pre);
 }
 
 function elements(token, links) {
   const tokens = Object.assign([token], { links });
-  const holder = document.createElement("div");
+  const holder = element("div");
   holder.append(DOMPurify.sanitize(marked.parser(tokens), SANITIZE));
   typeset(holder);
   for (const pre of holder.querySelectorAll("pre")) codeBlock(pre);
   for (const table of holder.querySelectorAll("table")) {
-    const frame = document.createElement("div");
-    frame.className = "table";
+    const frame = element("div", "table");
     table.replaceWith(frame);
     frame.append(table);
   }

@@ -1,40 +1,99 @@
-// What this browser keeps: conversations in IndexedDB, settings in localStorage.
+// What this browser keeps in IndexedDB: conversations, and each message by itself. A tab writes only the messages that it
+// made, so that it never writes over another tab's.
 
-const opened = new Promise((resolve, reject) => {
-  const request = indexedDB.open("qwen-serve", 1);
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
-  request.onsuccess = () => resolve(request.result);
-  request.onerror = () => reject(request.error);
-});
+const STORES = ["conversations", "messages"];
+const channel = new BroadcastChannel("qwen-serve");
 
-async function transact(mode, work) {
-  const database = await opened;
+let opened = null;
+let blocked = () => {};
+
+/** Calls `handler` when an older version of the page, in another tab, keeps this one from opening the database. */
+export function whenBlocked(handler) {
+  blocked = handler;
+}
+
+/** Calls `handler` with what another tab changed: `{ saved, messages, live }` or `{ removed }`, all of them ids. */
+export function whenChanged(handler) {
+  channel.onmessage = ({ data }) => handler(data);
+}
+
+function upgrade({ oldVersion, target: { result: database, transaction } }) {
+  if (oldVersion < 1) database.createObjectStore("conversations", { keyPath: "id" });
+  const store = database.createObjectStore("messages", { keyPath: "id" });
+  store.createIndex("conversation", "conversation");
+  // version 1 had a list of messages in each conversation: every one becomes the child of the one before
+  transaction.objectStore("conversations").openCursor().onsuccess = ({ target: { result: cursor } }) => {
+    if (!cursor) return;
+    const { messages = [], ...conversation } = cursor.value;
+    let parent = null;
+    messages.forEach(({ live, thinkingSince, ...message }, index) => {
+      const id = `${conversation.id}/${index}`;
+      store.put({ ...message, id, conversation: conversation.id, parent, created: index });
+      parent = id;
+    });
+    cursor.update({ ...conversation, leaf: parent });
+    cursor.continue();
+  };
+}
+
+function open() {
   return new Promise((resolve, reject) => {
-    const transaction = database.transaction("conversations", mode);
-    const request = work(transaction.objectStore("conversations"));
-    transaction.oncomplete = () => resolve(request.result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+    const request = indexedDB.open("qwen-serve", 2);
+    request.onupgradeneeded = upgrade;
+    request.onblocked = () => blocked();
+    request.onerror = () => { opened = null; reject(request.error); };
+    request.onsuccess = () => {
+      const database = request.result;
+      database.onclose = () => { opened = null; };
+      database.onversionchange = () => { database.close(); opened = null; }; // a newer page wants to open it
+      resolve(database);
+    };
   });
 }
 
-/** Every conversation, the latest first. */
+async function transact(mode, work) {
+  const database = await (opened ??= open());
+  return new Promise((resolve, reject) => {
+    const transaction = database.transaction(STORES, mode);
+    let request;
+    transaction.oncomplete = () => resolve(request?.result);
+    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+    try {
+      request = work(...STORES.map((name) => transaction.objectStore(name)), transaction);
+    } catch (error) { // all or none
+      reject(error);
+      transaction.abort();
+    }
+  });
+}
+
+/** Every conversation without its messages, the latest first. */
 export async function conversations() {
   const all = await transact("readonly", (store) => store.getAll());
   return all.sort((a, b) => b.changed - a.changed);
 }
 
-export const save = (conversation) => transact("readwrite", (store) => store.put(conversation));
-export const remove = (id) => transact("readwrite", (store) => store.delete(id));
+/** The messages of a conversation, in no order. */
+export const messagesOf = (id) => transact("readonly", (_, store) => store.index("conversation").getAll(id));
 
-const DEFAULTS = {
-  system: "", temperature: "", top_p: "", top_k: "", max_tokens: "", schema: "", key: "",
-  useSchema: true, think: true, theme: "auto", current: null,
-};
+/** Saves a conversation's record and some of its messages, all or none; `live` is the message that still grows. */
+export async function save(record, messages, live) {
+  await transact("readwrite", (records, store, transaction) => {
+    records.put(record);
+    for (const message of messages) store.put(message);
+    transaction.commit(); // not to wait for anything: the page may be closing
+  });
+  channel.postMessage({ saved: record.id, messages: messages.map(({ id }) => id), live });
+}
 
-export const settings = { ...DEFAULTS, ...JSON.parse(localStorage.getItem("qwen-serve") ?? "{}") };
-
-/** Changes settings, for good. */
-export function set(changes) {
-  Object.assign(settings, changes);
-  localStorage.setItem("qwen-serve", JSON.stringify(settings));
+export async function remove(id) {
+  await transact("readwrite", (records, store) => {
+    records.delete(id);
+    store.index("conversation").openKeyCursor(IDBKeyRange.only(id)).onsuccess = ({ target: { result: cursor } }) => {
+      if (!cursor) return;
+      store.delete(cursor.primaryKey);
+      cursor.continue();
+    };
+  });
+  channel.postMessage({ removed: id });
 }

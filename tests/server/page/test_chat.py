@@ -95,23 +95,6 @@ def test_a_reload_keeps_the_conversation(start: Start, page: Any) -> None:
     assert page.locator(".message").count() == 4
 
 
-def test_editing_asks_again_from_there(start: Start, page: Any) -> None:
-    server = start("</think>\n\nYes.")
-    page.goto(server.url)
-    ask(page, "First?").locator(".figures").wait_for()
-    ask(page, "Second?").locator(".figures").wait_for()
-    page.locator(".message.user").first.hover()
-    page.get_by_label("Edit and ask again").first.click()
-    assert page.input_value("#input") == "First?"
-    ask(page, "Other?").locator(".figures").wait_for()
-    last = server.engine.submissions[-1].text
-    assert "Other?" in last
-    assert "First?" not in last
-    page.get_by_label("Answer again").click()
-    wait_until(lambda: len(server.engine.submissions) == 4)
-    assert page.locator(".message").count() == 2
-
-
 def test_settings_reach_the_request(start: Start, page: Any) -> None:
     page.goto(start("x").url)
     sent = bodies(page)

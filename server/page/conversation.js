@@ -1,0 +1,79 @@
+// A conversation: a tree of messages, one branch of which is shown. Asking anew adds a branch and takes nothing away.
+
+const newId = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+
+export class Conversation {
+  /** From what the store has of it; `leaf` is the id of the last message that is shown. */
+  constructor({ id, title, changed, leaf }, messages = []) {
+    Object.assign(this, { id, title, changed, leaf });
+    this.messages = new Map(messages.map((message) => [message.id, message]));
+    this.unsaved = false; // whether something of it could not be saved
+    this.deleted = false; // whether another tab has deleted it
+    if (!this.messages.has(leaf)) this.leaf = this.#inOrder().at(-1)?.id ?? null;
+  }
+
+  static begin(text) {
+    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null });
+  }
+
+  get record() {
+    const { id, title, changed, leaf } = this;
+    return { id, title, changed, leaf };
+  }
+
+  #inOrder() {
+    return [...this.messages.values()].sort((a, b) => a.created - b.created);
+  }
+
+  /** The messages from the first to the one with this id. */
+  upTo(id) {
+    const path = [];
+    for (let message = this.messages.get(id); message; message = this.messages.get(message.parent)) path.unshift(message);
+    return path;
+  }
+
+  get branch() {
+    return this.upTo(this.leaf);
+  }
+
+  /** What was said in a message's place, itself included, the oldest first. */
+  siblings({ parent }) {
+    return this.#inOrder().filter((message) => message.parent === parent);
+  }
+
+  /** Adds a message behind the one with the id `parent` (null: a first one), and shows it. */
+  add(parent, fields) {
+    const latest = Math.max(0, ...[...this.messages.values()].map(({ created }) => created));
+    const created = Math.max(Date.now(), latest + 1);
+    const message = { id: newId(), conversation: this.id, parent, created, ...fields };
+    this.messages.set(message.id, message);
+    this.leaf = message.id;
+    this.changed = Date.now();
+    return message;
+  }
+
+  /** Shows a message and the latest that was said behind it. */
+  show(message) {
+    const all = this.#inOrder();
+    for (let next = message; next; next = all.findLast(({ parent }) => parent === this.leaf)) this.leaf = next.id;
+  }
+
+  /** Takes in messages that another tab has saved. */
+  merge(messages) {
+    for (const message of messages) {
+      const known = this.messages.get(message.id);
+      if (!known) this.messages.set(message.id, message);
+      else {
+        for (const name of Object.keys(known)) if (!(name in message)) delete known[name];
+        Object.assign(known, message);
+      }
+    }
+    if (this.messages.has(this.leaf)) this.show(this.messages.get(this.leaf));
+  }
+
+  /** The branch that is shown, as a text to keep. */
+  get markdown() {
+    const said = this.branch.map(({ role, content }) => `## ${role === "user" ? "You" : "Model"}\n\n${content.trim()}\n`);
+    return [`# ${this.title}\n`, ...said].join("\n");
+  }
+}

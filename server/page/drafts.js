@@ -1,0 +1,39 @@
+// What is typed and not sent, for each conversation, and which conversation this tab shows: kept over a reload.
+
+import { settings, set } from "./settings.js";
+
+const EMPTY = { text: "", editing: null, before: "" };
+
+function put(name, value) {
+  try {
+    sessionStorage.setItem(name, value);
+  } catch { /* no room: it is kept until the page is left */ }
+}
+
+function stored() {
+  try {
+    return JSON.parse(sessionStorage.getItem("drafts")) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+const drafts = stored();
+
+/** `text`; the id of the message that is being edited, or null; and the text from `before` that began. */
+export const draftOf = (conversation) => ({ ...EMPTY, ...drafts[conversation?.id ?? ""] });
+
+export function keepDraft(conversation, draft) {
+  const id = conversation?.id ?? "";
+  if (draft?.text || draft?.editing) drafts[id] = draft;
+  else delete drafts[id];
+  put("drafts", JSON.stringify(drafts));
+}
+
+export const shownId = () => sessionStorage.getItem("current") ?? settings.current;
+
+export function keepShown(conversation) {
+  const id = conversation?.id ?? null;
+  put("current", id ?? "");
+  set({ current: id });
+}
