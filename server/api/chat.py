@@ -64,7 +64,7 @@ async def begin(
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )
-    constrain = None if wanted is None else await wanted.compiled(service)
+    constrain = None if wanted is None else await wanted.compiled(http, service)
     parsers = [
         ReplyParser(
             thinking=thinking,

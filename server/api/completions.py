@@ -57,7 +57,7 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
         return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(http, prepare, size)
-    constrain = None if wanted is None else await wanted.compiled(service)
+    constrain = None if wanted is None else await wanted.compiled(http, service)
     served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [

@@ -130,6 +130,8 @@ class Service:
         self.is_cut = self.bodies.closed = True
         for served in self.open:
             served.cancel()
+        if self._backend is not None:
+            self._backend.engine.grammars.stop()
         return True
 
     def close(self) -> None:

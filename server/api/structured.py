@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from server.api.errors import bad_request
+from server.api.request import until_gone
 from server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
@@ -28,6 +29,8 @@ from server.engine import InvalidGrammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from fastapi import Request
 
     from server.api.service import Service
     from server.engine import Constraint
@@ -253,10 +256,12 @@ class WantedGrammar:
     text: str
     param: str
 
-    async def compiled(self, service: Service) -> Callable[[], Constraint]:
-        """What gives each answer a constraint of its own. Raises ApiError 400 that names the field."""
+    async def compiled(self, http: Request, service: Service) -> Callable[[], Constraint]:
+        """What gives each answer a constraint of its own. Raises ApiError 400 that names the field, QueueFull
+        where too many grammars wait, and ClientLeft."""
+        compiled = service.backend.engine.grammars.compile(self.text)
         try:
-            grammar = await asyncio.wrap_future(service.backend.engine.grammars.compile(self.text))
+            grammar = await until_gone(http, asyncio.wrap_future(compiled))
         except InvalidGrammar as error:
             message = f"{self.param} cannot be enforced: {error}"
             raise bad_request(message, self.param, "invalid_value") from error

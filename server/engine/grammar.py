@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from functools import partial
+from threading import RLock
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits
 
 from .digits import DigitTokens
-from .errors import FormatTooComplex, InvalidGrammar
+from .errors import EngineDead, FormatTooComplex, InvalidGrammar, QueueFull
 from .grammar_trial import LEXER_STATES, STACK, GrammarTrial
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ JSON = "%json"
 """What a grammar has that a schema is a part of."""
 
 CACHED = 64
-"""Compiled grammars that are kept for when they come again."""
+"""Compiled grammars that are kept for when they come again, and as many refusals."""
+
+WAITING = 32
+"""Grammars that may wait; a hostile one takes 2 s."""
 
 LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 """llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states."""
@@ -149,17 +153,32 @@ class GrammarConstraint:
         raise FormatTooComplex(self._param, f"it is too complex to be followed any further: {why}")
 
 
+class _Job:
+    """A grammar that is compiled for those who wait for it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.waiting: set[Future[Grammar]] = set()
+
+
 class GrammarCompiler:
     """Compiles on a thread of its own, one grammar after the other, so that none holds anything else up.
 
-    `make_tokenizer` is called there, once, before the first.
+    `make_tokenizer` is called there, once, before the first. What nobody waits for any more is not compiled,
+    and is ended where it is.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any], end: int, special: Sequence[str] = ()) -> None:
         """Answers that are complete end with the token `end`; `special` tokens may be named in grammars."""
         self._end = end
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = Lock()
+        self._grammars: LRUCache[str, Grammar] = LRUCache(CACHED)
+        self._refusals: LRUCache[str, str] = LRUCache(CACHED)
+        """Why, by grammar."""
+        self._lock = RLock()
+        """A future that is cancelled calls back at once."""
+        self._jobs: dict[str, _Job] = {}
+        self._running: _Job | None = None
+        self._stopped = False
         self._trial = GrammarTrial(special)
         self._thread = ThreadPoolExecutor(1, "grammar")
         usual = threading.stack_size(4 * STACK)
@@ -170,23 +189,75 @@ class GrammarCompiler:
     def compile(self, text: str) -> Future[Grammar]:
         """A grammar in llguidance's Lark dialect, from the cache if it is there.
 
-        The future raises InvalidGrammar for what is no grammar, or too large a one.
+        The future raises InvalidGrammar for what is no grammar, or too large a one. Who cancels it does not
+        wait any more. Raises QueueFull and EngineDead.
         """
+        future: Future[Grammar] = Future()
         with self._lock:
-            known = self._grammars.get(text)
-            if known is not None:
-                self._grammars.move_to_end(text)
-        return self._thread.submit(self._compile, text) if known is None else _done(known)
+            if (known := self._grammars.get(text)) is not None:
+                future.set_result(known)
+                return future
+            if (refusal := self._refusals.get(text)) is not None:
+                future.set_exception(InvalidGrammar(refusal))
+                return future
+            if self._stopped:
+                raise EngineDead("the engine was closed")
+            job = self._jobs.get(text)
+            if job is None:
+                if len(self._jobs) >= WAITING:
+                    raise QueueFull(f"{WAITING} grammars wait to be compiled; try again later")
+                job = self._jobs[text] = _Job(text)
+                self._thread.submit(self._run, job)
+            job.waiting.add(future)
+        future.add_done_callback(partial(self._leave, job))
+        return future
 
-    def _compile(self, text: str) -> Grammar:
+    def _leave(self, job: _Job, future: Future[Grammar]) -> None:
         with self._lock:
-            known = self._grammars.get(text)
-        if known is not None:
-            return known
+            job.waiting.discard(future)
+            if job.waiting or self._jobs.get(job.text) is not job:
+                return
+            del self._jobs[job.text]
+            if self._running is job:
+                self._trial.interrupt()
+
+    def _run(self, job: _Job) -> None:
+        with self._lock:
+            if not job.waiting:
+                return
+            self._running = job
+        grammar, refusal = None, None
+        try:
+            grammar = self._compile(job)
+        except InvalidGrammar as error:
+            refusal = str(error)
+        except Exception as error:  # of the tokenizer: nobody's grammar is to blame
+            log.exception("a grammar could not be compiled")
+            failure: Exception = error
+        with self._lock:
+            self._running = None
+            wanted = self._jobs.get(job.text) is job
+            if wanted:
+                del self._jobs[job.text]
+            waiting, job.waiting = job.waiting, set()
+            if grammar is not None:
+                self._grammars[job.text] = grammar
+            elif refusal is not None and wanted:  # else it was interrupted
+                self._refusals[job.text] = refusal
+        for future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if grammar is not None:
+                future.set_result(grammar)
+            else:
+                future.set_exception(InvalidGrammar(refusal) if refusal is not None else failure)
+
+    def _compile(self, job: _Job) -> Grammar:
+        text = job.text
         if len(text) > LONGEST_GRAMMAR:
             raise InvalidGrammar(f"it has {len(text)} characters as a grammar; {LONGEST_GRAMMAR} are allowed")
         tokenizer = self._tokenizer.result()
-        if not self._trial.survives(text):
+        if not self._trial.survives(text, lambda: bool(job.waiting)):
             raise InvalidGrammar("it is too complex: too many patterns, or references that lead on and on")
         try:
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
@@ -203,20 +274,19 @@ class GrammarCompiler:
             raise InvalidGrammar("no text fits it")
         if self._digits is None:
             self._digits = DigitTokens(tokenizer)
-        grammar = Grammar(matcher, self._end, self._digits if JSON in text else None)
+        return Grammar(matcher, self._end, self._digits if JSON in text else None)
+
+    def stop(self) -> None:
+        """Those who wait get EngineDead, and so does who comes. From any thread. Idempotent."""
         with self._lock:
-            self._grammars[text] = grammar
-            if len(self._grammars) > CACHED:
-                self._grammars.popitem(last=False)
-        return grammar
+            self._stopped = True
+            waiting = [future for job in self._jobs.values() for future in job.waiting]
+            for future in waiting:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineDead("the engine was closed"))
 
     def close(self) -> None:
-        """Nothing of the model is used afterwards. What waits is dropped. Idempotent."""
+        """Nothing of the model is used afterwards. Idempotent."""
+        self.stop()
         self._thread.shutdown(cancel_futures=True)
         self._trial.close()
-
-
-def _done(grammar: Grammar) -> Future[Grammar]:
-    future: Future[Grammar] = Future()
-    future.set_result(grammar)
-    return future

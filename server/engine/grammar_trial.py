@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CPU_SECONDS = 2.0
 STACK = 4 * 2**20
@@ -38,18 +38,34 @@ class GrammarTrial:
         self._special = special
         self._process: subprocess.Popen[bytes] | None = None
 
-    def survives(self, text: str) -> bool:
-        """Whether compiling `text` ends, with a grammar or with a complaint. Takes CPU_SECONDS at most."""
+    def survives(self, text: str, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Whether compiling `text` ends, with a grammar or with a complaint.
+
+        Takes CPU_SECONDS at most. A process that dies of anything else, which may not be the grammar's doing,
+        is replaced once, if the answer is still `wanted`.
+        """
+        if self._answers(text):
+            return True
+        if self.close() == -signal.SIGPROF or not wanted():
+            return False
+        if self._answers(text):
+            return True
+        self.close()
+        return False
+
+    def _answers(self, text: str) -> bool:
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
             _send(process.stdin, text.encode())
-            answered = process.stdout.read(1) == b"."
+            return process.stdout.read(1) == b"."
         except OSError:
-            answered = False
-        if not answered:
-            self.close()
-        return answered
+            return False
+
+    def interrupt(self) -> None:
+        """Ends the process, whatever it compiles. From any thread."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: this folder's modules are not to be found in place of the library's
@@ -61,12 +77,14 @@ class GrammarTrial:
         self._process = process
         return process
 
-    def close(self) -> None:
-        """Ends the process. Idempotent."""
+    def close(self) -> int:
+        """Ends the process; what it ended with. Idempotent."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        if process is None:
+            return 0
+        process.kill()
+        process.communicate()
+        return process.returncode
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:

@@ -191,10 +191,17 @@ class FakeGrammars:
         refused: Future[Grammar] = Future()
 
         def judge(compiled: Future[Grammar]) -> None:
-            refused.set_exception(compiled.exception() or InvalidGrammar("a scripted engine follows none"))
+            if not refused.cancelled() and refused.set_running_or_notify_cancel():
+                error = compiled.exception() or InvalidGrammar("a scripted engine follows none")
+                refused.set_exception(error)
 
-        compiler().compile(text).add_done_callback(judge)
+        compiled = compiler().compile(text)
+        compiled.add_done_callback(judge)
+        refused.add_done_callback(lambda _: compiled.cancel())  # if nobody waits any more
         return refused
+
+    def stop(self) -> None:
+        """Nothing waits here."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from server.api.protocol import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
 from server.api.request import MAX_VALUES
 from server.chat.tool_calls import ToolSchemas
 from tests.server.api.conftest import Server, Start, wait_until
+from tests.server.api.fakes import compiler
 from tests.server.api.test_bad_input import error_of
 
 COMPLETIONS = "/v1/completions"
@@ -252,3 +253,17 @@ def test_a_path_is_one_line_of_the_log(server: Server, caplog: pytest.LogCapture
 )
 def test_headers_that_are_right(server: Server, headers: dict[str, str]) -> None:
     assert server.http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_a_grammar_ends_with_its_client(start: Start, path: str) -> None:
+    """Neither the drain waits for it nor the grammars behind it."""
+    server = start("x")
+    patterns: dict[str, Any] = {f"^{path[-4:]}{i}b.*$": {} for i in range(500)}
+    body = {"guided_json": {"type": "object", "patternProperties": patterns}}
+    ask = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post(path, json={**ask, **body}, timeout=0.5)
+    wait_until(lambda: server.service.in_flight == 0)
+    assert not compiler()._jobs
+    assert not any(path[-4:] in text for text in compiler()._refusals), "it was not compiled to the end"

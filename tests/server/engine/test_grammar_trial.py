@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.engine import InvalidGrammar
-from server.engine.grammar import GrammarCompiler
+from server.engine import EngineDead, InvalidGrammar, QueueFull
+from server.engine.grammar import WAITING, GrammarCompiler
 from server.engine.grammar_trial import GrammarTrial
 from server.engine.llama import Model
 from server.engine.llama.tokenizer import llguidance_tokenizer
@@ -38,6 +38,11 @@ DEADLY = {
     "options": chain(lambda ref: {"anyOf": [{"type": "integer"}, ref]}),
 }
 ENDLESS = schema({"type": "object", "patternProperties": {f"^a{i}b.*$": {} for i in range(500)}})
+
+
+def endless(name: str) -> str:
+    """One of many."""
+    return ENDLESS.replace("^a", f"^{name}")
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +81,79 @@ def test_complaints_are_short(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidGrammar) as refusal:
         compiler.compile("start: " + "(" * 20_000).result()
     assert len(str(refusal.value)) < 1000
+
+
+@pytest.fixture
+def tried(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What gets as far as the trial."""
+    tried: list[str] = []
+    answers = GrammarTrial._answers
+
+    def counted(trial: GrammarTrial, text: str) -> bool:
+        tried.append(text)
+        return answers(trial, text)
+
+    monkeypatch.setattr(GrammarTrial, "_answers", counted)
+    return tried
+
+
+def test_what_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler, tried: list[str]) -> None:
+    left = [compiler.compile(endless(f"left{i}")) for i in range(12)]
+    good = compiler.compile('start: "good"')
+    for future in left:
+        assert future.cancel()
+    assert good.result()
+    assert len(tried) <= 2, "the one that ran, if it did, and the good one"
+    assert tried[-1] == 'start: "good"'
+    again = compiler.compile(endless("left0"))
+    assert not again.done(), "what was interrupted is not refused"
+    again.cancel()
+
+
+def test_who_stays_gets_what_another_left(compiler: GrammarCompiler, tried: list[str]) -> None:
+    blocker = compiler.compile(endless("blocker"))
+    text = 'start: "shared"'
+    one, other = compiler.compile(text), compiler.compile(text)
+    one.cancel()
+    blocker.cancel()
+    assert other.result()
+    assert tried.count(text) == 1
+
+
+def test_few_may_wait(compiler: GrammarCompiler) -> None:
+    waiting = [compiler.compile(endless(f"few{i}")) for i in range(WAITING)]
+    with pytest.raises(QueueFull, match="grammars wait"):
+        compiler.compile('start: "one more"')
+    for future in waiting:
+        future.cancel()
+    assert compiler.compile('start: "one more"').result()
+
+
+def test_a_refusal_is_kept(compiler: GrammarCompiler, tried: list[str]) -> None:
+    for text in (endless("kept"), "start: missing_rule"):
+        first = str(compiler.compile(text).exception())
+        again = compiler.compile(text)
+        assert again.done()
+        assert str(again.exception()) == first
+        assert tried.count(text) == 1
+
+
+def test_a_trial_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+    """By the next one's grammar, which is not to blame."""
+    assert compiler.compile('start: "before"').result()
+    process = compiler._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert compiler.compile('start: "after"').result()
+
+
+def test_nobody_waits_for_one_that_stops(nano_f32: Path) -> None:
+    model = Model(nano_f32, n_gpu_layers=0)
+    compiler = GrammarCompiler(lambda: llguidance_tokenizer(model), model.eos)
+    waiting = [compiler.compile(endless(f"stop{i}")) for i in range(8)]
+    compiler.stop()
+    assert all(isinstance(future.exception(), EngineDead) for future in waiting)
+    with pytest.raises(EngineDead):
+        compiler.compile('start: "a"')
+    compiler.close()
