@@ -13,6 +13,7 @@ import uvicorn
 
 from server.about import data_folder, llama_version, own_version
 from server.api import Backend, BoundedConfig, Service, create_app
+from server.api.connection import BoundedProtocol
 from server.listening import ListenError, exposures, listen
 from server.settings import (
     Settings,
@@ -140,7 +141,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._said_ready = False
+        self._said_ready = self._dropped_unread = False
         self.status = 0
         """The process's exit code."""
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup sets
@@ -177,6 +178,11 @@ class DrainingServer(uvicorn.Server):
                 "%s: %d sequences of up to %d tokens", name, engine.settings.parallel, engine.context_size
             )
             logger.info("ready at %s", self.address)
+        if self._service.status == "draining" and not self._dropped_unread:
+            self._dropped_unread = True  # what comes later is refused before its body is read
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol):
+                    connection.drop_unread()
         if self._service.drained or self._service.status == "failed":
             self.should_exit = True
         elif self._service.overdue and self._service.cut_short():

@@ -71,7 +71,10 @@ class HttpSettings(Section, title="http"):
     """seconds that it has to send a body"""
     max_connections: int = Field(1024, ge=1)
     """connections open at once, as far as the process may open files; a new one takes the place of the
-    one that is idle for longest, or gets 503"""
+    one that is idle for longest, else of one whose request is not all there, else it gets 503 unless it asks
+    for /ping or /health"""
+    max_connections_per_address: int = Field(0, ge=0)
+    """of these, from one address; 0: any number, as behind a proxy, whose address all have"""
     allowed_hosts: str = ""
     """names, with commas between, under which a server that listens on loopback may be asked without
     an API key, besides localhost and addresses; * for any"""

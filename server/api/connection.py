@@ -18,9 +18,11 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.api.errors import ApiError
+from server.api.middleware import PROBES
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -41,6 +43,9 @@ LINGER_S = 2.0
 """What a client that was refused still sends is dropped for so long; closed at once, its system would forget
 the refusal before it was read."""
 
+FOR_PROBES = 16
+"""Connections beyond the limit, for health checks alone: they tell a busy server from a dead one."""
+
 RESERVED_DESCRIPTORS = 32
 """For the model's file, the log, and what libraries open."""
 
@@ -52,7 +57,7 @@ class BoundedConfig(uvicorn.Config):
         super().__init__(app, http=BoundedProtocol, ws="none", **options)
         self.settings = settings
         self.max_header_bytes = settings.max_header_kib * 1024
-        self.max_connections = max(1, min(settings.max_connections, free_descriptors()))
+        self.max_connections = max(1, min(settings.max_connections, free_descriptors() - FOR_PROBES))
 
 
 def free_descriptors() -> int:
@@ -76,37 +81,57 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- connections -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes it; above the limit, at the cost of the longest idle one, or only to answer 503."""
+        """Takes it; above a limit in place of one that waits for its client, or for health checks alone."""
         self._phase = "head"  # a new connection has as long for its first request as any head has
         self._timed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._received = self._body = 0
         self._active: RequestResponseCycle | None = None
         self._later = bytearray()
-        self._refused = False
+        self._refused = self._for_probes = False
         super().connection_made(transport)
         self.since = self.loop.time()
-        most = self.config.max_connections
-        if len(self.connections) > most and not self._replace_idle(most):
+        others = [
+            other for other in self.connections if isinstance(other, BoundedProtocol) and other is not self
+        ]
+        most, each = self.config.max_connections, self.config.settings.max_connections_per_address
+        if each and self.client is not None:
+            own = [other for other in others if other.client and other.client[0] == self.client[0]]
+            if len(own) >= each and not self._replace(own, f"{each} from {self.client[0]}"):
+                self._refuse_connection(429, "too many connections from your address")
+                return
+        if len(self.connections) > most and not self._replace(others, str(most)):
             logger.warning("%d connections are open, as many as there may be: one more gets 503", most)
-            self.refuse(ApiError(503, "too many connections", code="too_many_connections"))
-            return
+            if len(self.connections) > most + FOR_PROBES:
+                self._refuse_connection(503, "too many connections")
+                return
+            self._for_probes = True
         self._time()
 
-    def _replace_idle(self, most: int) -> bool:
-        """Closes the connection that has been idle for longest. Whether there was one."""
-        idle = [
-            other
-            for other in self.connections
-            if isinstance(other, BoundedProtocol) and other is not self and not other.busy
-        ]
-        oldest = min(idle, key=lambda other: other.since, default=None)
+    def _refuse_connection(self, status: int, message: str) -> None:
+        self.refuse(ApiError(status, message, code="too_many_connections"))
+
+    def _replace(self, others: Sequence[BoundedProtocol], most: str) -> bool:
+        """Closes the one of `others` that has been idle for longest; where none is, one whose client has not
+        sent all of its request. Whether there was one."""
+        waiting = [other for other in others if not other.busy] or [other for other in others if other.unread]
+        oldest = min(waiting, key=lambda other: other.since, default=None)
         if oldest is None:
             return False
-        logger.warning("%d connections are open, as many as there may be: an idle one is closed", most)
+        logger.warning("%s connections are open, as many as there may be: an idle one is closed", most)
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
+
+    @property
+    def unread(self) -> bool:
+        """Whether a request is being worked on whose body is not complete."""
+        return self.busy and self._phase == "body" and self._active is self.cycle
+
+    def drop_unread(self) -> None:
+        """Refuses such a request, as it would have been had its head come now that the server drains."""
+        if self.unread and not self.cycle.response_started:
+            self.refuse(ApiError(503, "the server is shutting down", code="draining"))
 
     @property
     def busy(self) -> bool:
@@ -191,6 +216,8 @@ class BoundedProtocol(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if self.parser.get_method() == b"CONNECT":
             self.refuse(ApiError(501, "CONNECT: this server is no proxy", code="not_supported"))
+        elif self._for_probes and self.url.decode("latin-1").partition("?")[0] not in PROBES:
+            self._refuse_connection(503, "too many connections")
         elif len(hosts) > 1 or not (hosts or self.parser.get_http_version() == "1.0"):
             message = f"a request has one Host header (RFC 9112, section 3.2); this one has {len(hosts)}"
             self.refuse(ApiError(400, message, code="invalid_host"))

@@ -170,11 +170,43 @@ def test_connections_have_a_limit(start: Start, caplog: pytest.LogCaptureFixture
             stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}'))
         wait_until(lambda: len(server.engine.running) == 8)
         with connected(server) as late:
+            late.sendall(post('{"prompt": "x"}'))
             answer = everything(late)
         assert answer.startswith(b"HTTP/1.1 503 ")
+        with ExitStack() as probes:
+            for _ in range(40):  # silent ones do not fill what is kept for health checks
+                probes.enter_context(connected(server))
+            assert httpx.get(f"{server.url}/ping").status_code == 200
         assert "one more gets 503" in caplog.text
     wait_until(lambda: server.service.in_flight == 0)
     assert httpx.get(f"{server.url}/ping").status_code == 200
+
+
+def test_half_sent_bodies_make_room(start: Start) -> None:
+    server = start(lambda prompt: prompt, max_connections=8)
+    server.http.close()
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}')[:-3])
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200
+    wait_until(lambda: server.service.in_flight == 0)
+    assert server.service.bodies.held == 0
+
+
+def test_an_address_may_have_a_limit(start: Start) -> None:
+    server = start(lambda _: ENDLESS, delay=0.01, max_connections_per_address=3)
+    server.http.close()
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}'))
+        wait_until(lambda: len(server.engine.running) == 3)
+        with connected(server) as late:
+            assert everything(late).startswith(b"HTTP/1.1 429 ")
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(transport=other, base_url=server.url) as client:
+            assert client.get("/ping").status_code == 200
+    wait_until(lambda: server.service.in_flight == 0)
 
 
 UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQ"}
