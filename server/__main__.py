@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -169,8 +170,17 @@ class DrainingServer(uvicorn.Server):
         logger.info("draining: %d requests in flight (again to stop at once)", self._service.in_flight)
         self._service.drain()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, without the watchdog: what the engine saves at its end takes its time."""
+        faulthandler.cancel_dump_traceback_later()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's ten looks a second at whether it should stop."""
+        """uvicorn's ten looks a second at whether it should stop; each puts off the watchdog."""
+        if seconds := self._service.settings.watchdog:
+            # a thread of C, which needs no lock of Python's: an allocation that fails inside an extension can
+            # leave one held for ever, and with it /ping dead and signals unheard
+            faulthandler.dump_traceback_later(seconds, exit=True)
         if not self._said_ready and self._service.status == "ready":
             self._said_ready = True
             engine, name = self._service.backend.engine, self._service.settings.model_id

@@ -134,6 +134,27 @@ def test_a_port_that_is_taken(nano_f16: Path) -> None:
             assert "Traceback" not in server.log
 
 
+class Stuck(ServerProcess):
+    module = "tests.server.stuck"
+
+
+def test_an_event_loop_that_stands_still_ends_the_process(nano_f16: Path) -> None:
+    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "5") as server:
+        url = server.wait_ready()
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}/stuck", timeout=60)
+        assert server.wait() == 1
+        assert "in stick" in server.log, "where it stood"
+
+
+def test_a_watchdog_can_be_off(nano_f16: Path) -> None:
+    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "0") as server:
+        url = server.wait_ready()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/stuck", timeout=2)
+        assert server.process.poll() is None
+
+
 def test_settings_and_memory_are_printed(nano_f16: Path) -> None:
     with ServerProcess("--model", nano_f16, "--parallel", "2", "--ctx-size", "1024") as server:
         server.wait_ready()
