@@ -9,6 +9,7 @@ import numpy as np
 
 from .errors import ModelLoadError
 from .gguf import Metadata
+from .model_limits import MAX_HEADS, MAX_LAYERS, check_attention
 from .model_spec import TOKENS, kv_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "dflash"
 """llama.cpp's name for block drafters (`general.architecture`)."""
+
+MAX_BLOCK = 256
+"""Tokens of a block: every one is a row of one pass."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,19 @@ class DraftSpec:
                 f"{target.n_vocab:,}"
             )
         _check_own_vocabulary(header, n_vocab)
-        n_layers, heads = metadata.integer("block_count"), metadata.integer("attention.head_count_kv")
-        size = n_embd // max(1, metadata.integer("attention.head_count"))
+        check_attention(metadata)
+        n_layers = metadata.integer("block_count", least=1, most=MAX_LAYERS)
+        there = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+        metadata.relate("block_count", n_layers == there, f"{there}, of so many layers there are tensors")
+        heads = metadata.integer("attention.head_count_kv", least=1, most=MAX_HEADS)
+        size = n_embd // metadata.integer("attention.head_count", least=1, most=MAX_HEADS)
         keys = metadata.integer("attention.key_length", size)
         values = metadata.integer("attention.value_length", size)
         return cls(
             file=header.file,
             weights=sum(header.tensors.values()),
-            block=metadata.integer("block_size", 16, least=2),
-            mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id"),
+            block=metadata.integer("block_size", 16, least=2, most=MAX_BLOCK),
+            mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id", most=max(0, n_vocab - 1)),
             layers=layers,
             n_embd=n_embd,
             kv_elements=(n_layers * heads * keys, n_layers * heads * values),

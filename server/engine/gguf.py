@@ -43,6 +43,9 @@ MAX_DIMENSIONS = 4
 I64 = 27
 """`GGML_TYPE_I64`: of tensors that are tables of ids."""
 
+MAX_INTEGER = 2**31 - 1
+"""Of a size: llama.cpp keeps many in 32 bits with a sign."""
+
 _KEY = 8 + 1 + 4 + 1
 """Least bytes of a key and its value: a name's length, a name, a type, a value."""
 _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
@@ -80,29 +83,38 @@ class Metadata:
         """What is there, unchecked."""
         return self._header.metadata.get(f"{self._prefix}.{key}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
-        """Raises ModelLoadError where it is missing without a default, or no integer of at least `least`."""
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 0, most: int = MAX_INTEGER
+    ) -> int:
+        """Raises ModelLoadError where it is missing without a default, or no integer from `least` to
+        `most`."""
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or value < least:
-            raise self.unusable(key)
+        if not isinstance(value, int) or not least <= value <= most:
+            raise self.unusable(key, f"an integer from {least:,} to {most:,}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         """One or more of at least 0. Raises ModelLoadError."""
         value = self.get(key)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
-        found = tuple(int(v) for v in values if isinstance(v, int) and v >= 0)
+        found = tuple(int(v) for v in values if isinstance(v, int) and 0 <= v <= MAX_INTEGER)
         if not found or len(found) != len(values):
-            raise self.unusable(key)
+            raise self.unusable(key, f"integers from 0 to {MAX_INTEGER:,}")
         return found
 
-    def unusable(self, key: str) -> ModelLoadError:
-        """The error that says so."""
+    def relate(self, key: str, ok: bool, wanted: str) -> None:
+        """Raises ModelLoadError, which says what is `wanted` of a key, where that is not `ok`."""
+        if not ok:
+            raise self.unusable(key, wanted)
+
+    def unusable(self, key: str, wanted: str) -> ModelLoadError:
+        """The error that says so, and what would be right."""
         value = self.get(key)
         given = "it is missing" if value is None else f"it is {value!r:.60}"
         return ModelLoadError(
-            f"{self._header.name}: its metadata has no usable {self._prefix}.{key} ({given})"
+            f"{self._header.name}: its metadata has no usable {self._prefix}.{key} ({given}); "
+            f"it must be {wanted}"
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from .errors import ModelLoadError
 from .gguf import Metadata
 from .llama import CACHE_TYPES, row_bytes
+from .model_limits import MAX_LAYERS, MAX_MTP, MAX_WIDTH, check_attention, check_experts, check_recurrence
 
 if TYPE_CHECKING:
     from .draft_spec import DraftSpec
@@ -102,7 +103,12 @@ class ModelSpec:
                 f"{header.name}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
                 f"predict further tokens; there are tensors of {len(blocks):,}"
             )
-        n_embd = metadata.integer("embedding_length", least=1)
+        metadata.relate("block_count", n_blocks <= MAX_LAYERS, f"at most {MAX_LAYERS}")
+        metadata.relate("nextn_predict_layers", n_mtp <= MAX_MTP, f"at most {MAX_MTP}")
+        check_attention(metadata)
+        check_recurrence(metadata)
+        check_experts(metadata, header)
+        n_embd = metadata.integer("embedding_length", least=1, most=MAX_WIDTH)
         heads = _by_layer(metadata, "attention.head_count", n_blocks, n_trunk)
         heads_kv = _by_layer(metadata, "attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
         head_size = n_embd // max(heads[0], 1)
@@ -146,7 +152,7 @@ def _by_layer(metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, defa
     if len(values) == 1:
         values *= n_blocks
     if len(values) not in (n_blocks, n_trunk):
-        raise metadata.unusable(key)
+        raise metadata.unusable(key, f"one number, or one for each of {n_blocks} layers")
     return [*values, *[0] * (n_blocks - len(values))]
 
 
