@@ -47,7 +47,7 @@ $(error brackets mark what may be left out: make TARGET NAME=value, without [ an
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image submission chat test test-slow check fuzz soak test-reference test-image verify docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify docs lint clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -114,6 +114,14 @@ test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network), [WORKERS=a
 test-slow: setup $(VENV)/.dev ## the long tests and those that want the machine to themselves, one after the other
 	$(PY) -m pytest -m 'slow and not reference and not image' $(ARGS)
 
+# every floor of pyproject.toml is one that was tested: an environment of the lowest versions, kept apart
+test-lowest: setup ## make test with the lowest version of each direct dependency, in .venv-lowest/
+	$(PY) -m pip --disable-pip-version-check install -q uv
+	$(PY) -m uv venv -q --clear --seed --python $(PY) .venv-lowest
+	$(PY) -m uv pip install --python .venv-lowest/bin/python --resolution lowest-direct -e '.[cluster,bench,dev]' \
+		"llama-cpp-python @ $$($(PY) -c 'import importlib.metadata as m, json; print(json.loads(m.distribution("llama-cpp-python").read_text("direct_url.json"))["url"])')"
+	.venv-lowest/bin/python -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
+
 check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of what differs from main [SINCE=main]
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -154,7 +162,7 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
 
 clean: ## remove .venv/, caches and test output; converted models stay
-	rm -rf $(VENV) .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-lowest .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- what the targets need ---------------------------------------------------------------------------
