@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from email.message import Message
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,15 @@ every stream would wait for. Below, the way to a thread and back costs as much a
 MAX_VALUES = 2**19
 """JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
 all are made with the GIL held, some 50 ns each."""
+
+MAX_KEYS = 2**17
+"""Keys of a body's objects: each is hashed and becomes a string, five times the work of a value."""
+
+KEY = re.compile(rb"(?<!\\)(?:\\\\)*\"[ \t\r\n]*:")
+"""The end of a key. A quote inside a string has a backslash before it, or another odd number of them."""
+
+SLICE = 2**17
+"""Bytes that are searched for keys with the GIL held."""
 
 
 async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
@@ -64,6 +74,8 @@ def decode(body: bytes) -> dict[str, Any]:
     """The object that `body` is in JSON. Raises ApiError 400."""
     if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
+    if body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
+        raise bad_request(f"the body's objects have more than {MAX_KEYS:,} keys", None, "invalid_json")
     try:
         decoded = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -74,6 +86,14 @@ def decode(body: bytes) -> dict[str, Any]:
         if not all_finite(value):
             raise bad_request(f"{field}: a number is too large, as 1e400 would be", field, "invalid_value")
     return decoded
+
+
+def count_keys(body: bytes) -> int:
+    """Keys of the objects in a JSON text, but for those that two slices share.
+
+    A string that begins with a colon counts as one.
+    """
+    return sum(len(KEY.findall(body, at, at + SLICE)) for at in range(0, len(body), SLICE))
 
 
 def all_finite(value: Any) -> bool:

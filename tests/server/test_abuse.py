@@ -88,6 +88,12 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     ),
     "lists": lambda: (COMPLETIONS, b'{"prompt": [' + b"[]," * 2_000_000 + b"0]}"),
     "lists, as many as may be": lambda: (COMPLETIONS, b'{"prompt": [' + b"[]," * 262_000 + b"0]}"),
+    "keys": lambda: (COMPLETIONS, b'{"prompt":"x"' + b"".join(b',"%d":1' % i for i in range(500_000)) + b"}"),
+    "keys, as many as may be": lambda: (
+        COMPLETIONS,
+        body(prompt="x", logit_bias={str(i): 1 for i in range(131_000)}),
+    ),
+    "biases": lambda: (COMPLETIONS, body(prompt="x", logit_bias={str(i): 1 for i in range(480_000)})),
     "deep": lambda: (COMPLETIONS, b'{"prompt": ' + b"[" * 2_000_000),
     "ids": lambda: (COMPLETIONS, body(prompt=[100] * 500_000)),
     "prompts": lambda: (COMPLETIONS, body(prompt=["x"] * 250_000)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import weakref
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.requests import Request
 
 from server.api.errors import ApiError, ClientLeft
 from server.api.limits import Bodies, in_thread
-from server.api.request import decode, until_gone
+from server.api.request import MAX_KEYS, decode, until_gone
 from tests.server.api.conftest import Start
 
 
@@ -196,3 +197,18 @@ def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: d
         assert marked() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "end", [b'":', b'" :', b'"\t\r\n:', b'\\\\":'], ids=["plain", "space", "blanks", "backslash"]
+)
+def test_keys_have_a_limit(end: bytes) -> None:
+    """Each costs the event loop as much as several values."""
+    many = b"{" + b",".join(b'"%d%s1' % (i, end) for i in range(MAX_KEYS + 100)) + b"}"
+    with pytest.raises(ApiError, match=r"more than 131,072 keys"):
+        decode(many)
+
+
+def test_what_looks_like_a_key_in_a_text_is_none() -> None:
+    text = '{"a": 1, "b\\\\": ":"}\n' * MAX_KEYS
+    assert decode(json.dumps({"prompt": text}).encode())["prompt"] == text
