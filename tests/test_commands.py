@@ -1,0 +1,260 @@
+"""Every command in a fenced block of the documentation: it is one that exists, and with nano it runs.
+
+A page's commands run in the page's order, as they would be pasted, in a folder that has the models. What a
+page asks of a large model is asked of nano, and of fewer requests (`SMALLER`); what cannot run without a
+card, a network or another product has its reason (`ELSEWHERE`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.cli import make_app
+from convert.cli import _parser as convert_parser
+from server.settings import Settings
+from tests.server.serving import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "models/nano/README.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+SHELL = ("", "bash", "sh", "console")
+OTHER = ("text", "toml", "mermaid", "json", "python", "yaml")
+"""Languages of blocks that hold no commands; clients.md's have the names of its clients behind them."""
+ACTIVATE = ". .venv/bin/activate"
+OWN = re.compile(r"(qwen-|python -m|vllm-router)")
+"""What lies in the environment's bin."""
+WITHOUT_CHECKOUT = {"docs/installation.md", "docs/fields.md"}
+
+ELSEWHERE = {
+    r"^make ": "tried as `make --dry-run`; CI runs setup, convert, serve and image",
+    r"\bdocker\b": "docker",
+    r"^export SUBMIT|^qwen-bench submit": "hands an image in; tests/bench/submission",
+    r"^pip |^qwen-serve setup": "builds llama.cpp; tests/test_packaging.py, tests/server/test_setup_llama.py",
+    r"^qwen-bench build|^BIN/|llama-server": "llama.cpp's own programs; tests/bench/servers",
+    r"^qwen-bench synthetic|BF16\.gguf|\bF16\.words|[ =]Q4_K_M\.gguf": "a synthetic 4B of gigabytes",
+    r"Qwen/Qwen3|z-lab/": "fetches a checkpoint",
+    r"^vllm-router|host-a:8080": "a router and more machines; tests/server/test_cluster.py",
+    r"server\.cluster": "tests/server/test_cluster.py",
+    r"^lm_eval": "fetches a data set; tests/server/test_lm_eval.py",
+    r"^qwen-bench clients": "installs clients from the network; tests/bench/test_clients.py",
+    r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
+    r"stock\.toml": "recipes that the page tells how to write, and an hour",
+    r"--publish": "a record that was made on a card; tests/bench/report",
+    r"^python -m models\.nano\.train": "trains or writes the bundled model; tests/models",
+}
+SMALLER = {
+    r"Qwen3\.5-4B(-DFlash)?-Q4_K_M\.gguf": lambda found: f"nano{(found[1] or '').lower()}-Q4_K_M.gguf",
+    r"--runs \d+": "--runs 1 --categories short",
+    r"--rounds \d+": "--rounds 1",
+    r"--levels [\d,]+": "--levels 2",
+    r"--rate [\d.,]+": "--rate 20",
+    r"--requests \d+": "--requests 4",
+    r"--waves \d+": "--waves 1",
+    r"--input-tokens \d+": "--input-tokens 16",
+    r"--output-tokens \d+": "--output-tokens 8",
+    r"--prefixes \d+": "--prefixes 2",
+    r"--prefix-tokens \d+": "--prefix-tokens 24",
+    r"--quants \S+": "--quants Q4_K_M",
+    r"--variants .*": "--variants small",
+    r"--types \S+": "--types q8_0",
+    r"--chunks \d+": "--chunks 1",
+    r"/tmp/out": "out",
+    r"^(qwen-bench throughput (?!.*--workload).*)": r"\1 --requests 4 --input-tokens 16 --output-tokens 8",
+    r"^(qwen-bench sweep .*)": r"\1 --rounds 0 --limit 2 --threads 1",
+    r"^(qwen-bench kv-cache (?!.*--types).*)": r"\1 --types q8_0 --chunks 1",
+}
+SERVES = re.compile(r"^(python -m server |qwen-serve serve )")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page, its lines joined and without comments."""
+
+    page: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text)
+
+    @property
+    def elsewhere(self) -> str | None:
+        """Why it is not run here."""
+        return next((why for pattern, why in ELSEWHERE.items() if re.search(pattern, self.text)), None)
+
+    def smaller(self, url: str) -> str:
+        text = self.text
+        for pattern, instead in SMALLER.items():
+            text = re.sub(pattern, instead, text)  # type: ignore[call-overload]
+        return re.sub(r"(http://127\.0\.0\.1|localhost):80[89]\d", url, text)
+
+
+def read_commands() -> list[Command]:
+    """Raises AssertionError for a block in a language that nobody classified."""
+    found = []
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+            if language in SHELL:
+                found += [Command(name, text) for text in commands_of(block)]
+            elif not (name == "docs/clients.md" and "." in language):
+                assert language in OTHER, f"{name}: a block in {language}: shell, or one of {OTHER}?"
+    return found
+
+
+def commands_of(block: str) -> Iterator[str]:
+    """Lines that belong together, without comments."""
+    text = ""
+    for line in block.splitlines():
+        text += line.strip() if not text else f"\n{line}"
+        if text.endswith("\\"):
+            text = text[:-1].rstrip()
+            continue
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:  # a quotation goes on
+            continue
+        if words:
+            yield re.sub(r"(^|\s+)#( .*)?$", "", text.replace("\n", " ")).strip()
+        text = ""
+    assert not text, f"unfinished: {text}"
+
+
+COMMANDS = read_commands()
+RUN = [command for command in COMMANDS if command.elsewhere is None]
+
+
+def test_there_are_commands_and_each_reason_is_needed() -> None:
+    assert len(COMMANDS) > 50
+    assert len(RUN) > 10
+    idle = [
+        why for pattern, why in ELSEWHERE.items() if not any(re.search(pattern, c.text) for c in COMMANDS)
+    ]
+    assert not idle
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No synopsis; targets, variables and options that exist."""
+    assert not re.search(r"\[[A-Z-]+[ =]|\[--|<\w+>", command.text), "a synopsis"
+    words = [
+        word for word in command.words if not re.fullmatch(r"[A-Z_]+=\S*", word) or "make" in command.text
+    ]
+    if words[-1] == "&":
+        words = words[:-1]
+    match words:
+        case ["make", target, *variables]:
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+            for name in (variable.partition("=")[0] for variable in variables):
+                assert re.search(rf"\b{name}\b", makefile), name
+        case ["qwen-bench", name, *options]:
+            unused = make_app(name).parse_known_args([name, *options])[2]
+            assert not unused
+        case ["python", "-m", "convert", *options]:
+            convert_parser().parse_args(options)
+        case ["python", "-m", "server", *options]:
+            flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+            assert {word for word in options if word.startswith("--")} <= flags
+        case [program, *_]:
+            known = {"curl", "docker", "pip", "export", "lm_eval", "vllm-router", "python", "qwen-serve"}
+            assert program in known or (ROOT / program).is_file() or program.startswith("BIN/"), program
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_say_which_environment(page: Path) -> None:
+    name = str(page.relative_to(ROOT))
+    if name in WITHOUT_CHECKOUT or not any(c.page == name and OWN.match(c.text) for c in COMMANDS):
+        return
+    text = page.read_text(encoding="utf-8")
+    assert ACTIVATE in text.partition("```")[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make convert` of nano and its drafter leaves."""
+    made = tmp_path_factory.mktemp("checkout")
+    (made / "models").mkdir()
+    for name in ("nano", "nano-dflash"):
+        (made / "models" / name).symlink_to(ROOT / "models" / name)
+    convert = [sys.executable, "-m", "convert", "--out", "models"]
+    for options in (
+        ["--src", "models/nano", "--quant", "F16,Q4_K_M"],
+        ["--src", "models/nano-dflash", "--target", "models/nano", "--quant", "Q4_K_M"],
+    ):
+        subprocess.run([*convert, *options], cwd=made, env=environment(made), check=True, capture_output=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with ServerProcess("--model", folder / "models" / "nano-Q4_K_M.gguf") as server:
+        server.wait_for(lambda: "ready at" in server.log)
+        yield server.url
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """As after `. .venv/bin/activate`, with a cache of its own."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "QWEN_SERVE_CACHE": str(folder / "cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", sorted({command.page for command in RUN}))
+def test_a_pages_commands_run(page: str, folder: Path, url: str) -> None:
+    for command in (one for one in RUN if one.page == page):
+        text = command.smaller(url)
+        if SERVES.match(text):
+            starts_and_stops(text, folder)
+            continue
+        if command.words[0] == "curl" and shutil.which("curl") is None:
+            continue
+        done = subprocess.run(
+            ["bash", "-c", text],
+            cwd=folder,
+            env=environment(folder),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        if command.words[0] == "curl":
+            assert json.loads(done.stdout)["choices"], done.stdout
+
+
+def starts_and_stops(text: str, folder: Path) -> None:
+    """A server comes up, and goes away when it is told to."""
+    log = folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {text} --port 0"], cwd=folder, env=environment(folder), stderr=out
+        )
+        try:
+            for _ in range(1200):
+                if process.poll() is not None or "ready at" in log.read_text():
+                    break
+                time.sleep(0.1)
+            assert "ready at" in log.read_text(), log.read_text()[-2000:]
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
