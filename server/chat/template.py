@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .bounded_template import MOST_CHARACTERS, BoundedEnvironment
 from .errors import PromptError
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ class ChatTemplate:
 
     The environment is transformers' (utils/chat_template_utils.py): blocks are trimmed, `tojson` writes plain
     JSON instead of JSON escaped for HTML, `raise_exception` and `strftime_now` exist, `break` and `continue`
-    work. It is sandboxed.
+    work. It is sandboxed, and bounded in time and size.
 
     Raises PromptError (param `chat_template`) when `source` does not compile.
     """
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = self._environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -55,9 +55,15 @@ class ChatTemplate:
         taken = sorted(self._reserved & extra.keys())
         if taken:
             raise PromptError(f"chat_template_kwargs can not set {', '.join(taken)}", "chat_template_kwargs")
-        parts = []
+        parts, size = [], 0
+        self._environment.begin()
         for part in self._parts({**extra, **variables}):
             check(0)
+            size += len(part)
+            if size > MOST_CHARACTERS:
+                raise PromptError(
+                    f"the chat template writes more than {MOST_CHARACTERS:,} characters", "messages"
+                )
             parts.append(part)
         return "".join(parts)
 
