@@ -86,7 +86,7 @@ def write_file(
     """
     data_start = _write_head(writer, path, plan)
     writer.kv_data.clear()  # a vocabulary and its merges: as much memory as the rest of the work
-    with Progress(f"Writing {path.name.removesuffix('.part')}", plan.nbytes, BYTES) as progress:
+    with Progress(f"Writing {path.name}", plan.nbytes, BYTES) as progress:
         _write_data(path, plan, config, data_start, threads, progress)
 
 

@@ -1,14 +1,13 @@
 """Finished work on disk: what each output file was made from, and how it comes into being unharmed.
 
-An output appears under its final name only when it is complete; until then it is `<name>.part`. What it was
-made from is a fingerprint, kept in one JSON file beside the outputs. A rerun skips an output whose
-fingerprint, size and modification time are those on record, and makes again whatever is missing, changed or
-out of date.
+An output appears under its final name only when it is complete; until then it is in a folder
+`.<name>.*.part` beside it. What it was made from is a fingerprint, kept in one JSON file beside the outputs.
+A rerun skips an output whose fingerprint, size and modification time are those on record, makes again
+whatever is missing or out of date, and touches no file that it does not know.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import hashlib
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common import files
 from convert.errors import ConvertError
 from convert.progress import size
 
@@ -28,32 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-PART = ".part"
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`; renames it to `path` on success, removes it on any exception.
-
-    Raises OSError that names `path` where there is no room for it; Python's own says no more than that.
-    """
-    part = path.with_name(path.name + PART)
-    part.unlink(missing_ok=True)
-    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # nobody's link is written through
-    try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        if error.filename == str(part) or (error.filename is None and error.errno in NO_ROOM):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-    except ConvertError as error:  # the file that was asked for is named
-        error.args = tuple(str(arg).replace(str(part), str(path)) for arg in error.args)
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+    """As `common.files.replacing`; a ConvertError names `path`, too, and not what is written in its place."""
+    with files.replacing(path) as part:
+        try:
+            yield part
+        except ConvertError as error:
+            error.args = tuple(str(arg).replace(str(part), str(path)) for arg in error.args)
+            raise
 
 
 @contextmanager
@@ -115,8 +99,8 @@ class StageRecord:
     def locked(cls, folder: Path, name: str, *, force: bool) -> Iterator[StageRecord]:
         """That of `name` in `folder`, whose lock is held; with `force` nothing counts as finished."""
         with locked(folder / ".convert.lock"):
-            for stale in folder.glob(f"{glob.escape(name)}[-.]*{PART}"):
-                stale.unlink()  # left behind by a run that was killed
+            for stale in folder.glob(f".{glob.escape(name)}[-.]*{files.PART}"):
+                shutil.rmtree(stale, ignore_errors=True)  # left behind by a run that was killed
             record = cls(folder / f"{name}.stages.json")
             record._force = force
             yield record

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from common.files import PART
 from convert.chunks import decode_chunks, decode_drafts
 from convert.cli import main
 from convert.llama import Context, Model, Runtime
-from convert.stages import PART
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
 from tests.marks import slow_but
 
@@ -174,10 +174,12 @@ def test_an_interrupted_run_is_finished_by_the_next(
 ) -> None:
     run(checkpoint, tmp_path / "whole", "--quant", "F16")
     target = out / "Random-1B-F16.gguf"
-    part = target.with_name(target.name + PART)
+
+    def parts() -> list[Path]:
+        return list(out.glob(f".{target.name}.*{PART}"))
 
     def writing(process: subprocess.Popen[str]) -> None:
-        while not part.exists() and process.poll() is None:
+        while not parts() and process.poll() is None:
             time.sleep(0.01)
         time.sleep(after_s)
 
@@ -185,26 +187,27 @@ def test_an_interrupted_run_is_finished_by_the_next(
     command: list[str | Path] = [sys.executable, "-c", SLOWLY, *flags]
     interrupted(command, out, sent, writing)
     assert not target.exists()
-    assert part.exists() == (sent == signal.SIGKILL)
+    assert bool(parts()) == (sent == signal.SIGKILL)
     run(checkpoint, out, "--quant", "F16")
     assert target.read_bytes() == (tmp_path / "whole" / target.name).read_bytes()
-    assert not part.exists()
+    assert not parts()
 
 
 def test_a_killed_run_keeps_the_stages_it_finished(checkpoint: Path, out: Path) -> None:
     run(checkpoint, out, "--quant", "F16")
     base = out / "Random-1B-F16.gguf"
-    (out / "Random-1B-Q8_0.gguf.part").write_bytes(b"half")
+    (left := out / f".Random-1B-Q8_0.gguf.x{PART}").mkdir()
+    (left / "Random-1B-Q8_0.gguf").write_bytes(b"half")
     before = base.stat().st_mtime_ns
     run(checkpoint, out, "--quant", "Q8_0", *QUICK)
     assert base.stat().st_mtime_ns == before
-    assert not list(out.glob(f"*{PART}"))
+    assert not list(out.glob(f".*{PART}"))
 
 
 def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "Random-1B-Other", seed=3)
-    foreign = out / f"Random-1Bx-F16.gguf{PART}"
-    out.mkdir()
+    foreign = out / f".Random-1Bx-F16.gguf.x{PART}" / "Random-1Bx-F16.gguf"
+    foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"not ours")
     run(checkpoint, out, "--quant", "F16")
     before = times(out)
@@ -262,4 +265,4 @@ def test_llama_cpp_at_work_may_be_interrupted_too(
     run(checkpoint, tmp_path / "whole", *flags)
     for name in ("Random-1B.imatrix.gguf", "Random-1B-Q2_K.gguf"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert not list(out.glob(f"*{PART}"))
+    assert not list(out.glob(f".*{PART}"))
