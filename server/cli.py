@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,8 @@ def main() -> int:
         case "serve":
             return serve(arguments)
         case "convert":
-            return subprocess.run([sys.executable, "-m", "convert", *arguments], check=False).returncode
+            # in its place, so that signals meet the converter alone, which cleans up
+            os.execv(sys.executable, [sys.executable, "-m", "convert", *arguments])
         case "setup":
             from server import setup_llama
 

@@ -27,6 +27,20 @@ def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
+def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> None:
+    """The signal comes as a terminal sends it, to every process there is."""
+    (tmp_path / "llama_cpp.py").write_text("import os, signal\nos.killpg(0, signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "server.cli", "convert", "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.slow
 def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"
