@@ -4,7 +4,7 @@ alone.
 What drifts on a machine hits every subject of a round alike, so rounds are paired: of each cell the medians
 of a round, their log ratio, the mean over cells; the ratio is the geometric mean over rounds. Its 95%
 interval is Student's, of the log ratios. A bootstrap of means cannot leave the range of what was measured, so
-that from five rounds it covers 90%.
+that from five rounds one, though widened, held the truth 93% of the time.
 """
 
 from collections.abc import Iterable
