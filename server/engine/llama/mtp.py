@@ -35,6 +35,6 @@ class MtpContext(Context):
     def __init__(self, model: Model, options: ContextOptions) -> None:
         super().__init__(model, options)
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, True)
-        self.beside: npt.NDArray[np.float32] = np.zeros((self.n_batch, model.n_embd), np.float32)
+        self.input_hidden: npt.NDArray[np.float32] = np.zeros((self.n_batch, model.n_embd), np.float32)
         """The hidden row of the token before each of `tokens`."""
-        self._batch.embd = self.beside.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        self._batch.embd = self.input_hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

@@ -45,7 +45,7 @@ go some fifty steps later, whatever became of its first drafts."""
 HOPE = 0.95
 """Chance of each token with which one draft is tried after a rest where less could not pay: it tells."""
 
-REST_FIRST, REST_GROWTH, REST_LAST = 128, 4, 2048
+COOLDOWN_FIRST, COOLDOWN_GROWTH, COOLDOWN_LAST = 128, 4, 2048
 """Steps without drafts that do not pay: at first, how many times as many each time, and at most."""
 
 TRIALS = 0.01
@@ -54,7 +54,7 @@ lost is no more than that, the next request is reason enough for another. On a m
 of 128 tokens with a head that is never right or in three of ten, one that always is drafts again from the
 first to fourth answer on, and did not within eight; where it stays bad that costs 0.3 to 0.7%."""
 
-REST_ALONE = 4
+COOLDOWN_ALONE = 4
 """How many times as long a rest may be while no request begins: then a trial leaves a graph, and hidden rows
 are to be kept for it before."""
 
@@ -154,7 +154,7 @@ class Backoff:
 
     __slots__ = ("_early", "_first", "_last", "_next", "_until")
 
-    def __init__(self, first: int, last: int = REST_LAST) -> None:
+    def __init__(self, first: int, last: int = COOLDOWN_LAST) -> None:
         self._first, self._last = first, last
         self._next, self._until, self._early = first, 0, 0
         """What the next one takes; the step that ends this one, and that from which on it may be ended."""
@@ -165,10 +165,10 @@ class Backoff:
 
     def begin(self, now: int, most: int = 10**9, least: int = 0) -> None:
         """It did not pay in step `now`; `most` steps are enough for it, and it takes `least`."""
-        steps, self._next = max(least, min(self._next, most)), min(self._last, REST_GROWTH * self._next)
-        self._until, self._early = now + steps, now + steps // REST_ALONE
+        steps, self._next = max(least, min(self._next, most)), min(self._last, COOLDOWN_GROWTH * self._next)
+        self._until, self._early = now + steps, now + steps // COOLDOWN_ALONE
 
-    def hurry(self, now: int) -> None:
+    def retry_early(self, now: int) -> None:
         """There is a reason to try in step `now`, if a part of the steps is over."""
         if now >= self._early:
             self._until = min(self._until, now)
@@ -187,7 +187,7 @@ class Backoff:
 class Trial:
     """One kind of drafts for about so many sequences."""
 
-    rest: Backoff = field(default_factory=lambda: Backoff(REST_FIRST))
+    cooldown: Backoff = field(default_factory=lambda: Backoff(COOLDOWN_FIRST))
     in_a_row: int = 0
     """Steps with such drafts since the last rest."""
     steps: int = 0
@@ -199,7 +199,7 @@ class Trial:
 
     def give_up(self, now: int, most: int, least: int = 0) -> None:
         """It did not pay; rest for at most so many steps, and for `least` of them."""
-        self.rest.begin(now, most, least)
+        self.cooldown.begin(now, most, least)
         self.in_a_row = self.steps = 0
         self.seconds = self.plain = 0.0
 
@@ -254,11 +254,11 @@ class Controller:
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
         """The kinds of a drafter that may be drafted for `n` sequences."""
-        return {kind for kind in drafter.kinds if not self._trial(kind, n).rest.left(self.now)}
+        return {kind for kind in drafter.kinds if not self._trial(kind, n).cooldown.left(self.now)}
 
-    def rest_left(self, drafter: Drafter, n: int) -> int:
+    def cooldown_left(self, drafter: Drafter, n: int) -> int:
         """Steps until the first of its kinds may be drafted."""
-        return min(self._trial(kind, n).rest.left(self.now) for kind in drafter.kinds)
+        return min(self._trial(kind, n).cooldown.left(self.now) for kind in drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The best plan for a step; None where nothing beats plain decoding."""
@@ -276,9 +276,9 @@ class Controller:
         hopes = False
         for kind in {kind for kind in option.kinds if kind}:
             trial, rates = self._trial(kind, n), self.rates(option.drafter, kind)
-            if trial.rest.begun and not trial.in_a_row:
+            if trial.cooldown.begun and not trial.in_a_row:
                 rates.forget()
-            hopes |= trial.rest.begun and not rates.missed
+            hopes |= trial.cooldown.begun and not rates.missed
         return hopes
 
     def _best(
@@ -365,19 +365,19 @@ class Controller:
                 if plan is not None and option.drafter is plan.drafter:
                     trial.in_a_row += 1
                     if trial.in_a_row >= PROVEN:
-                        trial.rest.end()
+                        trial.cooldown.end()
                 elif plan is not None:
                     if not (plan.drafter.instant or option.drafter.instant):
                         self.rates(option.drafter, kind).fade()
                 elif longest >= min(JUDGED, option.drafter.depth):
-                    self._give_up(trial, n, untried=0 if n == 1 or option.drafter.instant else REST_LAST)
+                    self._give_up(trial, n, untried=0 if n == 1 or option.drafter.instant else COOLDOWN_LAST)
 
     def _give_up(self, trial: Trial, n: int, *, untried: int = 0) -> None:
         """Rest: at least so many steps if that was to be seen without a draft."""
-        most = REST_LAST  # where even the hopeful do not pay
+        most = COOLDOWN_LAST  # where even the hopeful do not pay
         if trial.steps:  # the way back to the graph without drafts is still to come
             lost = max(0.0, trial.seconds - trial.plain) + self.times.building.value
-            most = max(REST_FIRST, round(REST_ALONE * lost / (TRIALS * self.times.of(n, 1))))
+            most = max(COOLDOWN_FIRST, round(COOLDOWN_ALONE * lost / (TRIALS * self.times.of(n, 1))))
         trial.give_up(self.now, most, 0 if trial.steps else untried)
 
     def promises(self, drafter: Drafter, n: int, most_rows: int) -> bool:
@@ -389,17 +389,17 @@ class Controller:
         option = Option(drafter, [kind] * n, [drafter.depth] * n)
         if self._best([option], Step([1] * n, most_rows, most_rows)) is not None:
             return True
-        self._give_up(self._trial(kind, n), n, untried=REST_LAST)
+        self._give_up(self._trial(kind, n), n, untried=COOLDOWN_LAST)
         return False
 
     def on_trial(self, kinds: Iterable[str], n: int) -> bool:
         """Whether none of these has paid for about `n` sequences since it last did not."""
-        return all(self._trial(kind, n).rest.begun for kind in kinds)
+        return all(self._trial(kind, n).cooldown.begun for kind in kinds)
 
-    def hurry(self) -> None:
+    def retry_early(self) -> None:
         """A request begins: what did not pay for others may pay for it."""
         for trial in self._trials.values():
-            trial.rest.hurry(self.now)
+            trial.cooldown.retry_early(self.now)
 
     # --- learning ------------------------------------------------------------------------------------------
 

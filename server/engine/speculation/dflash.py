@@ -10,7 +10,7 @@ import numpy as np
 from server.engine.errors import NoMemorySlot
 
 from .base import Draft
-from .hidden import HiddenDrafter, Reading
+from .hidden import DraftCacheState, HiddenDrafter
 from .times import Mean, group_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class DflashDrafter(HiddenDrafter):
                 self.free(source)
                 raise
         self._context.copy(source, target, first, end)
-        self._readings[target] = Reading(first, end, end, end, fresh=end)
+        self._readings[target] = DraftCacheState(first, end, end, end, fresh=end)
 
     # --- drafting ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Reading:
+class DraftCacheState:
     """What a drafter has of one sequence id: entries made of the rows of positions `first` up to `fed` - 1 in
     its cache, and on the host `rows`, those of positions `start` up to `end` - 1, where `start` <= `fed`."""
 
@@ -53,10 +53,10 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedReading:
-    """A `Reading`, and its entries in host memory; None where there are none."""
+class SavedDraftCache:
+    """A `DraftCacheState`, and its entries in host memory; None where there are none."""
 
-    reading: Reading
+    reading: DraftCacheState
     cache: npt.NDArray[np.uint8] | None
 
     @property
@@ -86,14 +86,14 @@ class HiddenDrafter:
         """Sequence ids below `slots` run; the others hold copies."""
         self.window = window
         self._context, self._slots = context, slots
-        self._readings: dict[int, Reading] = {}
+        self._readings: dict[int, DraftCacheState] = {}
         self.lost = 0
         """States that the state store could not copy, save, restore or free."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
         """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or as
         `Context.layer_inputs` gives them, at most `window` of them, to be kept."""
-        reading = self._readings.setdefault(slot, Reading(start, start, start, start, fresh=start))
+        reading = self._readings.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
         reading.length = None
         if start > reading.end:
             reading.rows.clear()
@@ -141,14 +141,14 @@ class HiddenDrafter:
             self._drop_entries(sequence_id, 0)
             del self._readings[sequence_id]
 
-    def save(self, sequence_id: int) -> SavedReading | None:
+    def save(self, sequence_id: int) -> SavedDraftCache | None:
         """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
         if (reading := self._readings.get(sequence_id)) is None:
             return None
         cache = self._context.save(sequence_id) if reading.fed > reading.first else None
-        return SavedReading(replace(reading, rows=[*reading.rows]), cache)
+        return SavedDraftCache(replace(reading, rows=[*reading.rows]), cache)
 
-    def restore(self, sequence_id: int, saved: SavedReading) -> None:
+    def restore(self, sequence_id: int, saved: SavedDraftCache) -> None:
         """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
         self.free(sequence_id)
         if saved.cache is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from server.engine.sequence_ids import MTP_SEQUENCES
 
 from .base import Draft
-from .hidden import HiddenDrafter, Reading
+from .hidden import DraftCacheState, HiddenDrafter
 from .times import Mean
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ class MtpDrafter(HiddenDrafter):
             self._context.copy(source, target)
             if fed < reading.fed:
                 self._context.remove(target, fed + 1)
-            self._readings[target] = Reading(reading.first, fed, start, end, rows)
+            self._readings[target] = DraftCacheState(reading.first, fed, start, end, rows)
         else:
-            self._readings[target] = Reading(start, start, start, end, rows)
+            self._readings[target] = DraftCacheState(start, start, start, end, rows)
 
     # --- drafting ------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class MtpDrafter(HiddenDrafter):
                 context.sequences[:n], context.outputs[:n] = range(n), 1
                 context.decode(n)
                 context.best(range(n), range(n))
-                context.beside[:n] = context.hidden(n)
+                context.input_hidden[:n] = context.hidden(n)
                 self._decodes.setdefault(n, Mean()).add(perf_counter() - started)
             context.clear()
 
@@ -211,11 +211,11 @@ class MtpDrafter(HiddenDrafter):
         """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
         context, n = self._context, len(requests)
         if self._width:  # every row is an output; what follows the one that counts makes room
-            context.beside[:1] = context.hidden(self._width)[rows]
+            context.input_hidden[:1] = context.hidden(self._width)[rows]
             [request] = requests
             context.remove(request.slot, len(request.sequence.tokens) + depth)
         else:
-            context.beside[:n] = context.hidden(n)
+            context.input_hidden[:n] = context.hidden(n)
         for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             context.tokens[index] = token
             context.positions[index] = len(request.sequence.tokens) + depth
@@ -232,7 +232,7 @@ class MtpDrafter(HiddenDrafter):
         elif width:
             context.tokens[n:width], context.sequences[n:width] = context.tokens[n - 1], context.sequences[0]
             context.positions[n:width] = context.positions[n - 1] + np.arange(1, width - n + 1)
-            context.beside[n:width] = context.beside[n - 1]
+            context.input_hidden[n:width] = context.input_hidden[n - 1]
             context.outputs[:width] = 1
         context.decode(max(n, width))
 
@@ -243,4 +243,4 @@ class MtpDrafter(HiddenDrafter):
         context.tokens[at:end] = tokens
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
-        context.beside[at:end] = hidden
+        context.input_hidden[at:end] = hidden

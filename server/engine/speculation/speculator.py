@@ -42,7 +42,7 @@ FRUITLESS, SPARSE, QUIET = 8, 8, 32
 steps for which nobody is asked at most where all rest. A look takes 30 to 50 us between two steps that empty
 the processor's caches: 3 to 5% of a step of nano on a processor."""
 
-LISTEN = 64
+COLLECT = 64
 """Steps before its next draft from which on hidden rows are kept for a drafter that reads them, which guesses
 better with some text before its eyes. A rest must be twice as long for it to pay that none are kept, since to
 change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6 for one
@@ -53,11 +53,11 @@ sequence, and with the rows of five layers about 0.7 of 4.7 for eight."""
 class Proposal:
     """The drafts of the batch that is being computed."""
 
-    watched: DrafterHealth
+    health: DrafterHealth
     """Whose they are."""
     kinds: list[str]
     """By chunk; "" for one without a draft."""
-    beyond: bool
+    exceeds_snapshots: bool
     """Whether they are longer than what is taken back for nothing."""
     way_back: float
     """Seconds that it took to keep the way back and, later, to go it."""
@@ -86,11 +86,11 @@ class Speculator:
     ) -> None:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._controller = context, states, controller
-        self._watched = [DrafterHealth(drafter) for drafter in drafters]
+        self._drafters = [DrafterHealth(drafter) for drafter in drafters]
         self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
         """Their states must go where the trunk's go."""
         self._readers = [
-            (one, one.drafter) for one in self._watched if isinstance(one.drafter, HiddenDrafter)
+            (one, one.drafter) for one in self._drafters if isinstance(one.drafter, HiddenDrafter)
         ]
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
@@ -108,7 +108,7 @@ class Speculator:
         """Whether the batch is such a step."""
         self._waited = True
         """Whether somebody waited for the batch before: else the device may compute it first."""
-        self._listening = bool(self.hidden_drafters)
+        self._collects = bool(self.hidden_drafters)
         self._stats: Mapping[str, DrafterStats] = {}
         """As last published: a new object each time, which nobody writes to, since any thread may read it."""
         if self.hidden_drafters:
@@ -129,7 +129,7 @@ class Speculator:
 
     def propose(self, batch: Batch) -> None:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
-        if not self._watched:
+        if not self._drafters:
             return
         if not batch.prompt_tokens:
             self.catch_up()
@@ -145,15 +145,15 @@ class Speculator:
     def _fail(self, error: Exception) -> None:
         """Drafting failed, whoever's fault that is."""
         self._quiet, self._is_quiet = 0, False
-        for watched in self._watched:
-            watched.begin_anew(error)
+        for health in self._drafters:
+            health.begin_anew(error)
         self._publish()
 
     def _decide(self, batch: Batch) -> None:
         chunks = batch.chunks
         self._controller.now += 1
-        for watched in self._watched:
-            watched.now = self._controller.now
+        for health in self._drafters:
+            health.now = self._controller.now
         plain = batch.n_tokens == len(chunks) == self._n and not batch.prompt_tokens
         self._is_quiet = self._quiet > 0 and plain
         if self._is_quiet:
@@ -164,12 +164,12 @@ class Speculator:
         self._proposal = None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
-            self._controller.hurry()
+            self._controller.retry_early()
         if self.hidden_drafters:
-            self._listen()
+            self._collect_hidden()
         if batch.prompt_tokens:
-            for watched in self._watched:  # a new text is looked at once, whatever became of the last
-                watched.fruitless = min(watched.fruitless, FRUITLESS - 1)
+            for health in self._drafters:  # a new text is looked at once, whatever became of the last
+                health.fruitless = min(health.fruitless, FRUITLESS - 1)
         if not all(chunk.decodes for chunk in chunks):
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
@@ -177,21 +177,21 @@ class Speculator:
         if self._proposal is not None:
             self._proposal.seconds = self._clock() - started - self._proposal.way_back
         elif all(chunk.count == 1 for chunk in chunks):
-            self._quiet = min([QUIET, *map(self._wait, self._watched)])
-            self._publish()  # `verify` has nothing to learn where nobody listens
+            self._quiet = min([QUIET, *map(self._wait, self._drafters)])
+            self._publish()  # `verify` has nothing to learn where nobody collects
 
-    def _wait(self, watched: DrafterHealth) -> int:
+    def _wait(self, health: DrafterHealth) -> int:
         """Steps until it is worth asking a drafter."""
-        if self._n > min(watched.drafter.most, self._slots):
+        if self._n > min(health.drafter.most, self._slots):
             return QUIET
-        if rest := self._rest(watched, self._n):
-            return rest - 1 - (LISTEN if rest > LISTEN else 0)  # it may read along before
-        return SPARSE - 1 if watched.drafter.instant and watched.fruitless >= FRUITLESS else 0
+        if rest := self._cooldown(health, self._n):
+            return rest - 1 - (COLLECT if rest > COLLECT else 0)  # it may read along before
+        return SPARSE - 1 if health.drafter.instant and health.fruitless >= FRUITLESS else 0
 
-    def _rest(self, watched: DrafterHealth, n: int) -> int:
+    def _cooldown(self, health: DrafterHealth, n: int) -> int:
         """Steps for which a drafter does not draft for `n` sequences: it failed, or it does not pay."""
         now = self._controller.now
-        return max(watched.disabled.left(now), self._controller.rest_left(watched.drafter, n))
+        return max(health.disabled.left(now), self._controller.cooldown_left(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
@@ -207,7 +207,7 @@ class Speculator:
     def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:
         n, slot = len(requests), requests[0].slot
         found: dict[str, list[Draft]] = {}
-        options = [o for watched in self._watched if (o := self._option(watched, requests, found))]
+        options = [o for health in self._drafters if (o := self._option(health, requests, found))]
         if not options:
             return
         alone = n == 1
@@ -220,30 +220,30 @@ class Speculator:
             shape=self._timer.shape,
         )
         if (plan := self._controller.choose(options, step)) is not None:
-            self._carry_out(batch, plan, requests, found, beyond=max(plan.lengths) > step.rewinds)
+            self._carry_out(batch, plan, requests, found, exceeds_snapshots=max(plan.lengths) > step.rewinds)
 
     def _option(
-        self, watched: DrafterHealth, requests: list[DraftRequest], found: dict[str, list[Draft]]
+        self, health: DrafterHealth, requests: list[DraftRequest], found: dict[str, list[Draft]]
     ) -> Option | None:
         """What a drafter may bring to this step; `found` gets what it brought already."""
-        drafter, n = watched.drafter, len(requests)
-        if n > drafter.most or watched.disabled.left(self._controller.now):
+        drafter, n = health.drafter, len(requests)
+        if n > drafter.most or health.disabled.left(self._controller.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
             return None  # no first token waits for who has to read the prompt: 13 ms on an H200
         if not (allowed := self._controller.allowed(drafter, n)):
             return None
         if drafter.instant:
-            watched.fruitless += 1
-            drafts = found[drafter.name] = self._ask(watched, requests)
+            health.fruitless += 1
+            drafts = found[drafter.name] = self._ask(health, requests)
             kinds = [draft.kind if draft.kind in allowed and draft.tokens else "" for draft in drafts]
             option = Option(drafter, kinds, [len(draft.tokens) for draft in drafts])
         else:
             [kind] = allowed
             ready = [
-                request.limit > 0 and watched.call(False, drafter.can_draft, request) for request in requests
+                request.limit > 0 and health.call(False, drafter.can_draft, request) for request in requests
             ]
-            watched.stats.unready += self._listening and not any(ready)
+            health.stats.unready += self._collects and not any(ready)
             kinds = [kind if is_ready else "" for is_ready in ready]
             option = Option(drafter, kinds, [min(request.limit, drafter.depth) for request in requests])
         return option if any(option.kinds) else None
@@ -255,10 +255,10 @@ class Speculator:
         requests: list[DraftRequest],
         found: dict[str, list[Draft]],
         *,
-        beyond: bool,
+        exceeds_snapshots: bool,
     ) -> None:
         drafter, lengths = plan.drafter, plan.lengths
-        watched = next(one for one in self._watched if one.drafter is drafter)
+        health = next(one for one in self._drafters if one.drafter is drafter)
         if drafter.instant:
             drafts = found[drafter.name]
         else:
@@ -267,7 +267,7 @@ class Speculator:
                 for request, length in zip(requests, lengths, strict=True)
                 if length
             ]
-            answers = iter(self._ask(watched, asked))
+            answers = iter(self._ask(health, asked))
             drafts = [next(answers) if length else Draft() for length in lengths]
         for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
             if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
@@ -278,37 +278,37 @@ class Speculator:
         try:
             self._states.guard(batch)
         except Exception as error:  # no way back: no drafts
-            watched.failed(error)
+            health.failed(error)
             batch.drop_drafts()
             return
-        watched.fruitless = 0
+        health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        self._proposal = Proposal(watched, kinds, beyond, way_back=self._clock() - started)
+        self._proposal = Proposal(health, kinds, exceeds_snapshots, way_back=self._clock() - started)
 
-    def _ask(self, watched: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
+    def _ask(self, health: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones where it fails."""
-        if (drafts := watched.call(None, watched.drafter.propose, requests)) is None:
+        if (drafts := health.call(None, health.drafter.propose, requests)) is None:
             return [Draft() for _ in requests]
-        watched.succeeded()
+        health.succeeded()
         return drafts
 
-    def _listen(self) -> None:
+    def _collect_hidden(self) -> None:
         """Have hidden rows kept, or not where those who read them will not draft for long."""
         n = max(1, len(self._alive))
-        patience = 2 * LISTEN if self._listening else LISTEN
-        listens = any(
-            n <= watched.drafter.most
-            and self._rest(watched, n) <= patience
-            and (self._listening or self._controller.promises(watched.drafter, n, self._most_rows))
-            for watched, _ in self._readers
+        patience = 2 * COLLECT if self._collects else COLLECT
+        collects = any(
+            n <= health.drafter.most
+            and self._cooldown(health, n) <= patience
+            and (self._collects or self._controller.promises(health.drafter, n, self._most_rows))
+            for health, _ in self._readers
         )
-        if listens is not self._listening:
+        if collects is not self._collects:
             self.catch_up()  # the next batch may leave nothing where rows are now
-            self._listening = listens
-            self._keep(listens)
-            if not listens:
-                for watched, reader in self._readers:
-                    watched.call(None, reader.pause)
+            self._collects = collects
+            self._keep(collects)
+            if not collects:
+                for health, reader in self._readers:
+                    health.call(None, reader.pause)
 
     def _keep(self, keep: bool) -> None:
         if any(not reader.layers for reader in self.hidden_drafters):
@@ -325,16 +325,16 @@ class Speculator:
         `seconds` is the time from the launch to the last token.
         """
         chunks = batch.chunks
-        if not self._watched:
+        if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
         alone, self._waited = self._waited, batch.n_rows > 0
-        if self._is_quiet and not self._listening:
+        if self._is_quiet and not self._collects:
             self._timer.skip()
             return [chunk.start + 1 for chunk in chunks]
         started = self._clock()
-        if self._listening:
-            for watched, reader in self._readers:
-                self._collect(watched, reader, batch, sampled)
+        if self._collects:
+            for health, reader in self._readers:
+                self._collect(health, reader, batch, sampled)
         if (proposal := self._proposal) is not None:
             held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
@@ -359,17 +359,17 @@ class Speculator:
         try:
             held = self._states.rollback(chunk, right)
         except Exception as error:  # the sequence reads its text again
-            proposal.watched.failed(error)
+            proposal.health.failed(error)
             self._states.free(slot)
             held = 0
         proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for watched, reader in self._readers:
-                self._states.backlog.in_turn(partial(watched.call, None, reader.rolled_back, slot, held))
+            for health, reader in self._readers:
+                self._states.backlog.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
         return held
 
     def _collect(
-        self, watched: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[Sampled]
+        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[Sampled]
     ) -> None:
         """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
         rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
@@ -393,10 +393,10 @@ class Speculator:
                 if callable(rows):
                     on_host += places[:1]
         except Exception as error:
-            watched.begin_anew(error)
+            health.begin_anew(error)
             return
         if wanted:
-            read = partial(_read, watched, reader, wanted)
+            read = partial(_read, health, reader, wanted)
             if batch.prompt_tokens:
                 self._states.backlog.put_off(read, min(on_host, default=None))
             else:
@@ -406,7 +406,7 @@ class Speculator:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
         trials fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without patch 0018.
         """
-        return min(LISTEN, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
+        return min(COLLECT, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 
     def _rows(self, reader: HiddenDrafter, n_tokens: int, places: list[int]) -> Rows | Callable[[], Rows]:
         """What a reader wants of the rows at `places` of the last batch, which has so many tokens: where they
@@ -431,9 +431,9 @@ class Speculator:
         controller, spent = self._controller, seconds + self._clock() - started
         if proposal is not None:
             self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            if proposal.beyond:
+            if proposal.exceeds_snapshots:
                 controller.add_way_back(proposal.way_back)
-            drafter = proposal.watched.drafter
+            drafter = proposal.health.drafter
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
@@ -450,13 +450,13 @@ class Speculator:
             controller.add_plain(n, spent)
 
     def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
-        watched = proposal.watched
+        health = proposal.health
         for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
             if kind:
                 drafted, right = len(chunk.draft), _accepted(new)
-                watched.stats.add(drafted, right)
+                health.stats.add(drafted, right)
                 chunk.sequence.drafts.add(drafted, right)
-                self._controller.rates(watched.drafter, kind).add(drafted, right)
+                self._controller.rates(health.drafter, kind).add(drafted, right)
 
     def _learn_times(self, batch: Batch, seconds: float | None, *, decodes: bool) -> tuple[bool, bool]:
         """Book a step's time under its shape; whether it built a graph, or had one captured."""
@@ -483,15 +483,15 @@ class Speculator:
         if known is not None:
             self._controller.times.take(known)
         else:
-            longest = 1 + max((watched.drafter.depth for watched in self._watched), default=0)
+            longest = 1 + max((health.drafter.depth for health in self._drafters), default=0)
 
             def fits(n: int, rows: int) -> bool:
                 few = n == 1 or n <= self._slots
                 return few and rows <= longest and n * rows <= self._most_rows
 
             self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)
-        for watched in self._watched:
-            watched.call(None, watched.drafter.measure)
+        for health in self._drafters:
+            health.call(None, health.drafter.measure)
         self._publish()
 
     def step_times(self) -> StepTimesRecord:
@@ -503,8 +503,8 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._alive.discard(sequence)
-        for watched in self._watched:
-            watched.call(None, watched.drafter.forget, sequence)
+        for health in self._drafters:
+            health.call(None, health.drafter.forget, sequence)
 
     def stats(self) -> Mapping[str, DrafterStats]:
         """By drafter, as of the last step; they do not change later. From any thread."""
@@ -515,19 +515,19 @@ class Speculator:
             one.drafter.name: replace(
                 one.stats, failed=one.stats.failed + one.lost_states, state=self._state(one)
             )
-            for one in self._watched
+            for one in self._drafters
         }
 
-    def _state(self, watched: DrafterHealth) -> DrafterState:
-        if not watched.works:
+    def _state(self, health: DrafterHealth) -> DrafterState:
+        if not health.works:
             return "failed"
         n = max(1, self._n)
-        rests = n > min(watched.drafter.most, self._slots) or self._controller.rest_left(watched.drafter, n)
+        rests = n > min(health.drafter.most, self._slots) or self._controller.cooldown_left(health.drafter, n)
         return "resting" if rests else "active"
 
 
 def _read(
-    watched: DrafterHealth,
+    health: DrafterHealth,
     reader: HiddenDrafter,
     wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
 ) -> None:
@@ -536,7 +536,7 @@ def _read(
         for slot, start, rows in wanted:
             reader.collect(slot, start, rows() if callable(rows) else rows)
     except Exception as error:
-        watched.begin_anew(error)
+        health.begin_anew(error)
 
 
 def _accepted(new: Sampled) -> int:

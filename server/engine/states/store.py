@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from server.engine.batch import Batch, Chunk
     from server.engine.llama import Context
-    from server.engine.speculation.hidden import HiddenDrafter, SavedReading
+    from server.engine.speculation.hidden import HiddenDrafter, SavedDraftCache
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class SavedState:
     """A sequence in host memory: the trunk's keys, values and recurrent states, and what drafters had."""
 
     trunk: npt.NDArray[np.uint8]
-    drafters: tuple[SavedReading | None, ...]
+    drafters: tuple[SavedDraftCache | None, ...]
     """One for each of the store's `hidden_drafters`; None where it had nothing."""
     length: int
     """Tokens."""
@@ -133,7 +133,7 @@ class StateStore:
         except Exception as error:
             self._lost(drafter, target, error)
 
-    def _save_reading(self, drafter: HiddenDrafter, sequence: int) -> SavedReading | None:
+    def _save_reading(self, drafter: HiddenDrafter, sequence: int) -> SavedDraftCache | None:
         try:
             return drafter.save(sequence)
         except Exception as error:

@@ -186,7 +186,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert not speculator._alive
     held = {node.holder: node.depth for node in parts.cache._held}
     head = None
-    for watched in speculator._watched:
+    for watched in speculator._drafters:
         if isinstance(watched.drafter, NgramDrafter):
             assert not watched.drafter._lookups
         else:

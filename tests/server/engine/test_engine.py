@@ -157,7 +157,7 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
             engine._parts.device_runs_alone = True
             assert await ask_all(engine, requests) == expected
             await idle(engine)
-            for watched in engine._speculator._watched:
+            for watched in engine._speculator._drafters:
                 assert isinstance(watched.drafter, NgramDrafter)
                 assert not watched.drafter._lookups
 

@@ -132,7 +132,7 @@ async def test_drafts(
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(engine._speculator, Scripted(texts, broken))
         owner: Any = {
-            "propose": engine._speculator._watched[0].drafter,
+            "propose": engine._speculator._drafters[0].drafter,
             "guard": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
@@ -187,7 +187,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
         if speculation == "ngram":
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, calls))
-        drafter = speculator._watched[0].drafter
+        drafter = speculator._drafters[0].drafter
         names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
         faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
         faults += [(speculator._controller, "choose"), (speculator, "_requests"), (speculator, "_learn")]

@@ -280,7 +280,7 @@ class World:
     def drafted_by(self) -> str:
         """Whose drafts the batch has."""
         proposal = self.speculator._proposal
-        return "" if proposal is None else proposal.watched.drafter.name
+        return "" if proposal is None else proposal.health.drafter.name
 
     def step(self) -> int:
         """Tokens drafted."""

@@ -19,4 +19,4 @@ def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
 def draft_by(speculator: Speculator | None, drafter: Drafter) -> None:
     """Have another drafter in the place of the first, the one that drafts from the text."""
     assert speculator is not None
-    speculator._watched[0].drafter = drafter
+    speculator._drafters[0].drafter = drafter

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch
 from server.engine.speculation.controller import (
+    COOLDOWN_ALONE,
+    COOLDOWN_FIRST,
+    COOLDOWN_LAST,
     DEPTHS,
     PATIENCE,
-    REST_ALONE,
-    REST_FIRST,
-    REST_LAST,
     Always,
     Backoff,
     Controller,
@@ -27,7 +27,7 @@ from server.engine.speculation.controller import (
     Option,
     Step,
 )
-from server.engine.speculation.speculator import LISTEN, SPARSE
+from server.engine.speculation.speculator import COLLECT, SPARSE
 from server.engine.speculation.times import StepTimes
 from tests.marks import slow_but
 from tests.server.engine.speculation.card import ANYONE, BUILD, Table, World, faster, h200, on_h200
@@ -163,7 +163,7 @@ def test_a_head_that_was_bad_is_tried_again() -> None:
     world = on_h200()
     world.head.right = 0.0
     world.gain(100)
-    drafts = [world.step() for _ in range(4 * REST_FIRST)]
+    drafts = [world.step() for _ in range(4 * COOLDOWN_FIRST)]
     assert 0 < sum(bool(n) for n in drafts) <= 12, "now and then"
     world.head.right = 1.0
     world.gain(600)
@@ -270,7 +270,7 @@ def test_no_hidden_rows_are_kept_for_a_head_that_rests_for_long() -> None:
         drafted.append(bool(world.step()))
     assert sum(kept) < 0.25 * len(kept)
     first = drafted.index(True)
-    assert all(kept[first - LISTEN + 1 : first + 1]), "it has read some text when it is tried again"
+    assert all(kept[first - COLLECT + 1 : first + 1]), "it has read some text when it is tried again"
     assert sum(a != b for a, b in pairwise(kept)) <= 12, "each change builds a graph"
     world.head.right = 1.0
     world.gain(4000)
@@ -369,7 +369,7 @@ def test_a_drafter_on_trial_reads_the_end_of_a_prompt_only(monkeypatch: pytest.M
     assert rows_read() == 300
     world.head.right = 0.0
     world.gain(1500)  # it rests
-    assert rows_read() <= LISTEN
+    assert rows_read() <= COLLECT
     world.head.right = 1.0
     world.gain(1500)
     assert rows_read() == 300
@@ -459,7 +459,7 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     for kind in ("match-3", "match-6"):
         for _ in range(60):
             world.controller.add(kind, 1, 1, 1.0)  # far longer than a step
-        assert world.controller._trial(kind, 1).rest.left(world.controller.now) > 500
+        assert world.controller._trial(kind, 1).cooldown.left(world.controller.now) > 500
     [one] = world.sequences
     copied = [*range(10**6, 10**6 + match)]
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
@@ -486,7 +486,7 @@ def test_a_text_that_no_kind_may_draft_from_is_not_even_looked_at() -> None:
     world.gain(30)
     world.ngram.propose = Mock(wraps=world.ngram.propose)  # type: ignore[method-assign]
     for kind in world.ngram.kinds:
-        while not world.controller._trial(kind, 1).rest.left(world.controller.now):
+        while not world.controller._trial(kind, 1).cooldown.left(world.controller.now):
             world.controller.add(kind, 1, 1, 1.0)
     world.propose()
     assert not world.ngram.propose.called
@@ -605,9 +605,9 @@ def test_each_no_lengthens_the_rest_and_a_yes_ends_it() -> None:
 def test_a_reason_to_try_ends_a_rest_of_which_a_part_is_over() -> None:
     rest = Backoff(40)
     rest.begin(100)
-    rest.hurry(100 + 40 // REST_ALONE - 1)
+    rest.retry_early(100 + 40 // COOLDOWN_ALONE - 1)
     assert rest.left(110) == 30
-    rest.hurry(110)
+    rest.retry_early(110)
     assert rest.left(110) == 0
     rest.begin(200, most=20)
     assert rest.left(200) == 20, "that is enough"
@@ -620,7 +620,7 @@ def test_a_trial_goes_on_as_long_as_nothing_was_wrong() -> None:
         controller.rates(head, "sure").add(1, 0)
     option, step = Option(head, ["sure"], [8]), Step([1], 512, 512)
     assert controller.choose([option], step) is None
-    controller.now += REST_FIRST
+    controller.now += COOLDOWN_FIRST
     for _ in range(3):
         plan = controller.choose([option], step)
         assert plan is not None
@@ -629,7 +629,7 @@ def test_a_trial_goes_on_as_long_as_nothing_was_wrong() -> None:
     assert controller.choose([option], step) is None
 
 
-@pytest.mark.parametrize(("seconds", "last"), [(1.05, 184), (3.0, REST_LAST)])
+@pytest.mark.parametrize(("seconds", "last"), [(1.05, 184), (3.0, COOLDOWN_LAST)])
 def test_what_loses_by_its_results_rests_longer_the_more_it_loses(seconds: float, last: int) -> None:
     times = card_times()
     controller, head = Controller(times), stand_in()
@@ -638,13 +638,13 @@ def test_what_loses_by_its_results_rests_longer_the_more_it_loses(seconds: float
     rests = []
     for _ in range(6):
         for _ in range(PATIENCE):
-            assert controller.rest_left(head, 1) == 0
+            assert controller.cooldown_left(head, 1) == 0
             controller.add("sure", 1, 1, seconds * plain)
-        rests.append(controller.rest_left(head, 1))
-        assert controller.rest_left(head, 8) == 0, "crowds are judged apart"
+        rests.append(controller.cooldown_left(head, 1))
+        assert controller.cooldown_left(head, 8) == 0, "crowds are judged apart"
         controller.now += rests[-1]
         assert controller.allowed(head, 1)
-    assert rests == [min(rest, last) for rest in (REST_FIRST, 512, *[REST_LAST] * 4)]
+    assert rests == [min(rest, last) for rest in (COOLDOWN_FIRST, 512, *[COOLDOWN_LAST] * 4)]
 
 
 def test_what_pays_goes_on_and_plain_steps_are_what_it_is_measured_by() -> None:
@@ -653,7 +653,7 @@ def test_what_pays_goes_on_and_plain_steps_are_what_it_is_measured_by() -> None:
         controller.add_plain(1, 10.0)
     for _ in range(200):
         controller.add("sure", 1, 2, 15.0)
-        assert controller.rest_left(head, 1) == 0
+        assert controller.cooldown_left(head, 1) == 0
 
 
 @pytest.mark.parametrize("truth", [[0.9] * 4, [0.95, 0.6, 0.2, 0.2]])

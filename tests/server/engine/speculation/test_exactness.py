@@ -150,7 +150,7 @@ async def test_drafts_change_no_answer(
             draft_by(speculator, Scripted(texts, mix))
         if "now and then" in mix:
             monkeypatch.setattr(
-                speculator._controller, "rest_left", lambda *_: rng.choice([0, 0, 0, 0, 1000])
+                speculator._controller, "cooldown_left", lambda *_: rng.choice([0, 0, 0, 0, 1000])
             )
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         again = await ask_all(engine, requests) if mix == "few checkpoints" else []

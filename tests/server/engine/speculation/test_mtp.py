@@ -32,7 +32,7 @@ class Head:
     def __init__(self) -> None:
         self.tokens, self.positions = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
         self.sequences, self.outputs = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
-        self.beside = np.zeros((self.n_batch, WIDTH), np.float32)
+        self.input_hidden = np.zeros((self.n_batch, WIDTH), np.float32)
         self.entries: dict[int, dict[int, tuple[int, float]]] = {}
         self.error: Exception | None = None
         self.widths: list[int] = []
@@ -48,7 +48,7 @@ class Head:
         for i in range(n):
             mine, position = self.entries.setdefault(int(self.sequences[i]), {}), int(self.positions[i])
             assert not mine or position == max(mine) + 1, "a gap, or an entry twice"
-            mine[position] = int(self.tokens[i]), float(self.beside[i, 0])
+            mine[position] = int(self.tokens[i]), float(self.input_hidden[i, 0])
             if self.outputs[i]:
                 self._out[i] = int(self.tokens[i]), position
 
@@ -326,7 +326,7 @@ def test_a_guess_is_fed_beside_the_heads_own_row(
 
     def spy(n: int) -> None:
         first = 1 if not fed else 0  # two tokens are caught up on, then one guess at a time
-        fed.append((int(head.positions[first]), int(head.tokens[first]), float(head.beside[first, 0])))
+        fed.append((int(head.positions[first]), int(head.tokens[first]), float(head.input_hidden[first, 0])))
         decode(n)
 
     monkeypatch.setattr(head, "decode", spy)
