@@ -214,8 +214,10 @@ def card_without_nvcc() -> str:
         f"There is a card here (compute capability {found}), but no nvcc, CUDA's compiler:",
         "llama.cpp is built for the CPU, and the card is not used.",
         "",
-        "To use it, install a CUDA toolkit (https://developer.nvidia.com/cuda-downloads, or",
-        "your distribution's nvidia-cuda-toolkit), put its bin/ on PATH, and run this again.",
+        "To use it, install a CUDA toolkit, put its bin/ on PATH, and run this again:",
+        "  apt install nvidia-cuda-toolkit     Debian (its section non-free), Ubuntu",
+        "  pacman -S cuda                      Arch Linux, in /opt/cuda/bin",
+        "  https://developer.nvidia.com/cuda-downloads     all others, and the newest",
         "CUDA=0 (--cuda 0) builds for the CPU without this notice.",
     )
     width = max(map(len, lines))

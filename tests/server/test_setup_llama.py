@@ -64,6 +64,7 @@ def test_a_card_without_its_compiler_is_said_first_and_last(
     printed = capsys.readouterr().out
     notice = setup_llama.card_without_nvcc()
     assert "install a CUDA toolkit" in notice
+    assert "apt install nvidia-cuda-toolkit" in notice
     assert len({len(line) for line in notice.splitlines()}) == 1
     assert printed.startswith(notice)
     assert printed.endswith(notice)
