@@ -209,6 +209,21 @@ def test_keys_have_a_limit(end: bytes) -> None:
         decode(many)
 
 
+@pytest.mark.parametrize(("digits", "count"), [(4290, 1900), (20, 380_000)])
+def test_long_numbers_have_a_limit(digits: int, count: int) -> None:
+    """They hold the event loop for as long as ten times as many tokens."""
+    numbers = b",".join([b"9" * digits] * count)
+    with pytest.raises(ApiError, match=r"19 digits or more have more than 1,048,576 digits"):
+        decode(b'{"prompt": [%s]}' % numbers)
+
+
+@pytest.mark.parametrize("digits", [18, 4290])
+def test_numbers_below_the_limit_are_read(digits: int) -> None:
+    count = 1_000_000 // digits if digits > 18 else 400_000
+    numbers = b",".join([b"9" * digits] * count)
+    assert len(decode(b'{"prompt": [%s]}' % numbers)["prompt"]) == count
+
+
 def test_what_looks_like_a_key_in_a_text_is_none() -> None:
     text = '{"a": 1, "b\\\\": ":"}\n' * MAX_KEYS
     assert decode(json.dumps({"prompt": text}).encode())["prompt"] == text
