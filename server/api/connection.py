@@ -89,6 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._active: RequestResponseCycle | None = None
         self._later = bytearray()
         self._refused = self._for_probes = False
+        self._refusal: ApiError | None = None
         super().connection_made(transport)
         self.since = self.loop.time()
         others = [
@@ -216,9 +217,12 @@ class BoundedProtocol(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if self.parser.get_method() == b"CONNECT":
             self.refuse(ApiError(501, "CONNECT: this server is no proxy", code="not_supported"))
+        elif (version := self.parser.get_http_version()) not in ("1.0", "1.1"):
+            message = f"HTTP/{version}: this server speaks HTTP/1.1"
+            self.refuse(ApiError(505, message, code="not_supported"))
         elif self._for_probes and self.url.decode("latin-1").partition("?")[0] not in PROBES:
             self._refuse_connection(503, "too many connections")
-        elif len(hosts) > 1 or not (hosts or self.parser.get_http_version() == "1.0"):
+        elif len(hosts) > 1 or not (hosts or version == "1.0"):
             message = f"a request has one Host header (RFC 9112, section 3.2); this one has {len(hosts)}"
             self.refuse(ApiError(400, message, code="invalid_host"))
         elif hosts and not HOST.fullmatch(hosts[0]):
@@ -262,14 +266,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.since = self.loop.time()
-        if self._later and not self.pipeline:
+        if self._refusal is not None and not self.busy and not self.transport.is_closing():
+            self._answer_refusal(self._refusal)
+        elif self._later and not self.pipeline:
             self.loop.call_soon(self._take_up)
 
     # --- time ----------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
         """Sees to it that a timer runs for the phase, from its beginning on."""
-        if self._phase == self._timed or self.transport.is_closing():
+        if self._phase == self._timed or self._refused or self.transport.is_closing():
             return
         self._stop_timer()
         self._timed = self._phase
@@ -299,26 +305,42 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(400, msg, code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers with `error`, unless another answer is being sent, and closes the connection."""
+        """Answers with `error` and closes, once the complete requests before have their answers.
+
+        A request that is being answered before all of it came gets no second answer.
+        """
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         self._stop_timer()
-        active = self._active if self.busy else None
-        if active is not None and active.response_started:
-            self.transport.close()
+        if self.pipeline and self._phase == "body":
+            self.pipeline.popleft()  # the newest, whose body is what is refused
+        if self.busy and not self.unread:
+            self._refusal = error
+            self.flow.resume_reading()  # or nobody would learn that the client left
             return
-        if active is not None:  # it waits for the rest of its body
-            active.disconnected = True
-            active.message_event.set()
-        if self._phase != "body" or active is not None:  # else the request was answered before its end
-            body = json.dumps(error.body()).encode()
-            self.transport.write(
-                STATUS_LINE[error.status]
-                + b"content-type: application/json\r\nconnection: close\r\n"
-                + f"content-length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+        if self.unread:
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # it waits for the rest of its body
+            self.cycle.message_event.set()
+        elif self._phase == "body":  # the request was answered before its end
+            self._hang_up()
+            return
+        self._answer_refusal(error)
+
+    def _answer_refusal(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self.transport.can_write_eof():
             self.flow.resume_reading()
             self.transport.write_eof()

@@ -128,6 +128,44 @@ def test_pipelined_requests_are_answered_in_order(start_shared: Start) -> None:
     assert answer.rstrip().endswith("}")
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("before", [b"", post('{"prompt": "b"}')], ids=["one before", "two before"])
+@pytest.mark.parametrize(
+    ("malformed", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (GET.replace(b"Host: localhost\r\n", b""), b"400"),
+        (GET[:-2] + b"a: \r\n" * 300 + b"\r\n", b"431"),
+        (post("", Transfer_Encoding="chunked").replace(b"Content-Length: 0\r\n", b"") + b"z\r\n", b"400"),
+    ],
+    ids=["no HTTP", "no host", "many headers", "a broken chunk"],
+)
+def test_what_is_refused_behind_a_request_leaves_it_its_answer(
+    start_shared: Start, malformed: bytes, status: bytes, before: bytes, stream: str
+) -> None:
+    """Complete requests are answered first and in full."""
+    server = start_shared(lambda prompt: prompt * 10, delay=0.01)
+    with connected(server) as client:
+        client.sendall(post(f'{{"prompt": "a", "stream": {stream}}}') + before)
+        wait_until(lambda: len(server.engine.running) == 1)
+        client.sendall(malformed)
+        answer = everything(client)
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", answer)
+    assert statuses == [b"200"] * (1 + bool(before)) + [status]
+    if stream == "true":
+        assert b"data: [DONE]" in answer
+    else:
+        assert b'"text":"' + b"a" * 10 + b'"' in answer
+
+
+@pytest.mark.parametrize("version", [b"2.0", b"0.9"])
+def test_other_versions_of_http(start_shared: Start, version: bytes) -> None:
+    server = start_shared("x")
+    with connected(server) as client:
+        client.sendall(GET.replace(b"HTTP/1.1", b"HTTP/" + version))
+        assert everything(client).startswith(b"HTTP/1.1 505 ")
+
+
 def test_headers_that_do_not_come(start: Start) -> None:
     server = start("x", header_timeout=0.5)
     with connected(server) as silent, connected(server) as slow:
