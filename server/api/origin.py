@@ -75,12 +75,16 @@ class AllowedSites(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         super().__init__(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        self.allow_private_network = True  # newer Starlettes refuse it otherwise; older ones ignore this
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Starlette's, but that a refusal is an error object that says what to do."""
         origin = request_headers["origin"]
         if self.is_allowed_origin(origin):
-            return super().preflight_response(request_headers)
+            response = super().preflight_response(request_headers)
+            if request_headers.get("access-control-request-private-network") == "true":
+                response.headers["Access-Control-Allow-Private-Network"] = "true"
+            return response
         error = other_site(origin)
         return JSONResponse(error.body(), error.status, headers={"Vary": "Origin"})
 

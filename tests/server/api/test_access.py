@@ -58,6 +58,13 @@ def test_a_page_of_an_allowed_origin_may_call(start: Start, origins: str) -> Non
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] in ("https://page.example", "*")
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-private-network" not in preflight.headers
+    private = {**ASK, "Access-Control-Request-Private-Network": "true"}  # as Chrome asks for localhost
+    preflight = server.http.options("/v1/chat/completions", headers=private)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-private-network"] == "true"
+    other = server.http.options("/v1/models", headers={**private, "Origin": "https://other.example"})
+    assert origins == "*" or "access-control-allow-private-network" not in other.headers
     headers = {"Origin": "https://page.example"}
     refused = server.http.get("/v1/models", headers=headers)
     assert refused.status_code == 401
