@@ -57,7 +57,7 @@ declare -A off=(
     [0021]=LLAMA_KV_NO_WINDOW=1
     [0022]=LLAMA_ZERO_STATE_NEAR=1
     [0023]=LLAMA_RESERVE_GATHERED=1
-    [0024]=GGML_CUDA_MMID_SCAN=1
+    [0026]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
 )
 mapfile -t switched < <(printf '%s\n' "${!off[@]}" | sort)
 all=(0003 "${switched[@]}")
@@ -146,7 +146,7 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021 0022 0023 0024); do
+        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021 0022 0023 0026); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
