@@ -57,6 +57,7 @@ declare -A off=(
     [0021]=LLAMA_KV_NO_WINDOW=1
     [0022]=LLAMA_ZERO_STATE_NEAR=1
     [0023]=LLAMA_RESERVE_GATHERED=1
+    [0025]=GGML_CUDA_NORM_APART=1
     [0026]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
 )
 mapfile -t switched < <(printf '%s\n' "${!off[@]}" | sort)
@@ -95,7 +96,7 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+        for operator in NORM_CHAIN NORM_FFN RMS_NORM_MUL_ADD GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
             "MUL_MAT_ID -p type_a=(f16|bf16),"; do
@@ -146,7 +147,7 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021 0022 0023 0026); do
+        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021 0022 0023 0025 0026); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
