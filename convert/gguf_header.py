@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -44,12 +44,12 @@ Value = str | int | float
 @dataclass(frozen=True)
 class TensorInfo:
     """One row of the table; `shape` is in ggml's order, the row's length first, `offset` the place of its
-    data in the file, in bytes."""
+    data in the file, in bytes, which does not tell tensors apart."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
-    offset: int = 0
+    offset: int = field(default=0, compare=False, repr=False)
 
     @property
     def n_elements(self) -> int:

@@ -76,8 +76,10 @@ def chat_of_response(body: Body) -> Body:
         raise BadRequest("previous_response_id: nothing is kept", "previous_response_id")
     if "max_tokens" in body:
         raise BadRequest("max_tokens: max_output_tokens is its name", "max_tokens")
-    if any(tool["type"] != "function" for tool in body.get("tools", [])):
-        raise BadRequest("tools: functions only", "tools")
+    if body.get("tool_choice") == "required" and all(
+        tool["type"] != "function" for tool in body.get("tools", [])
+    ):
+        raise BadRequest("tool_choice: asks for a call, but no tool is a function", "tool_choice")
     given = body.get("input")
     if given is None:
         raise BadRequest("input: needed", "input")
