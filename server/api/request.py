@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 from server.api.limits import Body, in_thread, interruptible
 from server.api.service import service_of
+from server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -156,11 +157,17 @@ async def on_thread(work: Callable[[], Result], size: int) -> Result:
 async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
     """`work(interrupt)`, which makes of the request's body what is answered; on a thread if that is long.
 
+    It may begin twice: a template that takes long on the event loop begins anew on a thread.
+
     `interrupt` raises once the client has left. Raises ClientLeft then. Whatever `work` leaves of the body is
     not counted any more.
     """
     if size < LONG_TEXT:
-        return work(lambda: None)
+        try:
+            with briefly():
+                return work(lambda: None)
+        except TakesLong:  # a template that takes its time, whatever the body
+            pass
     try:
         return await until_gone(http, interruptible(work, size, service_of(http).bodies))
     finally:

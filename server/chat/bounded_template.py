@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
 from time import thread_time
 from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 SECONDS = 5.0
 """Of processor time, for one rendering."""
 
+BRIEFLY = 0.02
+"""Seconds of processor time for one on the event loop."""
+
 MOST_CHARACTERS = 2**26
 """Of a rendering, and of any text or list on the way to it."""
 
@@ -32,6 +37,23 @@ _FILLING = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 
 class TooMuch(jinja2.TemplateError):
     """A template takes more than it may."""
+
+
+class TakesLong(Exception):
+    """A rendering takes longer than the event loop waits for: begin it anew on a thread."""
+
+
+_brief = ContextVar("brief", default=False)
+
+
+@contextmanager
+def briefly() -> Iterator[None]:
+    """Renderings in this context raise TakesLong after BRIEFLY."""
+    token = _brief.set(True)
+    try:
+        yield
+    finally:
+        _brief.reset(token)
 
 
 class _Bounds(NodeTransformer):
@@ -66,10 +88,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         """A rendering begins, on this thread."""
-        self._of_thread.end = thread_time() + SECONDS
+        self._of_thread.brief = _brief.get()
+        self._of_thread.end = thread_time() + (BRIEFLY if self._of_thread.brief else SECONDS)
 
     def _check_time(self) -> None:
         if thread_time() > getattr(self._of_thread, "end", float("inf")):
+            if self._of_thread.brief:
+                raise TakesLong
             raise TooMuch(f"the chat template takes more than {SECONDS:g} s")
 
     def _watched(self, items: Iterable[Any]) -> Iterable[Any]:

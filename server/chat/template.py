@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jinja2
 import jinja2.ext
 
-from .bounded_template import MOST_CHARACTERS, BoundedEnvironment
+from .bounded_template import MOST_CHARACTERS, BoundedEnvironment, TakesLong
 from .errors import PromptError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ChatTemplate:
     def render(
         self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None
     ) -> str:
-        """Render with our `variables` and the request's `extra` ones. Raises PromptError.
+        """Render with our `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
 
         `check`, called with 0 between the parts, ends the work by what it raises.
         """
@@ -72,6 +72,8 @@ class ChatTemplate:
         try:
             # not `generate`, whose way with errors makes frames that hold one another and all messages
             yield from self._template.root_render_func(context)
+        except TakesLong:
+            raise
         except jinja2.UndefinedError as error:
             raise PromptError(f"the chat template misses something: {error}", "messages") from error
         except jinja2.TemplateError as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.chat import bounded_template
 from tests.server.api.conftest import TEMPLATE, Start, wait_until
 from tests.server.api.test_completions import events
 
@@ -326,3 +329,30 @@ def test_system_messages_become_one(start: Start) -> None:
     assert server.chat(messages=[{"role": "system", "content": "Be brief."}, *HI, late]).status_code == 200
     text = server.engine.submissions[0].text
     assert text.startswith("<|im_start|>system\nBe brief.\n\nRhyme.<|im_end|>\n<|im_start|>user\nHi")
+
+
+def test_a_slow_template_does_not_hold_the_event_loop(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the request: its rendering begins anew on a thread, and ends there."""
+    monkeypatch.setattr(bounded_template, "SECONDS", 0.3)
+    path = tmp_path / "slow.jinja"
+    loops = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"
+    path.write_text("{{ messages[0].content }}{% if messages|length > 1 %}" + loops + "{% endif %}")
+    server = start("Two.", chat_template=path)
+    begun: list[int] = []
+    begin = bounded_template.BoundedEnvironment.begin
+
+    def recorded(self: bounded_template.BoundedEnvironment) -> None:
+        begun.append(threading.get_ident())
+        begin(self)
+
+    monkeypatch.setattr(bounded_template.BoundedEnvironment, "begin", recorded)
+    assert server.chat().status_code == 200
+    loop, begun[:] = begun[0], []
+    reply = server.chat(messages=[{"role": "user", "content": "Hi"}] * 2)
+    assert reply.status_code == 400
+    assert "takes more than 0.3 s" in reply.json()["error"]["message"]
+    assert begun[0] == loop
+    assert len(begun) == 2
+    assert begun[1] != loop
