@@ -248,7 +248,7 @@ class Context:
         """The best token of each output, for drafts; arguments as for `rows`."""
         rows = self.rows(sequences, indices)
         return [
-            rows.best(row) if kind is DeviceSampler.GUESS else int(rows.logits(row).argmax())
+            rows.best(row) if kind is DeviceSampler.GUESS else int(rows.unchecked(row).argmax())
             for row, kind in enumerate(rows.kinds)
         ]
 
