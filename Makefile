@@ -34,7 +34,7 @@ MODEL       ?= $(NANO)
 
 # --- which llama.cpp to build ------------------------------------------------------------------------
 # CUDA=auto: where there is both a card and its compiler, for that card's architecture; else for the CPU. CUDA=0 or 1
-# decides by hand, CUDA_ARCHS (such as "86;89") names other architectures. PATCHES=0 builds llama.cpp as it comes,
+# decides by hand, CUDA=pypi fetches the compiler from PyPI, CUDA_ARCHS (such as "86;89") names other architectures. PATCHES=0 builds llama.cpp as it comes,
 # NATIVE=0 for any processor of this kind. server/setup_llama.py builds, and keeps the wheel.
 CUDA       ?= auto
 CUDA_ARCHS ?=
@@ -56,7 +56,7 @@ help: ## this text
 	@echo
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
-setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice; PATCHES=0, NATIVE=0)
+setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0)
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m server.setup_llama --cuda '$(CUDA)' --advise,:)
 
 convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model

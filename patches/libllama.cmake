@@ -9,12 +9,16 @@
 set(LLAMA_BUILD_COMMON OFF)
 
 # At the end, when the targets are known: a wheel holds no symbolic links, so each version would be another copy.
-function(llama_unversioned)
+function(llama_libraries)
     foreach(target llama ggml ggml-base ggml-cpu ggml-cuda ggml-metal ggml-blas)
         if(TARGET ${target})
             set_property(TARGET ${target} PROPERTY VERSION)
             set_property(TARGET ${target} PROPERTY SOVERSION)
         endif()
     endforeach()
+    # From PyPI's wheels, CUDA's libraries are in the environment, too: where, as seen from llama_cpp/lib.
+    if(LLAMA_CUDA_LIBRARIES AND TARGET ggml-cuda)
+        set_property(TARGET ggml-cuda APPEND PROPERTY INSTALL_RPATH "$ORIGIN/${LLAMA_CUDA_LIBRARIES}")
+    endif()
 endfunction()
-cmake_language(DEFER CALL llama_unversioned)
+cmake_language(DEFER CALL llama_libraries)

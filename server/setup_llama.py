@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
+from server import cuda_wheels
 from server.about import cache_folder, data_folder
 
 if TYPE_CHECKING:
@@ -65,21 +66,33 @@ class SetupError(Exception):
 class Build:
     """One way to build llama-cpp-python on this machine; `key` is equal where the result is."""
 
-    def __init__(self, *, cuda: bool, cards: str, patched: bool, native: bool) -> None:
+    def __init__(
+        self, *, cuda: bool, cards: str, patched: bool, native: bool, cuda_from_wheels: bool = False
+    ) -> None:
         """
         Args:
+            cuda_from_wheels: with the toolkit of `cuda_wheels`, which need not be there yet.
             cards: CUDA architectures such as "86;89".
             patched: with the patches of `patches/llama.cpp`.
             native: for this very processor, else for any of its kind.
 
         Raises:
-            SetupError: CUDA without nvcc.
+            SetupError: CUDA without nvcc, or from wheels for a card that they do not support.
         """
         self.requirement = requirement()
         self.patched, self.native, self.cuda, self.cards = patched, native, cuda, cards
-        self._nvcc = nvcc() if cuda else None
+        self.cuda_from_wheels = cuda and cuda_from_wheels
+        self._nvcc = (cuda_wheels.nvcc() if cuda_from_wheels else nvcc()) if cuda else None
         if cuda and self._nvcc is None:
-            raise SetupError("CUDA=1 needs nvcc: put the CUDA toolkit's bin/ on PATH")
+            raise SetupError(
+                "CUDA=1 needs nvcc: put the CUDA toolkit's bin/ on PATH, or use CUDA=pypi (--cuda pypi)"
+            )
+        if self.cuda_from_wheels and (old := cuda_wheels.too_old(cards)):
+            raise SetupError(
+                f"CUDA=pypi is CUDA {cuda_wheels.VERSION}, which supports cards of compute capability 75 and "
+                f"later, not {';'.join(old)}: install a CUDA 12 toolkit, put its bin/ on PATH and use "
+                "CUDA=1, or name other cards with CUDA_ARCHS (--cuda-archs)"
+            )
         self._patches = data_folder("patches")
 
     @property
@@ -99,9 +112,20 @@ class Build:
             "processor": processor() if self.native else platform.machine(),
             "system": " ".join([sys.platform, *platform.libc_ver()]),
             "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
-            "nvcc": first_line(str(self._nvcc), "--version", line=-1) if self._nvcc else "none",
-            "cmake_args": shlex.join(arg for arg in self.cmake_args if str(self._patches) not in arg),
+            "nvcc": self._compiler_of_cuda(),
+            "cmake_args": shlex.join(
+                arg.replace(str(cuda_wheels.folder()), cuda_wheels.TOOLKIT)
+                for arg in self.cmake_args
+                if str(self._patches) not in arg
+            ),
         }
+
+    def _compiler_of_cuda(self) -> str:
+        if self._nvcc is None:
+            return "none"
+        if self.cuda_from_wheels:  # a kept wheel is found without the toolkit
+            return cuda_wheels.TOOLKIT
+        return first_line(str(self._nvcc), "--version", line=-1)
 
     @property
     def key(self) -> str:
@@ -135,13 +159,21 @@ class Build:
         if self.cuda:
             # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
             # The stubs stand in for the driver's libcuda, which a build has not.
-            stubs = Path(str(self._nvcc)).resolve().parents[1] / "lib64" / "stubs"
+            compiler = Path(str(self._nvcc))
+            toolkit = (compiler if self.cuda_from_wheels else compiler.resolve()).parents[1]
+            stubs = toolkit / "lib64" / "stubs"
             args += [
                 "-DGGML_CUDA=ON",
                 f"-DCMAKE_CUDA_COMPILER={self._nvcc}",
                 f"-DCMAKE_CUDA_ARCHITECTURES={self.cards}",
                 f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL,-rpath-link,{stubs}",
             ]
+            # Otherwise CMake may take headers and libraries from /usr/local/cuda. Where nvcc is a link to
+            # ccache, there is no toolkit beside it.
+            if self.cuda_from_wheels or (toolkit / "bin" / "nvcc").exists():
+                args.append(f"-DCUDAToolkit_ROOT={toolkit}")
+            if self.cuda_from_wheels:
+                args.append(f"-DLLAMA_CUDA_LIBRARIES=../../{cuda_wheels.ROOT / 'lib'}")
         return [*args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
 
     def _patches_digest(self) -> str:
@@ -159,9 +191,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.s
     )
     parser.add_argument(
         "--cuda",
-        choices=("auto", "0", "1"),
+        choices=("auto", "0", "1", "pypi"),
         default="auto",
-        help="with CUDA (%(default)s: where there is both a card and nvcc)",
+        help="with CUDA; pypi: with the CUDA toolkit of PyPI's wheels, which are fetched (%(default)s: where "
+        "there is both a card and nvcc, the system's or that of an earlier pypi)",
     )
     parser.add_argument(
         "--cuda-archs",
@@ -187,15 +220,19 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.s
     print(advice, end="", flush=True)
     try:
         found = options.cuda_archs or cards()
-        with_cuda = options.cuda == "1" or (options.cuda == "auto" and bool(cards()) and nvcc() is not None)
+        from_wheels = options.cuda == "pypi" or (options.cuda == "auto" and nvcc() is None)
         build = Build(
-            cuda=with_cuda,
+            cuda=options.cuda in {"1", "pypi"} or (options.cuda == "auto" and card_with_nvcc()),
+            cuda_from_wheels=from_wheels,
             cards=found or DEFAULT_CARD,
             patched=options.patches == "1",
             native=options.native == "1",
         )
         if not options.dry_run and installed_key() != build.key:
-            install(kept_wheel(build))
+            wheel = kept_wheel(build)
+            if build.cuda_from_wheels:
+                install(cuda_wheels.RUNTIME)
+            install("--no-deps", "--force-reinstall", str(wheel))
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -206,15 +243,29 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.s
     return 0
 
 
+def card_with_nvcc() -> bool:
+    """Whether there is a card and a compiler for it: the system's nvcc, or one that CUDA=pypi has fetched."""
+    found = cards()
+    if not found or nvcc() is not None:
+        return bool(found)
+    return cuda_wheels.nvcc().is_file() and not cuda_wheels.too_old(found)
+
+
 def card_without_nvcc() -> str:
     """A framed paragraph, where a card would go unused for want of its compiler; else nothing."""
-    if not (found := cards()) or nvcc() is not None:
+    if not (found := cards()) or card_with_nvcc():
         return ""
+    from_wheels = (
+        "To use it, build with the CUDA toolkit of PyPI's wheels:",
+        "  make setup CUDA=pypi                (qwen-serve setup --cuda pypi)",
+        "Or install a CUDA toolkit, put its bin/ on PATH, and run this again:",
+    )
+    installed = "To use it, install a CUDA toolkit, put its bin/ on PATH, and run this again:"
     lines = (
         f"There is a card here (compute capability {found}), but no nvcc, CUDA's compiler:",
         "llama.cpp is built for the CPU, and the card is not used.",
         "",
-        "To use it, install a CUDA toolkit, put its bin/ on PATH, and run this again:",
+        *(from_wheels if not cuda_wheels.too_old(found) else (installed,)),
         "  apt install nvidia-cuda-toolkit     Debian (its section non-free), Ubuntu",
         "  pacman -S cuda                      Arch Linux, in /opt/cuda/bin",
         "  https://developer.nvidia.com/cuda-downloads     all others, and the newest",
@@ -237,6 +288,8 @@ def kept_wheel(build: Build) -> Path:
         with (folder / ".lock").open("w") as lock:
             flock(lock, LOCK_EX)
             if not target.is_dir():
+                if build.cuda_from_wheels:
+                    _fetch_cuda()
                 with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as work:
                     _build_wheel(build, Path(work))
                     (Path(work) / "out" / "build.json").write_text(json.dumps(build.parts, indent=2) + "\n")
@@ -244,6 +297,27 @@ def kept_wheel(build: Build) -> Path:
     except OSError as error:
         raise SetupError(f"{error}; QWEN_SERVE_CACHE names another folder to build in") from error
     return next(target.glob("*.whl"))
+
+
+def _fetch_cuda() -> None:
+    """The toolkit of PyPI's wheels into the cache, unless it is there. Raises SetupError, OSError."""
+    target = cuda_wheels.folder()
+    if target.is_dir():
+        return
+    print(f"fetching {cuda_wheels.TOOLKIT}: once, 1.1 GB unpacked", flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log = target.with_name(f"{target.name}.log")
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as work, log.open("w") as output:
+        unpacked = Path(work) / "toolkit"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+        fetch = [*pip, "--target", str(unpacked), cuda_wheels.TOOLKIT]
+        _follow(fetch, os.environ, "CUDA's wheels", output)
+        try:
+            cuda_wheels.complete(unpacked)
+        except subprocess.CalledProcessError as error:
+            raise SetupError(f"the stub of libcuda failed to compile:\n{error.stderr}") from error
+        unpacked.rename(target)
+    log.unlink()
 
 
 def _build_wheel(build: Build, work: Path) -> None:
@@ -285,12 +359,11 @@ def _build_wheel(build: Build, work: Path) -> None:
     log.unlink()
 
 
-def install(wheel: Path) -> None:
-    """Into this environment, in place of what is there. Raises SetupError."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
-    done = subprocess.run([*command, "--force-reinstall", str(wheel)], check=False)
-    if done.returncode != 0:
-        raise SetupError(f"pip could not install {wheel}")
+def install(*what: str) -> None:
+    """Into this environment: pip's options, then a requirement or wheel. Raises SetupError."""
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    if subprocess.run([*command, *what], check=False).returncode != 0:
+        raise SetupError(f"pip could not install {what[-1]}")
 
 
 def installed_key() -> str | None:

@@ -129,6 +129,7 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
         "patches",
         "server/__init__.py",
         "server/about.py",
+        "server/cuda_wheels.py",
         "server/setup_llama.py",
     ):
         assert re.search(rf"^COPY .*{re.escape(needed)}", before, re.MULTILINE), needed

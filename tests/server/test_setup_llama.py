@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from server import setup_llama
+from server import cuda_wheels, setup_llama
 from server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,7 @@ def test_a_card_without_its_compiler_is_said_first_and_last(
     assert main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
     notice = setup_llama.card_without_nvcc()
-    assert "install a CUDA toolkit" in notice
+    assert notice.index("make setup CUDA=pypi") < notice.index("install a CUDA toolkit")
     assert "apt install nvidia-cuda-toolkit" in notice
     assert len({len(line) for line in notice.splitlines()}) == 1
     assert printed.startswith(notice)
@@ -83,8 +85,183 @@ def test_cuda_without_its_compiler_is_refused(machine: Path, capsys: pytest.Capt
     assert "CUDA=1 needs nvcc" in capsys.readouterr().err
 
 
-def build(*, cuda: bool = False, cards: str = "86", patched: bool = True, native: bool = True) -> Build:
-    return Build(cuda=cuda, cards=cards, patched=patched, native=native)
+def build(
+    *,
+    cuda: bool = False,
+    cards: str = "86",
+    patched: bool = True,
+    native: bool = True,
+    cuda_from_wheels: bool = False,
+) -> Build:
+    return Build(cuda=cuda, cards=cards, patched=patched, native=native, cuda_from_wheels=cuda_from_wheels)
+
+
+def unpacked_wheels(folder: Path) -> Path:
+    """What pip leaves of CUDA's wheels, as far as the build looks for it; the toolkit's root."""
+    root = folder / cuda_wheels.ROOT
+    for name in ("bin", "include", "lib"):
+        (root / name).mkdir(parents=True)
+    program(root / "bin", "nvcc", "echo release 13.0")
+    for name in ("libcublas.so.13", "libnvrtc-builtins.so.13.0", "libcudart_static.a"):
+        (root / "lib" / name).touch()
+    header = "#define cuMemAlloc cuMemAlloc_v2\nCUresult CUDAAPI cuInit(unsigned int Flags);\n"
+    (root / "include" / "cuda.h").write_text(header)
+    return root
+
+
+def test_a_toolkit_is_made_of_wheels(tmp_path: Path) -> None:
+    root = unpacked_wheels(tmp_path)
+    cuda_wheels.complete(tmp_path)
+    links = {path.name: str(path.readlink()) for path in (root / "lib").iterdir() if path.is_symlink()}
+    assert links == {
+        "libcublas.so": "libcublas.so.13",
+        "libnvrtc-builtins.so": "libnvrtc-builtins.so.13.0",
+    }
+    stubs = root / "lib64" / "stubs"
+    assert [path.name for path in stubs.iterdir()] == ["libcuda.so"], (
+        "no libcuda.so.1 to be loaded by mistake"
+    )
+    (tmp_path / "a.c").write_text(
+        "int cuInit(unsigned); int cuMemAlloc_v2(void); int main(void) { return cuInit(0); }"
+    )
+    subprocess.run(
+        ["cc", "-o", str(tmp_path / "a"), str(tmp_path / "a.c"), f"-L{stubs}", "-lcuda"], check=True
+    )
+    needed = subprocess.run(
+        ["readelf", "-d", str(tmp_path / "a")], capture_output=True, text=True, check=True
+    )
+    assert "[libcuda.so.1]" in needed.stdout
+
+
+def test_wheels_of_cuda_are_fetched_once_and_whole(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def pip(command: list[str], *_: object) -> None:
+        fetched.append(command[-1])
+        unpacked_wheels(Path(command[command.index("--target") + 1]))
+
+    monkeypatch.setattr(setup_llama, "_follow", pip)
+    program(machine, "broken", "echo why it failed >&2; exit 1")
+    monkeypatch.setenv("CC", "broken")
+    with pytest.raises(SetupError, match="libcuda failed to compile:\nwhy it failed"):
+        setup_llama._fetch_cuda()
+    assert not list((tmp_path / "cache" / "cuda").glob("**/nvidia"))
+    monkeypatch.delenv("CC")
+    setup_llama._fetch_cuda()
+    setup_llama._fetch_cuda()
+    assert fetched == [cuda_wheels.TOOLKIT] * 2
+    assert cuda_wheels.nvcc().is_file()
+    assert (cuda_wheels.folder() / cuda_wheels.ROOT / "lib" / "stubs" / "libcuda.so").is_file()
+    assert [path.name for path in (tmp_path / "cache" / "cuda").iterdir()] == [cuda_wheels.folder().name]
+
+
+def test_the_toolkit_of_wheels_is_what_cmake_takes(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(machine, "nvcc", "echo release 12.0")
+    assert main(["--cuda", "pypi", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    root = cuda_wheels.folder() / "nvidia" / "cu13"
+    assert f"-DCMAKE_CUDA_COMPILER={root}/bin/nvcc" in printed
+    assert f"-DCUDAToolkit_ROOT={root}" in printed
+    assert f"-rpath-link,{root}/lib64/stubs" in printed
+    assert "-DLLAMA_CUDA_LIBRARIES=../../nvidia/cu13/lib" in printed
+    assert not root.exists(), "a dry run fetches nothing"
+
+
+def test_a_toolkit_of_the_system_is_the_one_around_its_compiler(machine: Path, tmp_path: Path) -> None:
+    toolkit = tmp_path / "cuda-12.8" / "bin"
+    toolkit.mkdir(parents=True)
+    program(toolkit, "nvcc", "echo release 12.8")
+    (machine / "nvcc").symlink_to(toolkit / "nvcc")
+    args = build(cuda=True).cmake_args
+    assert f"-DCUDAToolkit_ROOT={toolkit.parent}" in args
+    assert not any("LLAMA_CUDA_LIBRARIES" in arg for arg in args)
+    program(toolkit, "ccache", "echo release 12.8")
+    (machine / "nvcc").unlink()
+    (toolkit / "nvcc").unlink()
+    (machine / "nvcc").symlink_to(toolkit / "ccache")
+    assert not any("CUDAToolkit_ROOT" in arg for arg in build(cuda=True).cmake_args)
+
+
+def test_the_key_of_a_build_from_wheels_names_them_and_no_folder(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(machine, "nvcc", "echo release 13.0")
+    here = build(cuda=True, cuda_from_wheels=True)
+    key = here.key
+    assert here.parts["nvcc"] == cuda_wheels.TOOLKIT
+    assert str(tmp_path) not in str(here.parts)
+    assert key != build(cuda=True).key
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "elsewhere"))
+    assert build(cuda=True, cuda_from_wheels=True).key == key
+    monkeypatch.setattr(cuda_wheels, "TOOLKIT", "cuda-toolkit==13.1")
+    assert build(cuda=True, cuda_from_wheels=True).key != key
+
+
+def test_what_was_built_from_wheels_is_installed_with_their_libraries(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = Path("a.whl")
+    installed: list[str] = []
+    monkeypatch.setattr(setup_llama, "installed_key", lambda: None)
+    monkeypatch.setattr(setup_llama, "kept_wheel", lambda build: wheel)
+    monkeypatch.setattr(setup_llama, "install", lambda *what: installed.append(what[-1]))
+    assert main(["--cuda", "pypi"]) == 0
+    assert installed == [cuda_wheels.RUNTIME, "a.whl"]
+    installed.clear()
+    assert main(["--cuda", "0"]) == 0
+    assert installed == ["a.whl"]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_built_library_looks_for_cuda_in_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "a.c").write_text("int a(void) { return 1; }\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.21)\n"
+        "project(llama_cpp LANGUAGES C)\n"
+        "add_library(ggml-cuda SHARED a.c)\n"
+        'set_target_properties(ggml-cuda PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH TRUE)\n'
+    )
+    args = [
+        f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={ROOT / 'patches' / 'libllama.cmake'}",
+        "-DLLAMA_CUDA_LIBRARIES=../../nvidia/cu13/lib",
+    ]
+    for command in (
+        ["-S", str(tmp_path), "-B", str(tmp_path / "b"), *args],
+        ["--build", str(tmp_path / "b")],
+    ):
+        subprocess.run(["cmake", *command], check=True, capture_output=True)
+    made = tmp_path / "b" / "libggml-cuda.so"
+    said = subprocess.run(["readelf", "-d", str(made)], capture_output=True, text=True, check=True).stdout
+    assert "[$ORIGIN:$ORIGIN/../../nvidia/cu13/lib]" in said
+
+
+def test_a_card_that_cuda_13_does_not_know_is_refused(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(machine, "nvidia-smi", "printf '6.1\\n8.6\\n'")
+    assert main(["--cuda", "pypi", "--dry-run"]) == 1
+    said = capsys.readouterr().err
+    assert "supports cards of compute capability 75 and later, not 61: install a CUDA 12 toolkit" in said
+    assert main(["--cuda", "pypi", "--cuda-archs", "86;120a-real", "--dry-run"]) == 0
+    assert "CUDA=pypi" not in setup_llama.card_without_nvcc()
+    unpacked_wheels(cuda_wheels.folder())
+    capsys.readouterr()
+    assert main(["--dry-run"]) == 0
+    assert "built for the CPU" in capsys.readouterr().out
+
+
+def test_later_builds_take_the_toolkit_that_was_fetched(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make serve` after `make setup CUDA=pypi` is no build for the CPU."""
+    program(machine, "nvidia-smi", "printf '8.6\\n'")
+    unpacked_wheels(cuda_wheels.folder())
+    assert main(["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("llama-cpp-python is built with CUDA for compute capability 86")
+    assert build(cuda=True, cuda_from_wheels=True).key in printed
 
 
 def test_what_differs_has_another_key(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
