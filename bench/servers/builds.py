@@ -83,7 +83,7 @@ def programs_of(sources: Path) -> list[str]:
 
 
 def this_machines_flavour() -> Flavour:
-    """CUDA where both a card and its compiler are found, as `make setup` decides."""
+    """CUDA where there is a card and the system has nvcc; the toolkit of CUDA=pypi is not used."""
     return "cuda" if setup_llama.cards() and setup_llama.nvcc() is not None else "cpu"
 
 
