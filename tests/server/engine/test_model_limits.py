@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 
-from server.engine import ModelLoadError
+from server.engine import Engine, EngineSettings, ModelLoadError
 from server.engine.draft_spec import DraftSpec
 from server.engine.gguf import read_header
 from server.engine.model_spec import ModelSpec
@@ -23,23 +25,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 VALUES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
 
-START = """
-import sys
-from pathlib import Path
-from server.engine import Engine, EngineSettings, ModelLoadError
-model, draft = Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None
-settings = EngineSettings(
-    model=model, draft_model=draft, parallel=2, ctx_size=512, ubatch_size=64, batch_size=64, threads=1,
-    remember=False, speculation="draft" if draft else "both",
-)
-try:
-    engine = Engine(settings)
-    engine.start()
-    engine.wait_ready(60)
-    engine.close()
-except ModelLoadError as error:
-    print(error)
-"""
+TIMEOUT = 60
+"""Seconds for one model to load, and for the process that loads one after the other to begin."""
 
 
 def numbers(path: Path) -> Iterator[tuple[str, int]]:
@@ -63,14 +50,41 @@ def changed(path: Path, to: Path, key: str, place: int, value: int) -> Path:
     return to
 
 
+def load(model: Path, draft: Path | None) -> None:
+    """Loads and warms up, or refuses."""
+    settings = EngineSettings(
+        model=model,
+        draft_model=draft,
+        parallel=2,
+        ctx_size=512,
+        ubatch_size=64,
+        batch_size=64,
+        threads=1,
+        remember=False,
+        speculation="draft" if draft else "both",
+    )
+    with contextlib.suppress(ModelLoadError):
+        engine = Engine(settings)
+        engine.start()
+        engine.wait_ready(TIMEOUT)
+        engine.close()
+
+
+def load_each(path: str, to: str, target: str | None, cases: list[tuple[str, int, int]]) -> None:
+    """What the process below runs: each change in turn, which it tells before it tries."""
+    for case in cases:
+        print(json.dumps(case), flush=True)
+        made = changed(Path(path), Path(to), *case)
+        load(Path(target) if target else made, made if target else None)
+
+
 def check(path: Path, tmp_path: Path, target: Path | None) -> tuple[int, list[str]]:
     """How many changes are refused by the specification, and what went wrong with those that are not."""
-    refused, wrong = 0, []
+    refused, wrong, cases, made = 0, [], [], tmp_path / "changed.gguf"
     for key, place in numbers(path):
         for value in VALUES:
-            made = changed(path, tmp_path / "changed.gguf", key, place, value)
+            header = read_header(changed(path, made, key, place, value))
             try:
-                header = read_header(made)
                 if target is None:
                     ModelSpec.from_header(header)
                 else:
@@ -79,18 +93,34 @@ def check(path: Path, tmp_path: Path, target: Path | None) -> tuple[int, list[st
                 refused += 1
                 assert str(made) in str(error)
                 continue
-            files = [made] if target is None else [target, made]
-            command = [sys.executable, "-c", START, *map(str, files)]
-            try:
-                done = subprocess.run(
-                    command, cwd=ROOT, capture_output=True, timeout=60, text=True, check=False
-                )
-            except subprocess.TimeoutExpired:
-                wrong.append(f"{key}[{place}] = {value}: it loads for ever")
-                continue
-            if done.returncode:
-                wrong.append(f"{key}[{place}] = {value}: exit {done.returncode}: {done.stderr[-300:]}")
+            cases.append((key, place, value))
+    while cases:  # a process ends early where one of them ends it
+        arguments = [str(path), str(made), str(target) if target else None, cases]
+        code = f"from {__name__} import load_each; load_each(*{arguments!r})"
+        log = (tmp_path / "tried").open("w+")
+        done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=subprocess.DEVNULL)
+        tried = _until_it_ends(done, tmp_path / "tried")
+        if done.returncode == 0:
+            break
+        wrong.append(
+            f"{cases[tried - 1]}: {'it loads for ever' if done.returncode == -9 else done.returncode}"
+        )
+        cases = cases[tried:]
     return refused, wrong
+
+
+def _until_it_ends(process: subprocess.Popen[bytes], log: Path) -> int:
+    """How many models it began with, until its end or until one took too long."""
+    tried = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TIMEOUT)
+        before, tried = tried, len(log.read_text().splitlines())
+        if process.returncode is None and tried == before:
+            process.kill()
+            process.wait()
+        if process.returncode is not None:
+            return max(tried, 1)
 
 
 @pytest.mark.slow
