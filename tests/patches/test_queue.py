@@ -131,6 +131,17 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.reference
+def test_the_operator_tests_compile(libraries: dict[str, Path]) -> None:
+    """llama.cpp's test-backend-ops, which nothing else builds without a card."""
+    sources = llama_cpp_sources()
+    subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
+    includes = [f"-I{sources / folder}" for folder in ("include", "ggml/include", "common", "src", "vendor")]
+    command = ["c++", "-std=c++17", "-fsyntax-only", *includes, f"{sources}/tests/test-backend-ops.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.reference
 def test_switches_apply_on_top(libraries: dict[str, Path]) -> None:
     subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
     command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(QUEUE[0].parents[1] / "switches.patch")]
