@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from server.engine import LONGEST_GRAMMAR
 
 from .errors import PromptError
-from .schemas import ANNOTATIONS, TEXTS, understood, written_length
+from .schemas import ANNOTATIONS, TEXTS, check_lark_numbers, check_numbers, understood, written_length
 from .tool_calls import resolve
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def json_expression(
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise PromptError(f"{param} must be a JSON schema, an object", param)
+    check_numbers(schema, param)
     return _json(understood(schema), param, white_space=white_space, flexible=flexible)
 
 
@@ -113,6 +114,7 @@ def choice_format(choices: Sequence[str], param: str) -> AnswerFormat:
 def grammar_format(text: str, param: str) -> AnswerFormat:
     """A grammar in Lark (llguidance's) or GBNF (llama.cpp's). Raises PromptError."""
     if LARK.search(text):
+        check_lark_numbers(text, param)
         return AnswerFormat(text, param)
     if len(text) > MAX_GBNF or text.count("::=") > MAX_RULES:
         most = f"{MAX_RULES:,} rules and {MAX_GBNF:,} characters"
@@ -205,6 +207,9 @@ class _Parameters:
         schema = function.get("parameters")
         if schema is not None and not isinstance(schema, Mapping):
             raise PromptError(f"{where} must be a JSON schema, an object", where)
+        self._given = schema
+        self._misread = False
+        """A number of the schema cannot be told from others."""
         self._root: Mapping[str, Any] = understood(schema or {})
         self._alternatives = 0
         """Of the parameter that is looked at."""
@@ -219,6 +224,12 @@ class _Parameters:
             yield f"{self._rule}_name: {name}"
             yield f"{self._rule.upper()}_V: {value}"
             return
+        try:
+            check_numbers(self._given, self._where)
+        except PromptError:
+            if self._strict:
+                raise
+            self._misread = True
         schema = self._resolve(self._root, self._where)
         self._refuse_others(schema, {"type", "properties", "required", "additionalProperties"}, self._where)
         properties = schema.get("properties", {})
@@ -252,6 +263,8 @@ class _Parameters:
             if self._strict:
                 raise
             texts, others = [ANY], []  # a text, whatever it comes to: nobody asked for more
+        if others and self._misread:
+            texts, others = [ANY], []
         alternatives, rules = [], []
         if others:
             defs = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}

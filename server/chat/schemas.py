@@ -3,8 +3,16 @@ otherwise is."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from .errors import PromptError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
@@ -37,6 +45,7 @@ _ONE |= {"unevaluatedProperties", "unevaluatedItems", "items"}
 _MANY = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True,),
@@ -52,6 +61,13 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 """Keywords that ask for nothing with these values, or without the one that they belong to."""
 
 _OWNERS = {"minContains": ("contains",), "maxContains": ("contains",), "then": ("if",), "else": ("if",)}
+
+
+JSON_SCHEMA = re.compile(r"%json\s*(?=\{)")
+"""What stands before a schema in llguidance's Lark."""
+
+INT64_MAX = 2**63 - 1
+"""As a `maximum` of integers it is the largest that llguidance knows: many programs write it for none."""
 
 
 def understood(schema: Any) -> Any:
@@ -139,6 +155,77 @@ def _closed_part(key: str, value: Any) -> Any:
     if key in _MANY and isinstance(value, list):
         return [closed(one) for one in value]
     return closed(value) if key in _ONE else value
+
+
+def check_numbers(schema: Any, where: str) -> None:
+    """Raises PromptError for a number that llguidance would take for another one; `where` is the schema's
+    place in the request."""
+    found = _misread(schema)
+    if found is not None:
+        place, number = found
+        message = (
+            f"{where}{place}: {str(number)[:40]} cannot be told from the numbers next to it; use integers"
+            " from -2^53 to 2^53, fractions of at most 15 digits, or a string"
+        )
+        raise PromptError(message, f"{where}{place}")
+
+
+def check_lark_numbers(text: str, where: str) -> None:
+    """The same for the schemas in a grammar."""
+    for found in JSON_SCHEMA.finditer(text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            continue
+        check_numbers(schema, f"{where}: %json")
+
+
+def _misread(schema: Any) -> tuple[str, int | float] | None:
+    """The first such number and its place, as in `.properties.a.const`."""
+    if not isinstance(schema, Mapping):
+        return None
+    for key, value in schema.items():
+        if key in ("const", "enum"):
+            found = _misread_value(value)
+        elif key in _BOUNDS:
+            no_bound = key == "maximum" and schema.get("type") == "integer" and value == INT64_MAX
+            found = None if no_bound else _misread_value(value)
+        elif key in _NAMED | {"dependentSchemas", "dependencies"} and isinstance(value, Mapping):
+            found = _first((f".{name}", _misread(one)) for name, one in value.items())
+        elif key in _MANY and isinstance(value, list):
+            found = _first((f"[{index}]", _misread(one)) for index, one in enumerate(value))
+        else:
+            found = _misread(value) if key in _ONE else None
+        if found is not None:
+            return f".{key}{found[0]}", found[1]
+    return None
+
+
+def _misread_value(value: Any) -> tuple[str, int | float] | None:
+    if isinstance(value, Mapping):
+        return _first((f".{key}", _misread_value(one)) for key, one in value.items())
+    if isinstance(value, list):
+        return _first((f"[{index}]", _misread_value(one)) for index, one in enumerate(value))
+    if isinstance(value, int | float) and not _is_read_right(value):
+        return "", value
+    return None
+
+
+def _first(parts: Iterable[tuple[str, tuple[str, int | float] | None]]) -> tuple[str, int | float] | None:
+    return next(((place + found[0], found[1]) for place, found in parts if found is not None), None)
+
+
+def _is_read_right(number: float) -> bool:
+    """Whether a number stays what it is: llguidance has floats only, and serde_json makes one of a fraction
+    in two steps (`f64_from_parts`), of which each may round."""
+    if isinstance(number, int):
+        return abs(number) <= INT64_MAX and float(number) == number
+    _, digits, exponent = Decimal(repr(abs(number))).as_tuple()
+    assert isinstance(exponent, int)
+    if abs(exponent) > 308:
+        return False
+    whole, power = float(int("".join(map(str, digits)))), float(f"1e{abs(exponent)}")
+    return (whole * power if exponent > 0 else whole / power) == abs(number)
 
 
 def written_length(value: Any) -> int:

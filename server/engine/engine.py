@@ -126,17 +126,20 @@ class Engine:
             raise PromptTooLong(len(ids), self.context_size, exactly=True)
         checked: list[int] = []
         for start in range(0, len(ids), PIECE):
+            part = ids[start : start + PIECE]
             try:
-                piece = np.asarray(ids[start : start + PIECE])
+                piece = np.asarray(part)
             except ValueError:  # lists in it, of different lengths
                 raise InvalidPrompt("the prompt must be a list of token ids (integers)") from None
+            if piece.dtype.kind not in "iu" and set(map(type, part)) == {int}:
+                piece = np.clip(np.asarray(part, object), -1, self.vocab.size).astype(np.int64)
             if not np.issubdtype(piece.dtype, np.integer) or piece.ndim != 1:
                 raise InvalidPrompt("the prompt must be a list of token ids (integers)")
             outside = np.flatnonzero((piece < 0) | (piece >= self.vocab.size))
             if outside.size:
                 i = int(outside[0])
                 raise InvalidPrompt(
-                    f"token {start + i} of the prompt is {piece[i]}; ids run from 0 to {self.vocab.size - 1}"
+                    f"token {start + i} of the prompt is {part[i]}; ids run from 0 to {self.vocab.size - 1}"
                 )
             checked += piece.tolist()
         return Prompt(checked)

@@ -448,6 +448,7 @@ def test_a_schema_in_the_words_of_several_servers(http: httpx.Client) -> None:
         ({"allOf": [{"type": "string"}, {"minLength": 3}]}, "allOf"),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"const": 2**53 + 1}, "tools[0].function.parameters.properties.x.const"),
     ],
 )
 def test_a_strict_tool_that_cannot_be_enforced_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from datetime import date, datetime, time, timedelta
 from ipaddress import IPv4Address
@@ -11,8 +12,12 @@ from uuid import UUID
 
 import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
+from llguidance import LLMatcher
 
+from server.chat import PromptError
+from server.chat.formats import compose, grammar_format, json_format, tool_format
 from server.chat.schemas import TEXTS, closed, understood, written_length
+from tests.server.chat.test_structural_tags import tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,3 +170,78 @@ def test_closed_objects() -> None:
         "additionalProperties": False,
     }
     assert closed({"properties": {}, "additionalProperties": True})["additionalProperties"] is True
+
+
+BIG = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": BIG}, ".const"),
+        ({"properties": {"a": {"enum": [1, {"b": [-BIG]}]}}}, ".properties.a.enum[1].b[0]"),
+        ({"type": "integer", "minimum": BIG}, ".minimum"),
+        ({"type": "integer", "exclusiveMinimum": -BIG}, ".exclusiveMinimum"),
+        ({"anyOf": [True, {"items": {"maximum": BIG}}]}, ".anyOf[1].items.maximum"),
+        ({"$defs": {"x": {"exclusiveMaximum": BIG}}}, ".$defs.x.exclusiveMaximum"),
+        ({"prefixItems": [{"multipleOf": BIG}]}, ".prefixItems[0].multipleOf"),
+        ({"dependentSchemas": {"a": {"maximum": BIG}}}, ".dependentSchemas.a.maximum"),
+        ({"type": "number", "maximum": 2**63 - 1}, ".maximum"),
+        ({"const": 2**70}, ".const"),
+        ({"const": 10**400}, ".const"),
+        ({"const": 99744906.05767977}, ".const"),
+        ({"const": 1315414.6125613619}, ".const"),
+    ],
+)
+def test_numbers_that_llguidance_takes_for_others(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(PromptError, match=r"cannot be told .* use integers") as refusal:
+        json_format(schema, "guided_json")
+    assert refusal.value.param == f"guided_json{place}"
+    with pytest.raises(PromptError, match=re.escape(f"grammar: %json{place}")):
+        grammar_format(f"start: %json {json.dumps(schema)}", "grammar")
+    parameters = {"type": "object", "properties": {"n": schema}}
+    tool: dict[str, Any] = {"function": {"name": "f", "parameters": parameters, "strict": True}}
+    with pytest.raises(PromptError) as refusal:
+        tool_format([tool], forced=False, parallel=True)
+    assert refusal.value.param == f"tools[0].function.parameters.properties.n{place}"
+    tool["function"]["strict"] = False
+    lark = tool_format([tool], forced=True, parallel=True).lark
+    assert "%json" not in lark, "free, since nobody asked for more"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**53), "maximum": 2**63 - 1},
+        {"default": BIG, "examples": [BIG], "properties": {"const": {"title": BIG}}},
+        {"enum": [2**53, -(2**53), 2**60, 0.1, 1e22, -0.3, 5e-7, True, None, "9007199254740993"]},
+        {"minimum": 0.1, "multipleOf": 0.01, "maximum": "x"},
+    ],
+)
+def test_numbers_that_stay_what_they_are(schema: dict[str, Any]) -> None:
+    assert json_format(schema, "guided_json")
+
+
+def test_constants_are_refused_or_written_as_they_are() -> None:
+    numbers = random.Random(3)
+    refused = 0
+    for _ in range(400):
+        digits = numbers.randint(1, 18)
+        number: float = round(numbers.uniform(-1, 1) * 10 ** numbers.randint(-6, 15), digits)
+        if digits > 12:
+            number = numbers.randint(-(10**digits), 10**digits)
+        try:
+            grammar = compose(json_format({"const": number}, "guided_json"), thinking=False)
+        except PromptError:
+            refused += 1
+            continue
+        matcher = LLMatcher(tokenizer(), grammar, log_level=0)
+        written = bytes(matcher.compute_ff_tokens()).rstrip(b"\0")
+        assert json.loads(written) == number
+    assert 0 < refused < 200
+
+
+def test_the_deepest_value_is_looked_at() -> None:
+    deep = "[" * 190 + "9007199254740993" + "]" * 190
+    with pytest.raises(PromptError, match="9007199254740993 cannot"):
+        json_format(f'{{"const": {deep}}}', "guided_json")

@@ -247,6 +247,11 @@ def test_bad_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch
         engine.prompt([5, -1])
     with pytest.raises(InvalidPrompt, match=f"token 0 of the prompt is {engine.vocab.size}"):
         engine.prompt([engine.vocab.size])
+    for large in (2**63, 2**64, 99999999999999999999):
+        with pytest.raises(InvalidPrompt, match=f"token 1 of the prompt is {large}; ids run from 0 to"):
+            engine.prompt([0, large, -1])
+    with pytest.raises(InvalidPrompt, match="integers"):
+        engine.prompt([2**64, 0.5])  # type: ignore[list-item]
     with pytest.raises(InvalidPrompt, match="integers"):
         engine.prompt([0.5])  # type: ignore[list-item]
     with pytest.raises(InvalidPrompt, match="integers"):
