@@ -52,8 +52,7 @@ class PageFiles(StaticFiles):
 def install(app: FastAPI) -> None:
     """Adds the page and its files to the app."""
 
-    @app.get("/", include_in_schema=False)
-    @app.head("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> FastAPIResponse:
         return FileResponse(FOLDER / "index.html", headers=HEADERS)
 

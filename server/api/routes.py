@@ -207,8 +207,6 @@ STATUS: dict[int | str, dict[str, Any]] = {
 # --- the server --------------------------------------------------------------------------------------------
 
 
-@others.head("/ping", include_in_schema=False)
-@others.head("/health", include_in_schema=False)
 @others.get("/ping", responses=STATUS)
 @others.get("/health", responses=STATUS)
 async def ping(http: Request) -> JSONResponse:
@@ -304,3 +302,10 @@ def model_card(service: Service) -> dict[str, Any]:
             "license": metadata.get("general.license"),
         },
     }
+
+
+for read in endpoints():
+    if "GET" in (
+        read.methods or ()
+    ):  # FastAPI, unlike Starlette, gives it no HEAD; the server leaves its body out
+        others.add_api_route(read.path, read.endpoint, methods=["HEAD"], include_in_schema=False)

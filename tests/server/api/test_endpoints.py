@@ -72,6 +72,22 @@ def test_a_wrong_method_is_named_with_the_right_one(server: Server) -> None:
     assert "GET" in error_of(server.http.post("/v1/models"), 405)["message"]
 
 
+def test_head_is_get_without_a_body(server: Server) -> None:
+    paths = {route.path_format for route in endpoints() if "GET" in (route.methods or ())} | {
+        "/",
+        "/page/style.css",
+    }
+    assert len(paths) > 9
+    for path in paths | {"/v1/models/nothing", "/openapi.json"}:
+        path = path.replace("{model}", "fake")
+        got, head = server.http.get(path), server.http.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b""), path
+        assert head.headers.keys() == got.headers.keys(), path
+        for name in head.headers.keys() - {"date", "x-request-id", "content-length"}:
+            assert head.headers[name] == got.headers[name], (path, name)
+        assert int(head.headers["content-length"]) > 0
+
+
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE"}
 
 
