@@ -16,8 +16,10 @@
 #                 DRAFT_MODEL, TEXT: a GGUF that drafts for MODEL and what prompts are cut from); not timed yet
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
-# A step is all patches up to its number. Each part has the steps that it can tell apart: llama-batched-bench none of
-# 0015 to 0020, since it has no snapshots and no drafts. STEPS="0003 0013 0020" names others for all parts, STEPS=all has all.
+# A step is a patch's name, such as kv-window: all patches up to it. -kv-window is all patches but that one, none those
+# without a switch alone, full all of them. Each part has the steps that it can tell apart: llama-batched-bench none of the
+# drafters' and seq-own-cells, since it has no drafts and takes nothing back. STEPS="none kv-window full" names others for all
+# parts, STEPS=all has every patch one after the other, STEPS=each leaves one out at a time.
 #
 # SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) are turns of each step in
 # waterfall, prompt and drafts. DRAFT_OPTIONS are for draft-cost (default: --input-tokens 64,2048 --concurrency 1).
@@ -35,47 +37,65 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# What takes each patch away. 0001 to 0003 have no switch. Where two set the same variable, the older patch's value takes the
-# newer one away, too.
+# What takes each patch away; amx-broadcast, kq-mask-own-cells and ssm-out-2d have no switch. Where two set the same
+# variable, the older patch's value takes the newer one away, too.
 declare -A off=(
-    [0004]=GGML_CUDA_REFUSE=gdn_ids,conv_ids
-    [0005]=GGML_CUDA_REFUSE=conv_ids
-    [0006]=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
-    [0007]=GGML_CUDA_GDN_CHUNKED=0
-    [0008]=GGML_CUDA_MMQ_THIN_MAX=0
-    [0009]=GGML_CUDA_FA_DENSE=1
-    [0010]=LLAMA_N_KV_PAD_256=1
-    [0011]=GGML_CUDA_MMVQ_ONE_ROW=1
-    [0012]=GGML_CUDA_QUANTIZE_ALWAYS=1
-    [0013]=GGML_CUDA_MMQ_MID_MAX=0
-    [0014]=LLAMA_KQ_MASK_WHOLE=1
-    [0015]=LLAMA_CONV_IDS_NO_SNAPSHOTS=1
-    [0017]=LLAMA_CONV_IDS_ONE_STATE=1
-    [0018]=LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots
-    [0019]=LLAMA_PATCHES_HIDE=0019-shared-snapshots
-    [0020]=LLAMA_SEQ_ALL_CELLS=1
-    [0021]=LLAMA_KV_NO_WINDOW=1
-    [0022]=LLAMA_ZERO_STATE_NEAR=1
-    [0023]=LLAMA_RESERVE_GATHERED=1
-    [0025]=GGML_CUDA_NORM_APART=1
-    [0026]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
+    [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1
+    [n-kv-steps]=LLAMA_N_KV_PAD_256=1
+    [attention-own-cells]=GGML_CUDA_FA_DENSE=1
+    [kq-mask-in-place]=LLAMA_KQ_MASK_WHOLE=1
+    [kv-window]=LLAMA_KV_NO_WINDOW=1
+    [gdn-state-ids]=GGML_CUDA_REFUSE=gdn_ids,conv_ids
+    [zero-state-apart]=LLAMA_ZERO_STATE_NEAR=1
+    [reserve-in-place]=LLAMA_RESERVE_GATHERED=1
+    [ssm-conv-ids]=GGML_CUDA_REFUSE=conv_ids
+    [dequantize-wide]=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
+    [gdn-chunked]=GGML_CUDA_GDN_CHUNKED=0
+    [mmq-thin]=GGML_CUDA_MMQ_THIN_MAX=0
+    [mmvq-rows]=GGML_CUDA_MMVQ_ONE_ROW=1
+    [quantize-once]=GGML_CUDA_QUANTIZE_ALWAYS=1
+    [mmq-mid]=GGML_CUDA_MMQ_MID_MAX=0
+    [norm-chains]=GGML_CUDA_NORM_APART=1
+    [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
+    [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
+    [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
 )
-mapfile -t switched < <(printf '%s\n' "${!off[@]}" | sort)
-all=(0003 "${switched[@]}")
-last=${all[-1]}
+mapfile -t switched < <(
+    for patch in "$here"/llama.cpp/*.patch; do
+        name=${patch##*/????-} name=${name%.patch}
+        [ -n "${off[$name]:-}" ] && echo "$name"
+    done
+)
 # variables that the build reads, and the one that is the server's
 known=$(LC_ALL=C grep -aohE '(GGML_CUDA|LLAMA)_[A-Z0-9_]+' "$bin"/lib*.so* | sort -u; echo LLAMA_PATCHES_HIDE)
 
 steps() { # steps STEP...: those that STEPS names, or these
-    if [ "${STEPS:-}" = all ]; then echo "${all[@]}"; else echo "${STEPS:-$*}"; fi
+    case ${STEPS:-} in
+    all) echo none "${switched[@]}" ;;
+    each) echo full "${switched[@]/#/-}" ;;
+    *) echo "${STEPS:-$*}" ;;
+    esac
 }
 
-switches() { # switches STEP: what env(1) needs to take all later patches away, the oldest last; fails if the build cannot
-    local patch i
-    [[ " ${all[*]} " == *" $1 "* ]] || { echo "step $1 is left out: it is none of ${all[*]}" >&2; return 1; }
+without() { # without PATCH...: none and the patches with a switch, but for these
+    printf '%s\n' none "${switched[@]}" | grep -vxFf <(printf '%s\n' "$@")
+}
+
+switches() { # switches STEP: what env(1) needs to take patches away, the oldest last; fails if the build cannot
+    local taken patch i
+    case " none full ${switched[*]} ${switched[*]/#/-} " in
+    *" $1 "*) ;;
+    *) echo "step $1 is left out: it is none of none, full, ${switched[*]}" >&2; return 1 ;;
+    esac
     for ((i = ${#switched[@]} - 1; i >= 0; i--)); do
         patch=${switched[i]}
-        [ "$patch" \> "$1" ] || break
+        case $1 in
+        full) taken= ;;
+        -*) [ "-$patch" = "$1" ] && taken=1 || taken= ;;
+        *) [ "$patch" != "$1" ] || break
+            taken=1 ;;
+        esac
+        [ -n "$taken" ] || continue
         grep -qx "${off[$patch]%%=*}" <<<"$known" || {
             echo "step $1 is left out: no library in $bin reads ${off[$patch]%%=*} (is it built with switches.patch?)" >&2
             return 1
@@ -109,7 +129,7 @@ operators() {
     done
     if [ -x "$bin/test-kv-mask" ]; then "$bin/test-kv-mask" | tail -1; fi
     # what a chunked delta net and one kernel for the short convolution take
-    for set in "${off[0007]}" "X=0"; do
+    for set in "${off[gdn-chunked]}" "X=0"; do
         env "$set" timeout 60 "$bin/test-backend-ops" perf -b CUDA0 -o GATED_DELTA_NET \
             -p "head_count=16,head_size=128,n_seq_tokens=(512|2048)" 2>/dev/null | grep -a "us/run" | sed "s/^/$set /"
     done
@@ -126,7 +146,7 @@ products() {
     env GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64 "$bin/mul-mat-speed" thin $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 "$bin/mul-mat-speed" mmvq $types 1,2,3,4,6,8 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_MMQ_THIN_MAX=0 GGML_CUDA_MMVQ_MAX_BATCH=0 "$bin/mul-mat-speed" mmq $types $columns $rest >>"$out/products.jsonl" 2>"$out/products.log"
-    env ${off[0006]} "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
+    env ${off[dequantize-wide]} "$bin/mul-mat-speed" mmq $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     env GGML_CUDA_DEQUANT_MIN_BATCH=1 "$bin/mul-mat-speed" dequant $types 256,512,1024,2048 $rest >>"$out/products.jsonl" 2>"$out/products.log"
     unset GGML_CUDA_QUANTIZE_ALWAYS GGML_CUDA_MMQ_MID_MAX
     python3 - "$out/products.jsonl" <<'PY'
@@ -147,7 +167,7 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0003 0004 0005 0006 0007 0008 0009 0010 0011 0012 0013 0014 0021 0022 0023 0025 0026); do
+        for step in $(steps $(without seq-own-cells layer-inputs-ring shared-snapshots)); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
@@ -158,7 +178,7 @@ waterfall() {
 prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0003 0004 0005 0006 0007); do
+        for step in $(steps none kv-window ssm-conv-ids dequantize-wide gdn-chunked); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
@@ -170,16 +190,16 @@ crossover() {
     : >"$out/crossover.jsonl"
     local columns=1,2,3,4,6,8,12,16,24,32,48,64 # the first one of a process warms it up
     bench default "X=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench thin "${off[0013]} GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmvq "${off[0008]} ${off[0013]}" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmq "${off[0008]} ${off[0013]} GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench thin "${off[mmq-mid]} GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmvq "${off[mmq-thin]} ${off[mmq-mid]}" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmq "${off[mmq-thin]} ${off[mmq-mid]} GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     table "$out/crossover.jsonl"
 }
 
 held() {
     local step set
     : >"$out/held.jsonl"
-    for step in $(steps 0008 0009 0010 0013 0014 0021); do
+    for step in $(steps none n-kv-steps attention-own-cells kq-mask-in-place kv-window full); do
         set=$(switches "$step") || continue
         # shellcheck disable=SC2086
         env $set "$bin/held-speed" "$step" "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log" ||
@@ -188,7 +208,7 @@ held() {
     cat "$out/held.jsonl"
 }
 
-# ctx_size: seq_rm of a pool as small as the requests need would not show 0020
+# ctx_size: seq_rm of a pool as small as the requests need would not show seq-own-cells
 drafts() {
     local round step set
     [ -n "${DRAFT_MODEL:-}" ] && [ -n "${TEXT:-}" ] || {
@@ -197,7 +217,7 @@ drafts() {
     }
     rm -rf "$out/drafts"
     for round in $(seq "$rounds"); do
-        for step in $(steps 0014 0015 0017 0018 0019 0020); do
+        for step in $(steps -seq-own-cells -ssm-conv-ids moe-grouped layer-inputs-ring shared-snapshots); do
             set=$(switches "$step") || continue
             # what a start measures of its steps, and keeps, is of this step
             # shellcheck disable=SC2086
@@ -231,13 +251,13 @@ PY
 logits() {
     local step set more
     for more in "" "--snapshots 4"; do
-        for step in 0003 "$last"; do
+        for step in none full; do
             set=$(switches "$step") || return 1
             # shellcheck disable=SC2086
             env $set LLAMA_CPP_LIB_PATH="$bin" "$python" "$here/../tests/patches/rows.py" --model "$model" --gpu \
                 --flash $more --out "$out/rows-$step.npz" || return 1
         done
-        "$python" - "$out/rows-0003.npz" "$out/rows-$last.npz" <<'PY'
+        "$python" - "$out/rows-none.npz" "$out/rows-full.npz" <<'PY'
 import sys
 import numpy as np
 a, b = (np.load(path)["rows"] for path in sys.argv[1:])
@@ -257,7 +277,7 @@ for line in open(sys.argv[1]):
     rows[row["pp"], row["pl"], row["label"]].append((row["speed_pp"], row["speed_tg"], 1000 * row["t_tg"] / row["tg"]))
 print("| prompt | sequences | which | prompt tok/s | generated tok/s (lowest to highest) | ms a step |")
 print("|--:|--:|---|--:|--:|--:|")
-for (length, sequences, label), found in sorted(rows.items()):
+for (length, sequences, label), found in sorted(rows.items(), key=lambda row: row[0][:2]):
     pp, tg, step = zip(*found)
     print(f"| {length} | {sequences} | {label} | {statistics.median(pp):,.0f} | "
           f"{statistics.median(tg):,.0f} ({min(tg):,.0f} to {max(tg):,.0f}) | {statistics.median(step):.2f} |")

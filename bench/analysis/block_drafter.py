@@ -21,7 +21,7 @@ BLOCK_KERNELS, INJECT_KERNELS, FUSE_KERNELS = 27, 9, 4
 class BlockDrafter:
     """Layers, fusion and head of a drafter; embedding and head are the target's where it has none.
 
-    What the target's layers made of each token waits on the card, in a ring (patch 0018).
+    What the target's layers made of each token waits on the card, in a ring (the patch layer-inputs-ring).
 
     Raises:
         BenchError: the file is no block drafter's.

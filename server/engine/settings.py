@@ -152,8 +152,9 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     """go on from what earlier prompts and answers left computed"""
     prefix_checkpoints: int = Field(0, ge=0)
     """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits.
-    Where steps read their own cells only (an NVIDIA GPU with all layers, F16 cache, patches 0009 and 0014)
-    more, up to all 256 ids: they and cells for them take at most half of the memory that is left"""
+    Where steps read their own cells only (an NVIDIA GPU with all layers, F16 cache, the patches
+    attention-own-cells and kq-mask-in-place) more, up to all 256 ids: they and cells for them take at most
+    half of the memory that is left"""
     prefix_cells: int = Field(0, ge=0)
     """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
     where steps read their own only; else, as those of others make steps longer, a tenth of the bytes of the

@@ -60,9 +60,9 @@ block has tokens. On an H200 8 beside 2 gave a lone sequence with the MTP head 4
 374, and 15 one with a draft model 598 instead of 360 (synthetic 4B, 80% and four of a block right)."""
 
 FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
-"""The same without patch 0019, and the most slots: each is another state for every sequence id then, and
-without 0015 every step copies a part of each one, 0.4 ms of 3.1 for one sequence there, and of 4.3 for
-eight."""
+"""The same without the patch shared-snapshots, and the most slots: each is another state for every sequence
+id then, and without ssm-conv-ids every step copies a part of each one, 0.4 ms of 3.1 for one sequence there,
+and of 4.3 for eight."""
 
 STREAM_CHECKPOINTS = 8
 """States that it may hold when each has cells of its own."""

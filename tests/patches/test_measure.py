@@ -13,8 +13,9 @@ import pytest
 
 PATCHES = Path(__file__).parents[2] / "patches"
 SCRIPT = PATCHES / "measure.sh"
-NUMBERS = [path.name[:4] for path in sorted((PATCHES / "llama.cpp").glob("*.patch"))]
-OFF = dict(re.findall(r"^    \[(\d{4})\]=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
+QUEUE = [path.stem[5:] for path in sorted((PATCHES / "llama.cpp").glob("*.patch"))]
+OFF = dict(re.findall(r"^    \[([a-z0-9-]+)\]=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
+SWITCHED = [name for name in QUEUE if name in OFF]
 VARIABLES = sorted({setting.partition("=")[0] for setting in OFF.values()} - {"LLAMA_PATCHES_HIDE"})
 
 BENCH = """#!/bin/sh
@@ -60,8 +61,9 @@ def settings(tmp_path: Path) -> dict[str, set[str]]:
     return {row["label"]: set(row["set"].split()) for row in map(json.loads, lines)}
 
 
-def test_every_patch_from_0004_on_has_a_switch() -> None:
-    assert sorted(OFF) == [number for number in NUMBERS if number > "0003"]
+def test_every_patch_but_three_has_a_switch() -> None:
+    assert set(QUEUE) - set(OFF) == {"amx-broadcast", "kq-mask-own-cells", "ssm-out-2d"}
+    assert set(OFF) <= set(QUEUE)
 
 
 def test_switches_are_read_by_someone_and_documented() -> None:
@@ -74,38 +76,49 @@ def test_switches_are_read_by_someone_and_documented() -> None:
         assert f"`{name}=" in table
 
 
+def taken(names: list[str]) -> set[str]:
+    """The settings that take these patches away: of one variable the oldest's stands."""
+    values = dict(OFF[name].split("=", 1) for name in reversed(names))
+    return {f"{name}={value}" for name, value in values.items()}
+
+
 def test_each_step_takes_away_what_is_later(tmp_path: Path) -> None:
     done = measure(tmp_path, "waterfall", {"STEPS": "all"})
     found = settings(tmp_path)
-    assert sorted(found) == ["0003", *sorted(OFF)], done.stderr
+    assert list(found) == ["none", *SWITCHED], done.stderr
+    assert found.pop("none") == taken(SWITCHED)
     for step, have in found.items():
-        later = [number for number in sorted(OFF) if number > step]
-        values = {
-            name: value
-            for number in reversed(later)  # the oldest one's value stands
-            for name, value in [OFF[number].split("=", 1)]
-        }
-        assert have == {f"{name}={value}" for name, value in values.items()}
-    assert found[max(OFF)] == set()
-    assert "LLAMA_PATCHES_HIDE=0018-layer-inputs-ring,0019-shared-snapshots" in found["0017"]
-    assert "LLAMA_PATCHES_HIDE=0019-shared-snapshots" in found["0018"]
-    assert done.stdout.count("| 512 | 1 |") == len(found), "one table"
+        assert have == taken(SWITCHED[SWITCHED.index(step) + 1 :])
+    assert found[SWITCHED[-1]] == set()
+    assert "LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots" in found["moe-grouped"]
+    assert "LLAMA_PATCHES_HIDE=shared-snapshots" in found["layer-inputs-ring"]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| 512 | 1 |")]
+    assert [row.split(" | ")[2] for row in rows] == ["none", *SWITCHED], "one table, in their order"
+
+
+def test_one_is_left_out_at_a_time(tmp_path: Path) -> None:
+    measure(tmp_path, "waterfall", {"STEPS": "each"})
+    found = settings(tmp_path)
+    assert found.pop("full") == set()
+    assert found == {f"-{name}": {OFF[name]} for name in SWITCHED}
 
 
 def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
     measure(tmp_path, "waterfall", {})
-    drafts_only = [number for number in OFF if "0015" <= number <= "0020"]
-    assert sorted(settings(tmp_path)) == ["0003", *sorted(OFF.keys() - set(drafts_only))]
+    drafts_only = {"seq-own-cells", "layer-inputs-ring", "shared-snapshots"}
+    assert set(settings(tmp_path)) == {"none", *OFF} - drafts_only
 
 
 def test_a_step_that_the_build_cannot_take_is_left_out(tmp_path: Path) -> None:
     """Not measured under its name with the switch without effect."""
     known = [name for name in VARIABLES if name != "LLAMA_KQ_MASK_WHOLE"]
-    done = measure(tmp_path, "waterfall", {"STEPS": "0013 0014 0016"}, known)
-    assert list(settings(tmp_path)) == ["0014"]
-    assert "step 0013 is left out" in done.stderr
+    steps = "attention-own-cells kq-mask-in-place -kq-mask-in-place 0016"
+    done = measure(tmp_path, "waterfall", {"STEPS": steps}, known)
+    assert list(settings(tmp_path)) == ["kq-mask-in-place"]
+    assert "step attention-own-cells is left out" in done.stderr
+    assert "step -kq-mask-in-place is left out" in done.stderr
     assert "LLAMA_KQ_MASK_WHOLE" in done.stderr
-    assert "step 0016 is left out: it is none of 0003" in done.stderr
+    assert "step 0016 is left out: it is none of none, full, seq-own-cells" in done.stderr
 
 
 @pytest.mark.parametrize("given", [{}, {"DRAFT_MODEL": "drafter.gguf"}])
@@ -122,16 +135,19 @@ def test_drafts_by_step(tmp_path: Path) -> None:
     given = {"DRAFT_MODEL": "drafter.gguf", "TEXT": "words.txt", "PYTHON": str(python), "ROUNDS": "2"}
     done = measure(tmp_path, "drafts", given)
     told = sorted((tmp_path / "out" / "drafts").glob("*/*/told.json"))
-    assert len(told) == 2 * 6, done.stderr
+    assert len(told) == 2 * 5, done.stderr
     caches = set()
     for path in told:
         step = path.parts[-3]
         command, environment = json.loads(path.read_text())
         assert command[1:5] == ["-m", "bench", "draft-cost", str(tmp_path / "model.gguf")]
-        assert ("LLAMA_SEQ_ALL_CELLS" in environment) == (step < "0020")
-        assert ("LLAMA_CONV_IDS_ONE_STATE" in environment) == (step < "0017")
+        assert ("LLAMA_SEQ_ALL_CELLS" in environment) == (step == "-seq-own-cells")
+        assert ("LLAMA_PATCHES_HIDE" in environment) == (step in {"moe-grouped", "layer-inputs-ring"})
         assert environment["LLAMA_CPP_LIB_PATH"] == str(tmp_path / "bin")
         caches.add(environment["QWEN_SERVE_CACHE"])
-    assert len(caches) == 6, "what a start keeps of its measurements is of one step"
-    assert done.stdout.count("| 64 in, 1 at once | off | 00") == 6
-    assert "| 64 in, 1 at once | off | 0018 | 30.00 (30.00 to 30.00) | 4.00 (4.00 to 4.00) |" in done.stdout
+    assert len(caches) == 5, "what a start keeps of its measurements is of one step"
+    assert done.stdout.count("| 64 in, 1 at once | off | ") == 5
+    assert (
+        "| 64 in, 1 at once | off | layer-inputs-ring | 30.00 (30.00 to 30.00) | 4.00 (4.00 to 4.00) |"
+        in done.stdout
+    )

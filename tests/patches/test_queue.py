@@ -31,13 +31,20 @@ def test_a_header_says_what_why_measured_and_upstream(patch: Path) -> None:
 def test_the_order_is_that_of_the_numbers() -> None:
     assert QUEUE, "no queue"
     assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+\.patch", patch.name) for patch in QUEUE)
-    assert len({patch.name[:4] for patch in QUEUE}) == len(QUEUE)
+    assert len({patch.name[:4] for patch in QUEUE}) == len({patch.name[5:] for patch in QUEUE}) == len(QUEUE)
+
+
+def test_every_topic_has_a_page_that_names_its_patches() -> None:
+    """The first two digits of a patch's number are its topic's."""
+    pages = {page.name[:2]: page.read_text() for page in (QUEUE[0].parents[1] / "topics").glob("*.md")}
+    assert sorted(pages) == sorted({patch.name[:2] for patch in QUEUE})
+    for patch in QUEUE:
+        assert f"`{patch.stem[5:]}`" in pages[patch.name[:2]]
 
 
 def test_the_loaded_library_tells_what_it_has() -> None:
     """Which may be an older queue than this one, or nothing: stock."""
-    assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+", name) for name in patches())
-    assert list(patches()) == sorted(patches())
+    assert all(re.fullmatch(r"[a-z][a-z0-9-]+", name) for name in patches())
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ class ContextOptions:
     """Their device sampler at first."""
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
-    recurrent state, without patch 0019 for every sequence id."""
+    recurrent state, without the patch shared-snapshots for every sequence id."""
     unified: bool = True
     """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
     to another copies its keys and values on the device."""

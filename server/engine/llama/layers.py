@@ -1,8 +1,8 @@
 """What goes into chosen layers of the trunk, row by row, for drafters.
 
 `llama_set_embeddings_layer_inp` and `llama_get_embeddings_layer_inp` of llama.cpp's src/llama-ext.h, which
-exports them with C++ names, copy the rows to the host. With patch 0018 they can stay on the device: in a ring
-for each layer, of which the caller hands out the places.
+exports them with C++ names, copy the rows to the host. With the patch layer-inputs-ring they can stay on the
+device: in a ring for each layer, of which the caller hands out the places.
 """
 
 from __future__ import annotations

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from server.engine.errors import LlamaError
 
-AMX, RING, SHARED_SNAPSHOTS = "0003-amx-broadcast", "0018-layer-inputs-ring", "0019-shared-snapshots"
+AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 """Patches without which the server does something else."""
+
+NUMBER = re.compile(r"^\d+-")
+"""What a patch's file name begins with."""
 
 HIDE = "LLAMA_PATCHES_HIDE"
 """Environment variable that names some of these, separated by commas: the server does without them."""
 
 
 def patches() -> tuple[str, ...]:
-    """The names of the patches in their order, such as `0001-ssm-out-2d`; empty for stock llama.cpp.
+    """The names of the patches in their order, such as `kv-window`, without the numbers of their files, which
+    change when the queue does; empty for stock llama.cpp.
 
     Without those that LLAMA_PATCHES_HIDE names. Source: `llama_patches()`, which patches/apply.cmake adds to
     libllama.
@@ -29,7 +34,8 @@ def patches() -> tuple[str, ...]:
         return ()
     function.restype, function.argtypes = ctypes.c_char_p, []
     hidden = _hidden()
-    return tuple(name for name in function().decode().split() if name not in hidden)
+    names = (NUMBER.sub("", name) for name in function().decode().split())
+    return tuple(name for name in names if name not in hidden)
 
 
 def brings(patch: str, function: str) -> bool:
@@ -46,7 +52,7 @@ def _hidden() -> set[str]:
     return names
 
 
-READS_OWN_CELLS: Final = {"0009-attention-own-cells", "0014-kq-mask-in-place"} <= set(patches())
+READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-in-place"} <= set(patches())
 """Whether a step on an NVIDIA GPU, with F16 keys and values, reads the cells of its own sequences alone, and
 the host does not write a mask over those of others for it."""
 

@@ -6,8 +6,8 @@ llama-memory-recurrent.cpp does not check: the states are those of the last call
 fewer of them; other sequences of the call may move the newest state and leave the others behind; and until
 the next call, copies of the sequence get its newest state, not the one that it went back to.
 
-Stock llama.cpp has room for n snapshots of every sequence. With patch 0019 there are those of one, of the one
-that was alone in the last call, which is all that is ever gone back to.
+Stock llama.cpp has room for n snapshots of every sequence. With the patch shared-snapshots there are those of
+one, of the one that was alone in the last call, which is all that is ever gone back to.
 """
 
 from __future__ import annotations

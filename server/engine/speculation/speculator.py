@@ -404,7 +404,8 @@ class Speculator:
 
     def _reach(self, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
-        trials fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without patch 0018.
+        trials fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without the patch
+        layer-inputs-ring.
         """
         return min(COLLECT, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 

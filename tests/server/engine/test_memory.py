@@ -139,7 +139,7 @@ def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and of the patches that
-    sizes depend on 0019 alone."""
+    sizes depend on shared-snapshots alone."""
     share_snapshots(monkeypatch, True)
     monkeypatch.setattr(memory, "READS_OWN_CELLS", False)
     monkeypatch.setattr(memory, "takes_rows", lambda name, ggml_type, width: ggml_type != NO_ROWS)
@@ -196,7 +196,7 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
 
 @pytest.fixture
 def own_cells(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patches 0009 and 0014 as well."""
+    """What steps of their own cells take as well."""
     monkeypatch.setattr(memory, "READS_OWN_CELLS", True)
 
 

@@ -55,7 +55,7 @@ async def test_blocks_are_right_in_good_part(
     assert tokens / blocks > least
 
 
-@pytest.mark.skipif(not HAS_RING, reason="a llama.cpp without patch 0018")
+@pytest.mark.skipif(not HAS_RING, reason="a llama.cpp without layer-inputs-ring")
 async def test_rows_that_stay_on_the_device_give_the_same_drafts(
     nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
