@@ -57,21 +57,21 @@ help: ## this text
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0)
-	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m server.setup_llama --cuda '$(CUDA)' --advise,:)
+	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
 convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
-	$(PY) -m convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
+	$(PY) -m qwen_serve.convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
 		$(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
 		$(if $(MS),--target-ms '$(MS)') $(if $(FOR),--for '$(FOR)') $(ARGS)
 
 serve: setup $(if $(VARIANT),,$(if $(filter $(NANO),$(MODEL)),$(NANO))) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano; VARIANT=fast: MODEL may be a checkpoint
-	$(PY) -m $(if $(VARIANT),server.cli serve '$(or $(NAMED),nano)' --variant '$(VARIANT)',server --model '$(MODEL)') \
+	$(PY) -m qwen_serve.server$(if $(VARIANT),.cli serve '$(or $(NAMED),nano)' --variant '$(VARIANT)', --model '$(MODEL)') \
 		--host '$(HOST)' --port '$(PORT)' $(ARGS)
 
 serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## REPLICAS=2 [GPUS=0,1] [MODEL=...] [HOST=...] [PORT=8080]: replicas behind a router
-	$(PY) -m server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
+	$(PY) -m qwen_serve.server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
 		--model '$(MODEL)' $(ARGS)
 
 # A model that is named is baked in as it is; else QUANT of SRC is made first.
@@ -98,10 +98,10 @@ GATES ?= results
 submission: image $(VENV)/.bench ## `make image` with the same arguments, its rules checked, handed in [GATES=results]; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM in the environment
 	$(CONTAINER) save -o image.tar '$(IMAGE)'
 	gzip -f image.tar
-	$(PY) -m bench submit image.tar.gz --model '$(BAKED)' --original '$(SRC)' --gates '$(GATES)' $(ARGS)
+	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
-	@$(PY) -m server.client --url '$(URL)' $(ARGS)
+	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
 
 WORKERS  ?= auto
 QUICK    := not slow and not reference and not image
@@ -142,15 +142,15 @@ SOAK_PORT ?= 8099
 MINUTES   ?= 30
 
 soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30]: 32 clients, mixed requests, one deterministic server: failures, drift, leaks, answers that depend on load
-	$(PY) -m server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
+	$(PY) -m qwen_serve.server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
-	$(PY) -m bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
+	$(PY) -m qwen_serve.bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
 
 TASKS ?= nano
 
 verify: $(VENV)/.bench ## a running server, as it will be judged: contract, latency, sampled gates, long answers [URL=...] [TASKS=official]
-	$(PY) -m bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
+	$(PY) -m qwen_serve.bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
@@ -172,7 +172,7 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 llama: | $(PY)
-	@$(PY) -m server.setup_llama --cuda '$(CUDA)' $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') --patches '$(PATCHES)' --native '$(NATIVE)'
+	@$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') --patches '$(PATCHES)' --native '$(NATIVE)'
 
 $(VENV)/.serve: pyproject.toml | llama
 	$(PIP) install -e .
@@ -198,5 +198,5 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 # where `qwen-serve serve nano` and other clones find it.
 KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml > /dev/null
+	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml > /dev/null
 	@cp '$(KEPT_NANO)/$(notdir $@)' '$@.part' && mv '$@.part' '$@'

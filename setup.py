@@ -1,4 +1,4 @@
-"""Puts data that lies beside the packages in a checkout into them, where `server.about.data_folder` looks."""
+"""Puts data that lies beside the packages in a checkout into them, where server/about.py looks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 DATA = {
-    "convert/quant_recipes": ("quant_recipes", ["*"]),
-    "server/chat_templates": ("chat_templates", ["*"]),
-    "server/variants": ("variants", ["*.toml"]),
-    "server/patches": ("patches", ["*.cmake", "llama.cpp/*.patch"]),
-    "server/models/nano": ("models/nano", ["*"]),
+    "qwen_serve/convert/quant_recipes": ("quant_recipes", ["*"]),
+    "qwen_serve/server/chat_templates": ("chat_templates", ["*"]),
+    "qwen_serve/server/variants": ("variants", ["*.toml"]),
+    "qwen_serve/server/patches": ("patches", ["*.cmake", "llama.cpp/*.patch"]),
+    "qwen_serve/server/models/nano": ("models/nano", ["*"]),
 }
 """Folder in the wheel -> folder here, and which of its files."""
 

@@ -2,7 +2,7 @@
 # Starts the server in the background, returns 0 once it answers and leaves it running.
 # Otherwise it says why, stops what it started and returns 1.
 #
-#   ./start_server.sh [PORT] [FLAG ...]      PORT is 8080 unless given; flags are those of python -m server
+#   ./start_server.sh [PORT] [FLAG ...]      PORT is 8080 unless given; flags are those of python -m qwen_serve.server
 #
 # Thinking is off, temperature is 0 where a request gives none, and 64 requests run at once, unless flags say
 # otherwise. From the environment: MODEL (a GGUF or a folder with one; models/nano-Q4_K_M.gguf), HOST (0.0.0.0),
@@ -40,7 +40,7 @@ if "$python" -c 'import socket, sys; socket.create_connection(("127.0.0.1", int(
     fail "port $port is taken by another program"
 fi
 
-setsid nohup "$python" -m server --model "$model" --host "${HOST:-0.0.0.0}" --port "$port" \
+setsid nohup "$python" -m qwen_serve.server --model "$model" --host "${HOST:-0.0.0.0}" --port "$port" \
     --greedy --parallel 64 "$@" >"$log" 2>&1 </dev/null &
 pid=$!
 echo "$pid" >"$pid_file"

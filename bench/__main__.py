@@ -1,4 +1,4 @@
-"""``python -m bench COMMAND``, and ``python bench COMMAND``."""
+"""``python -m qwen_serve.bench COMMAND``, and ``python bench COMMAND``."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 if not __package__:  # run as a folder, or by a file such as bench/latency.py
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.cli import main
+from qwen_serve.bench.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

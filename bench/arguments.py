@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from bench.errors import BenchError
-from bench.store import Run
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.store import Run
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""``qwen-bench``, also ``python -m bench``: one command for every measurement.
+"""``qwen-bench``, also ``python -m qwen_serve.bench``: one command for every measurement.
 
 A command is a function with typed parameters (cyclopts), imported when it is asked for. It returns its exit
 status, or None for 0; BenchError is what its user can mend.
@@ -11,7 +11,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from bench.errors import BenchError
+from qwen_serve.bench.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,63 +21,84 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "latency": (
-        "bench.load.latency:latency",
+        "qwen_serve.bench.load.latency:latency",
         "One request at a time: the same prompt again, and another one each time.",
     ),
     "throughput": (
-        "bench.load.throughput:throughput",
+        "qwen_serve.bench.load.throughput:throughput",
         "Many requests: levels of concurrency, or request rates.",
     ),
-    "peers": ("bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
-    "start": ("bench.servers.start:start", "How long servers take to start, in turns; ours by stage."),
+    "peers": ("qwen_serve.bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
+    "start": (
+        "qwen_serve.bench.servers.start:start",
+        "How long servers take to start, in turns; ours by stage.",
+    ),
     "experiment": (
-        "bench.experiments.run:experiment",
+        "qwen_serve.bench.experiments.run:experiment",
         "A series of measurements, described in TOML.",
     ),
-    "soak": ("bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
-    "grammar-cost": ("bench.engine.grammar:grammar_cost", "The engine alone: answers kept to a schema."),
-    "sampling-cost": ("bench.engine.sampling:sampling_cost", "The engine alone: ways to the next token."),
-    "prefix-cost": ("bench.engine.prefix_cache:prefix_cost", "The engine alone: holding and sharing states."),
-    "draft-cost": ("bench.engine.drafts:draft_cost", "The engine alone: ways to draft, in turns."),
+    "soak": ("qwen_serve.bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
+    "grammar-cost": (
+        "qwen_serve.bench.engine.grammar:grammar_cost",
+        "The engine alone: answers kept to a schema.",
+    ),
+    "sampling-cost": (
+        "qwen_serve.bench.engine.sampling:sampling_cost",
+        "The engine alone: ways to the next token.",
+    ),
+    "prefix-cost": (
+        "qwen_serve.bench.engine.prefix_cache:prefix_cost",
+        "The engine alone: holding and sharing states.",
+    ),
+    "draft-cost": ("qwen_serve.bench.engine.drafts:draft_cost", "The engine alone: ways to draft, in turns."),
     "kv-cache": (
-        "bench.engine.kv_cache:kv_cache",
+        "qwen_serve.bench.engine.kv_cache:kv_cache",
         "Types of the KV cache: bytes, time, divergence, retrieval from far back.",
     ),
-    "build": ("bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
-    "compare": ("bench.report.compare:compare", "Subjects of one run or of several side by side."),
-    "report": ("bench.report.report:report", "Tables, pictures and one page from what a store holds."),
-    "synthetic": ("bench.models.synthetic:synthetic", "Write a made-up model for measuring speed alone."),
-    "roofline": ("bench.analysis.roofline:roofline", "What a request would take on a card: an estimate."),
+    "build": ("qwen_serve.bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
+    "compare": ("qwen_serve.bench.report.compare:compare", "Subjects of one run or of several side by side."),
+    "report": (
+        "qwen_serve.bench.report.report:report",
+        "Tables, pictures and one page from what a store holds.",
+    ),
+    "synthetic": (
+        "qwen_serve.bench.models.synthetic:synthetic",
+        "Write a made-up model for measuring speed alone.",
+    ),
+    "roofline": (
+        "qwen_serve.bench.analysis.roofline:roofline",
+        "What a request would take on a card: an estimate.",
+    ),
     "quality": (
-        "bench.gates.quality:quality",
+        "qwen_serve.bench.gates.quality:quality",
         "Quality gates through lm-eval, with 95% intervals.",
     ),
     "paired": (
-        "bench.gates.paired:paired",
+        "qwen_serve.bench.gates.paired:paired",
         "Two models' answers to the same items: which is better, item by item.",
     ),
     "perplexity": (
-        "bench.gates.perplexity:perplexity",
+        "qwen_serve.bench.gates.perplexity:perplexity",
         "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
     ),
     "conformance": (
-        "bench.checks.conformance:conformance",
+        "qwen_serve.bench.checks.conformance:conformance",
         "The server's contract as checks, pass or fail a line each.",
     ),
     "clients": (
-        "bench.clients.run:clients",
+        "qwen_serve.bench.clients.run:clients",
         "The clients people use, each with its snippet of docs/clients.md.",
     ),
     "sweep": (
-        "bench.variants.sweep:sweep",
+        "qwen_serve.bench.variants.sweep:sweep",
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
     ),
     "variants": (
-        "bench.variants.catalogue:variants",
+        "qwen_serve.bench.variants.catalogue:variants",
         "What comes with the package: settings, predicted latency, recorded gates.",
     ),
     "submit": (
-        "bench.submission.submit:submit",
+        "qwen_serve.bench.submission.submit:submit",
         "Hand an image in: the competition's rules checked, then uploaded.",
     ),
 }
@@ -137,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if (error.name or "bench").partition(".")[0] in ("bench", "server", "convert"):
+        if (error.name or "qwen_serve").partition(".")[0] == "qwen_serve":
             raise
         asked = words[0] if words else None
         helps = not words or bool({"-h", "--help"} & {*words})

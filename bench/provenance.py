@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench.errors import BenchError
-from bench.load.client import Client
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import Client
 
 PACKAGES = ("qwen-serve", "llama-cpp-python", "vllm", "aiohttp", "lm-eval")
 LOCAL = {"127.0.0.1", "localhost", "::1"}

@@ -29,10 +29,10 @@ from typing import Any, Literal, Self
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bench import provenance
-from bench.errors import BenchError, first_problem
-from bench.metrics import METRICS
-from common.files import write_text
+from qwen_serve.bench import provenance
+from qwen_serve.bench.errors import BenchError, first_problem
+from qwen_serve.bench.metrics import METRICS
+from qwen_serve.common.files import write_text
 
 COLUMNS = ("run", "subject", "workload", "cell", "round", "metric", "value", "unit")
 MANIFEST, ROWS = "manifest.json", "rows.jsonl"

@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from convert.progress import Progress
+from qwen_serve.convert.progress import Progress
 
 Cell = str | int | float | None
 

@@ -1,4 +1,4 @@
-"""`python -m convert`."""
+"""`qwen-convert`."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 
-from convert.cli import main
+from qwen_serve.convert.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from convert.config import ModelConfig
-from convert.errors import CheckpointError
-from convert.safetensors import StoredTensor, read_header
-from convert.stages import file_digest, fingerprint
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.safetensors import StoredTensor, read_header
+from qwen_serve.convert.stages import file_digest, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.errors import ConvertError
-from convert.llama import Batch
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.llama import Batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from convert.llama import Context, Floats, Model
+    from qwen_serve.convert.llama import Context, Floats, Model
 
 CHUNK_SIZE = 512
 

@@ -10,19 +10,19 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from convert.cards import BANDWIDTH
-from convert.checkpoint import Checkpoint
-from convert.draft import DraftCheckpoint, is_draft
-from convert.draft_pipeline import DraftPipeline
-from convert.errors import ConvertError
-from convert.llama import Runtime
-from convert.pipeline import Options, Pipeline
-from convert.recipes import Recipe, known_recipes, load_recipe
-from convert.search import Target
-from convert.search.target import parse_size, spell_size
-from convert.source import resolve
-from convert.tensors import FLOAT_TYPES, FloatType
-from convert.whole_model import WholeModel
+from qwen_serve.convert.cards import BANDWIDTH
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.draft import DraftCheckpoint, is_draft
+from qwen_serve.convert.draft_pipeline import DraftPipeline
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.llama import Runtime
+from qwen_serve.convert.pipeline import Options, Pipeline
+from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
+from qwen_serve.convert.search import Target
+from qwen_serve.convert.search.target import parse_size, spell_size
+from qwen_serve.convert.source import resolve
+from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
+from qwen_serve.convert.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,16 +55,16 @@ A second run makes only what is missing or out of date, so an interrupted one is
 
 EXAMPLES = """\
 examples:
-  python -m convert --src models/nano --quant Q4_K_M,Q2_K
-  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
-  python -m convert --src ./my-finetune --quant F16
-  python -m convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
-  python -m convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
-  python -m convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
-  python -m convert --src models/nano --quant auto --target-size 4.0MB
-  python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
-  python -m convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
-  python -m convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
+  qwen-convert --src models/nano --quant Q4_K_M,Q2_K
+  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
+  qwen-convert --src ./my-finetune --quant F16
+  qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
+  qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
+  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
+  qwen-convert --src models/nano --quant auto --target-size 4.0MB
+  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
+  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
+  qwen-convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
 
@@ -165,7 +165,7 @@ def _command(target: Target | None, source: str, arguments: argparse.Namespace) 
         "--keep-vocab": arguments.keep_vocab,
         "--calibration": arguments.calibration.name if arguments.calibration else None,
     }
-    words = [f"python -m convert --src {source} --quant auto"]
+    words = [f"qwen-convert --src {source} --quant auto"]
     words += [f"{flag} {value}" for flag, value in flags.items() if value is not None]
     return " ".join([*words, *([] if arguments.imatrix else ["--no-imatrix"])])
 
@@ -195,7 +195,7 @@ def select_quants(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m convert",
+        prog="qwen-convert",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

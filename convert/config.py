@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any, TypeGuard
 
-from convert.config_keys import check_config, check_rope
-from convert.errors import CheckpointError
+from qwen_serve.convert.config_keys import check_config, check_rope
+from qwen_serve.convert.errors import CheckpointError
 
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from convert.errors import CheckpointError
+from qwen_serve.convert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

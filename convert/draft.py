@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
-from convert.config import MAX_LAYERS, check_heads, checked_integer, is_positive, rope_parameters
-from convert.errors import CheckpointError, ConvertError
-from convert.gguf_file import write_file
-from convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
-from convert.safetensors import TABLE_TYPES
-from convert.stages import file_digest, fingerprint
-from convert.tensors import PlannedTensor, TensorPlan, check_weight_type
-from convert.vocab import Vocab
+from qwen_serve.convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
+from qwen_serve.convert.config import MAX_LAYERS, check_heads, checked_integer, is_positive, rope_parameters
+from qwen_serve.convert.errors import CheckpointError, ConvertError
+from qwen_serve.convert.gguf_file import write_file
+from qwen_serve.convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
+from qwen_serve.convert.safetensors import TABLE_TYPES
+from qwen_serve.convert.stages import file_digest, fingerprint
+from qwen_serve.convert.tensors import PlannedTensor, TensorPlan, check_weight_type
+from qwen_serve.convert.vocab import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from convert.safetensors import StoredTensor
-    from convert.source import Source
-    from convert.tensors import FloatType, Shape
+    from qwen_serve.convert.safetensors import StoredTensor
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import FloatType, Shape
 
 ARCH = "dflash"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")

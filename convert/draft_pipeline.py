@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from convert.draft import DraftCheckpoint, write_draft
-from convert.errors import ConvertError
-from convert.llama import LLAMA_VERSION
-from convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
-from convert.quantize import quantize
-from convert.report import print_report, write_report
-from convert.stages import Output, StageRecord, fingerprint
-from convert.tensors import plan_tensors
+from qwen_serve.convert.draft import DraftCheckpoint, write_draft
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.llama import LLAMA_VERSION
+from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.report import print_report, write_report
+from qwen_serve.convert.stages import Output, StageRecord, fingerprint
+from qwen_serve.convert.tensors import plan_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from convert.pipeline import Options
-    from convert.recipes import Recipe
-    from convert.source import Source
-    from convert.tensors import FloatType
+    from qwen_serve.convert.pipeline import Options
+    from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import FloatType
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DraftPipeline:
         print(self._parameters)
         for path in models:
             print("to draft with it:")
-            print(f"  python -m server --model TARGET.gguf --draft-model {shlex.quote(str(path))}")
+            print(f"  python -m qwen_serve.server --model TARGET.gguf --draft-model {shlex.quote(str(path))}")
 
     def _output(self, quant: str, **made_from: Any) -> Output:
         parts = {

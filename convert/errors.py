@@ -1,4 +1,4 @@
-"""The one exception that `python -m convert` prints instead of a traceback."""
+"""The one exception that `qwen-convert` prints instead of a traceback."""
 
 
 class ConvertError(Exception):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convert.errors import CheckpointError
-from convert.safetensors import Joined, Piece
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.safetensors import Joined, Piece
 
 if TYPE_CHECKING:
-    from convert.checkpoint import Checkpoint
-    from convert.safetensors import StoredTensor, TensorSource
+    from qwen_serve.convert.checkpoint import Checkpoint
+    from qwen_serve.convert.safetensors import StoredTensor, TensorSource
 
 HALVES = {"gate_proj": 0, "up_proj": 1}
 

@@ -16,23 +16,23 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from convert.errors import CheckpointError
-from convert.floats import RangeError, convert, first_not_finite, to_f32
-from convert.interrupts import held
-from convert.metadata import add_general, add_hyperparameters, add_tokenizer
-from convert.progress import BYTES, Progress
-from convert.prune_vocab import SOURCE_TOKENS, prune
-from convert.safetensors import NUMPY_TYPES
-from convert.vocab import Vocab
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
+from qwen_serve.convert.interrupts import held
+from qwen_serve.convert.metadata import add_general, add_hyperparameters, add_tokenizer
+from qwen_serve.convert.progress import BYTES, Progress
+from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune
+from qwen_serve.convert.safetensors import NUMPY_TYPES
+from qwen_serve.convert.vocab import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from convert.checkpoint import Checkpoint
-    from convert.config import ModelConfig
-    from convert.source import Source
-    from convert.tensors import FloatType, PlannedTensor, TensorPlan
+    from qwen_serve.convert.checkpoint import Checkpoint
+    from qwen_serve.convert.config import ModelConfig
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 CHUNK_ELEMENTS = 1 << 18  # buffers of half a megabyte: in cache, and reused rather than mapped anew each time

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from convert.errors import ConvertError
+from qwen_serve.convert.errors import ConvertError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gguf import GGUFReader, GGUFWriter
 
-from convert.chunks import decode_chunks, decode_drafts, read_chunks
-from convert.errors import ConvertError
-from convert.llama import Context, Model
-from convert.progress import Progress
+from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.llama import Context, Model
+from qwen_serve.convert.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from convert.llama import ContextKind, Floats, Routing, Runtime
+    from qwen_serve.convert.llama import ContextKind, Floats, Routing, Runtime
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 EXPERTS = ".ffn_down_exps.weight"  # gate and up projection are routed alike

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.chunks import decode_chunks, read_chunks
-from convert.errors import ConvertError
-from convert.interrupts import held
-from convert.llama import Context, Model
-from convert.progress import Progress
+from qwen_serve.convert.chunks import decode_chunks, read_chunks
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.interrupts import held
+from qwen_serve.convert.llama import Context, Model
+from qwen_serve.convert.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from convert.llama import Floats, Runtime
+    from qwen_serve.convert.llama import Floats, Runtime
 
 MIN_TOKENS = 32_768
 MAX_BATCH = 2048

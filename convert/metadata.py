@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import gguf
 from gguf.utility import size_label
 
-from convert.checkpoint import read_json
-from convert.config import LINEAR, attention_factor_ratio
+from qwen_serve.convert.checkpoint import read_json
+from qwen_serve.convert.config import LINEAR, attention_factor_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from convert.config import ModelConfig
-    from convert.draft import DraftConfig
-    from convert.source import Source
-    from convert.tensors import FloatType, TensorPlan
-    from convert.vocab import Vocab
+    from qwen_serve.convert.config import ModelConfig
+    from qwen_serve.convert.draft import DraftConfig
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import FloatType, TensorPlan
+    from qwen_serve.convert.vocab import Vocab
 
 FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
     "F32": gguf.LlamaFileType.ALL_F32,

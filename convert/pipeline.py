@@ -24,19 +24,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from convert.calibration import TEXT_VERSION, Purpose, write_text
-from convert.checkpoint import Checkpoint
-from convert.errors import ConvertError
-from convert.gguf_file import write_gguf
-from convert.imatrix import collect_imatrix
-from convert.llama import LLAMA_VERSION, Runtime
-from convert.prune import kept_layers, label
-from convert.prune_vocab import kept_tokens
-from convert.prune_vocab import label as vocab_label
-from convert.quantize import quantize
-from convert.recipes import Evidence
-from convert.report import Report, print_report, write_report
-from convert.search import (
+from qwen_serve.convert.calibration import TEXT_VERSION, Purpose, write_text
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.imatrix import collect_imatrix
+from qwen_serve.convert.llama import LLAMA_VERSION, Runtime
+from qwen_serve.convert.prune import kept_layers, label
+from qwen_serve.convert.prune_vocab import kept_tokens
+from qwen_serve.convert.prune_vocab import label as vocab_label
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import Evidence
+from qwen_serve.convert.report import Report, print_report, write_report
+from qwen_serve.convert.search import (
     SEARCH_VERSION,
     Found,
     Paths,
@@ -47,10 +47,10 @@ from convert.search import (
     search,
     write_recipe,
 )
-from convert.stages import Output, StageRecord, file_digest, fingerprint, replacing
-from convert.tensors import FloatType, TensorPlan, plan_tensors
-from convert.vocab import Vocab
-from convert.whole_model import WholeModel
+from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint, replacing
+from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
+from qwen_serve.convert.vocab import Vocab
+from qwen_serve.convert.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from convert.recipes import Recipe
-    from convert.source import Source
+    from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.convert.source import Source
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
 CONVERTER_VERSION = 2
@@ -160,7 +160,7 @@ class Pipeline:
                 self._make_searched(options.search)
         print("to serve:" if len(self._models) == 1 else "to serve one of them:")
         for path in self._models:
-            print(f"  python -m server --model {shlex.quote(str(path))}")
+            print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
 
     # what each output is called and made from
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convert.errors import ConvertError
+from qwen_serve.convert.errors import ConvertError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from convert.config import ModelConfig
+    from qwen_serve.convert.config import ModelConfig
 
 
 def kept_layers(config: ModelConfig, dropped: Collection[int]) -> tuple[int, ...]:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
-from convert.errors import ConvertError
-from convert.safetensors import Joined, Piece
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.safetensors import Joined, Piece
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from convert.safetensors import TensorSource
-    from convert.vocab import Vocab
+    from qwen_serve.convert.safetensors import TensorSource
+    from qwen_serve.convert.vocab import Vocab
 
 REGULAR = int(gguf.TokenType.NORMAL)
 SPECIAL = (int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED))

@@ -15,17 +15,17 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from convert.errors import ConvertError
-from convert.imatrix import Imatrix
-from convert.llama import quantize_file
-from convert.progress import Progress
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.llama import quantize_file
+from qwen_serve.convert.progress import Progress
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from convert.llama import Runtime
-    from convert.recipes import Recipe
+    from qwen_serve.convert.llama import Runtime
+    from qwen_serve.convert.recipes import Recipe
 
 
 class QuantizeError(ConvertError):

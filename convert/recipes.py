@@ -15,11 +15,14 @@ from typing import Annotated, Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from convert.errors import ConvertError
+from qwen_serve.convert.errors import ConvertError
 
 RECIPES = next(
     folder
-    for folder in (Path(__file__).parent / "quant_recipes", Path(__file__).parents[1] / "quant_recipes")
+    for folder in (
+        Path(__file__).parent / "quant_recipes",
+        Path(__file__).resolve().parents[1] / "quant_recipes",
+    )
     if folder.is_dir()  # inside the installed package, in a checkout beside it
 )
 

@@ -8,19 +8,19 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from convert.gguf_header import read_tensors
-from convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
-from convert.kld import Divergence, measure_divergence
-from convert.llama import LLAMA_VERSION
-from convert.progress import BYTES, Progress, size
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
+from qwen_serve.convert.kld import Divergence, measure_divergence
+from qwen_serve.convert.llama import LLAMA_VERSION
+from qwen_serve.convert.progress import BYTES, Progress, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from convert.gguf_header import TensorInfo
-    from convert.llama import Runtime
-    from convert.recipes import Recipe
+    from qwen_serve.convert.gguf_header import TensorInfo
+    from qwen_serve.convert.llama import Runtime
+    from qwen_serve.convert.recipes import Recipe
 
 READ_BYTES = 16 * 2**20
 SHOWN = 8  # blocks whose experts are named on the terminal

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from convert.errors import CheckpointError
+from qwen_serve.convert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common import files
-from convert.errors import ConvertError
-from convert.progress import size
+from qwen_serve.common import files
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.progress import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

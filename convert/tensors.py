@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from convert.config import FULL, Experts, ModelConfig
-from convert.errors import CheckpointError
-from convert.experts import find_experts
-from convert.prune_vocab import kept_rows
-from convert.safetensors import NUMPY_TYPES, WEIGHT_TYPES, StoredTensor, TensorSource
-from convert.transforms import (
+from qwen_serve.convert.config import FULL, Experts, ModelConfig
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.experts import find_experts
+from qwen_serve.convert.prune_vocab import kept_rows
+from qwen_serve.convert.safetensors import NUMPY_TYPES, WEIGHT_TYPES, StoredTensor, TensorSource
+from qwen_serve.convert.transforms import (
     Transform,
     add_one,
     decay,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from convert.checkpoint import Checkpoint
+    from qwen_serve.convert.checkpoint import Checkpoint
 
 FloatType = Literal["F32", "F16", "BF16"]
 FLOAT_TYPES: tuple[FloatType, ...] = ("F16", "BF16", "F32")

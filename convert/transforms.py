@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convert.config import ModelConfig
+from qwen_serve.convert.config import ModelConfig
 
 Array = npt.NDArray[Any]
 Transform = Callable[[Array, ModelConfig], Array]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from convert.checkpoint import read_json
-from convert.errors import CheckpointError
+from qwen_serve.convert.checkpoint import read_json
+from qwen_serve.convert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from convert.config import ModelConfig
+    from qwen_serve.convert.config import ModelConfig
 
 # llama.cpp's name for the pre-tokenizer <- the split pattern in tokenizer.json (src/llama-vocab.cpp has both)
 PRE_TOKENIZERS = {

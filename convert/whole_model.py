@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.checkpoint import content_or_time
-from convert.config import ARCHS
-from convert.draft import ARCH as DRAFTER
-from convert.errors import ConvertError
-from convert.floats import first_not_finite, to_f32
-from convert.gguf_file import CHUNK_ELEMENTS, not_finite
-from convert.gguf_header import read_head
-from convert.progress import BYTES, Progress
-from convert.safetensors import NUMPY_TYPES
-from convert.stages import fingerprint
-from convert.tensors import EMBEDDING, FLOAT_TYPES
+from qwen_serve.convert.checkpoint import content_or_time
+from qwen_serve.convert.config import ARCHS
+from qwen_serve.convert.draft import ARCH as DRAFTER
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.floats import first_not_finite, to_f32
+from qwen_serve.convert.gguf_file import CHUNK_ELEMENTS, not_finite
+from qwen_serve.convert.gguf_header import read_head
+from qwen_serve.convert.progress import BYTES, Progress
+from qwen_serve.convert.safetensors import NUMPY_TYPES
+from qwen_serve.convert.stages import fingerprint
+from qwen_serve.convert.tensors import EMBEDDING, FLOAT_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from convert.gguf_header import Head
-    from convert.tensors import FloatType
+    from qwen_serve.convert.gguf_header import Head
+    from qwen_serve.convert.tensors import FloatType
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from server.api.metrics import Metrics  # noqa: E402
-from server.engine import EngineStats  # noqa: E402
-from server.settings import described_settings  # noqa: E402
+from qwen_serve.server.api.metrics import Metrics  # noqa: E402
+from qwen_serve.server.engine import EngineStats  # noqa: E402
+from qwen_serve.server.settings import described_settings  # noqa: E402
 
 PAGES = {
     "server/README.md": "architecture.md",

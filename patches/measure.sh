@@ -222,7 +222,7 @@ drafts() {
             # what a start measures of its steps, and keeps, is of this step
             # shellcheck disable=SC2086
             env $set PYTHONPATH="$here/.." LLAMA_CPP_LIB_PATH="$bin" QWEN_SERVE_CACHE="$out/cache-$step" \
-                "$python" -m bench draft-cost "$model" --draft-model "$DRAFT_MODEL" --text "$TEXT" --rounds 1 \
+                "$python" -m qwen_serve.bench draft-cost "$model" --draft-model "$DRAFT_MODEL" --text "$TEXT" --rounds 1 \
                 --set ctx_size=98304 ${DRAFT_OPTIONS:---input-tokens 64,2048 --concurrency 1} \
                 --out "$out/drafts/$step" --note "patches to $step: ${set//$'\n'/ }" >"$out/drafts.log" 2>&1 ||
                 { echo "$step failed:" >&2; tail -5 "$out/drafts.log" >&2; }

@@ -1,4 +1,4 @@
-"""`python -m server`: serve one model over HTTP."""
+"""`python -m qwen_serve.server`: serve one model over HTTP."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from server.about import data_folder, llama_version, own_version
-from server.api import Backend, BoundedConfig, Service, create_app
-from server.api.connection import BoundedProtocol
-from server.listening import ListenError, exposures, listen
-from server.settings import (
+from qwen_serve.server.about import data_folder, llama_version, own_version
+from qwen_serve.server.api import Backend, BoundedConfig, Service, create_app
+from qwen_serve.server.api.connection import BoundedProtocol
+from qwen_serve.server.listening import ListenError, exposures, listen
+from qwen_serve.server.settings import (
     Settings,
     SettingsError,
     describe,
@@ -103,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(settings: Settings) -> Backend:
     """Loads and warms up the model; blocks for seconds to minutes."""
-    from server.api.sampling import sampling_defaults
-    from server.chat import Prompter
-    from server.engine import Engine
+    from qwen_serve.server.api.sampling import sampling_defaults
+    from qwen_serve.server.chat import Prompter
+    from qwen_serve.server.engine import Engine
 
     engine = Engine(settings.engine())
     try:

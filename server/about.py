@@ -28,7 +28,7 @@ def llama_version() -> str:
 def data_folder(name: str) -> Path:
     """Files that are no code, such as `patches`: inside the installed package, in a checkout beside it."""
     packaged = Path(__file__).parent / name
-    return packaged if packaged.is_dir() else Path(__file__).parents[1] / name
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[1] / name
 
 
 def cache_folder() -> Path:

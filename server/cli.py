@@ -7,16 +7,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from server.about import llama_version, own_version
+from qwen_serve.server.about import llama_version, own_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USAGE = """\
 usage: qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]   serve a model
-       qwen-serve chat [QUESTION]                  talk to a running server (python -m server.client)
-       qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (python -m convert)
-       qwen-serve setup        build llama.cpp for this machine, patched (python -m server.setup_llama)
+       qwen-serve chat [QUESTION]                  talk to a running server
+       qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (also qwen-convert)
+       qwen-serve setup        build llama.cpp for this machine, patched
        qwen-serve --version
 
 MODEL is a GGUF file, a checkpoint's folder, a hub id such as Qwen/Qwen3.5-4B, or nano, the tiny model that
@@ -30,16 +30,16 @@ def main() -> int:
     command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     match command:
         case "chat":
-            from server import client
+            from qwen_serve.server import client
 
             return client.main(arguments, prog="qwen-serve chat")
         case "serve":
             return serve(arguments)
         case "convert":
             # in its place, so that signals meet the converter alone, which cleans up
-            os.execv(sys.executable, [sys.executable, "-m", "convert", *arguments])
+            os.execv(sys.executable, [sys.executable, "-m", "qwen_serve.convert", *arguments])
         case "setup":
-            from server import setup_llama
+            from qwen_serve.server import setup_llama
 
             return setup_llama.main(arguments, prog="qwen-serve setup")
         case "--version":
@@ -55,8 +55,8 @@ def main() -> int:
 def serve(arguments: Sequence[str]) -> int:
     """`serve [MODEL] [--quant NAME] [--variant NAME] ...`: MODEL stands first and becomes --model; the exit
     status."""
-    from server.settings import SettingsError, load_variant, named_variant
-    from server.weights import WeightsError, resolve
+    from qwen_serve.server.settings import SettingsError, load_variant, named_variant
+    from qwen_serve.server.weights import WeightsError, resolve
 
     count = 1 if arguments and not arguments[0].startswith("-") else 0
     named, rest = arguments[:count], arguments[count:]
@@ -83,7 +83,7 @@ def serve(arguments: Sequence[str]) -> int:
         print("error: --quant needs a checkpoint: qwen-serve serve MODEL --quant ...", file=sys.stderr)
         return 2
 
-    from server.__main__ import main as run
+    from qwen_serve.server.__main__ import main as run
 
     run(settings)
     return 0

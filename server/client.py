@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
-from common.files import write_text
+from qwen_serve.common.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -328,7 +328,7 @@ def converse(conversation: Conversation) -> None:
                 break
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m server.client") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.server.client") -> int:
     """Runs the conversation, or answers one question. The exit status: 1 without a server or an answer."""
     parser = argparse.ArgumentParser(
         prog=prog,

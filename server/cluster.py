@@ -1,12 +1,12 @@
 """Replicas of the server behind an existing router, as one command.
 
-    python -m server.cluster --replicas 2 --gpus 0,1 --port 8080 --model models/Qwen3.5-4B-Q4_K_M.gguf
+    python -m qwen_serve.server.cluster --replicas 2 --gpus 0,1 --model models/Qwen3.5-4B-Q4_K_M.gguf
 
 One process a replica, each on a card of its own, behind vllm-router, which keeps requests with a common
 prefix together as long as the load allows, and sends what failed before it streamed to another replica. A
 replica that ends is started again. SIGTERM and Ctrl-C: the router takes no more and waits for what runs, then
 replicas end. SIGHUP: replicas are replaced one after the other, up to the first that does not come back: the
-others go on as they are. Other flags go to `python -m server`.
+others go on as they are. Other flags go to `python -m qwen_serve.server`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Child(
             name=f"worker-{i}",
             command=[
-                *(sys.executable, "-m", "server", "--host", "127.0.0.1", "--port", str(first + i)),
+                *(sys.executable, "-m", "qwen_serve.server", "--host", "127.0.0.1", "--port", str(first + i)),
                 *server_flags,
             ],
             port=first + i,
@@ -229,8 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server.cluster",
-        description="Replicas of the server behind vllm-router. Other flags go to python -m server.",
+        prog="python -m qwen_serve.server.cluster",
+        description="Replicas of the server behind vllm-router. Other flags are the server's own.",
         allow_abbrev=False,
     )
     parser.add_argument("--replicas", type=int, default=2, help="how many (%(default)s)")

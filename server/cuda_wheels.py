@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from server.about import cache_folder
+from qwen_serve.server.about import cache_folder
 
 VERSION = "13.0.3.0"
 TOOLKIT = f"cuda-toolkit[nvcc,cudart,cublas,cccl]=={VERSION}"

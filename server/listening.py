@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.api.origin import is_local
+from qwen_serve.server.api.origin import is_local
 
 if TYPE_CHECKING:
-    from server.settings import Settings, Sources
+    from qwen_serve.server.settings import Settings, Sources
 
 BACKLOG = 2048
 UDS_MODE = 0o666

@@ -19,11 +19,18 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from server.about import CACHE_VARIABLE, llama_version, own_version
-from server.engine.settings import EngineSettings, ModelSettings, Section
-from server.names import nearest
-from server.variant import Setting, Variant, VariantError, find_variant, known_variants, read_variant
-from server.weights import HUB_ID
+from qwen_serve.server.about import CACHE_VARIABLE, llama_version, own_version
+from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section
+from qwen_serve.server.names import nearest
+from qwen_serve.server.variant import (
+    Setting,
+    Variant,
+    VariantError,
+    find_variant,
+    known_variants,
+    read_variant,
+)
+from qwen_serve.server.weights import HUB_ID
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -112,7 +119,7 @@ class ChatSettings(Section, title="chat"):
 
 
 class Settings(HttpSettings, ChatSettings, EngineSettings, BaseSettings):
-    """Everything that `python -m server` can be told."""
+    """Everything that `python -m qwen_serve.server` can be told."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
@@ -229,7 +236,7 @@ def _conversion(source: str, name: str) -> str:
     """How to make a GGUF of a checkpoint, which the hub or a folder has."""
     return (
         "a checkpoint of the Hugging Face hub, or in a folder, is converted once: "
-        f"`python -m convert --src {source} --quant Q4_K_M`, then --model models/{name}-Q4_K_M.gguf"
+        f"`qwen-convert --src {source} --quant Q4_K_M`, then --model models/{name}-Q4_K_M.gguf"
     )
 
 
@@ -267,7 +274,7 @@ def described_settings() -> list[tuple[str, str, list[tuple[str, str, str]]]]:
 def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(
-        prog="python -m server",
+        prog="python -m qwen_serve.server",
         usage="%(prog)s --model PATH [--variant NAME] [--config PATH] [--print-settings] "
         "[--SETTING VALUE ...]",
         description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, "

@@ -1,6 +1,6 @@
 """llama-cpp-python as the server wants it: patched, built for this machine, and kept as a wheel.
 
-    qwen-serve setup        (make setup; python -m server.setup_llama before anything is installed)
+    qwen-serve setup        (make setup; python -m qwen_serve.server.setup_llama before anything is installed)
 
 What pip installs by itself is llama.cpp as it comes, which works and is slower. This builds the pinned
 version with the patches of `patches/`, only the libraries that Python loads, and installs that. The wheel
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
-from server import cuda_wheels
-from server.about import cache_folder, data_folder
+from qwen_serve.server import cuda_wheels
+from qwen_serve.server.about import cache_folder, data_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -184,7 +184,9 @@ class Build:
         return digest.hexdigest()[:16]
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m server.setup_llama") -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m qwen_serve.server.setup_llama"
+) -> int:
     """Builds or finds the wheel and installs it, unless it is there; 0, or 1 with the reason on stderr."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -377,7 +379,7 @@ def installed_key() -> str | None:
 
 def requirement() -> str:
     """The pin, `llama-cpp-python==...`: of the checkout around this file, else of the installed package."""
-    project = Path(__file__).parents[1] / "pyproject.toml"
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
         wanted: list[str] = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:

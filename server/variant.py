@@ -3,7 +3,7 @@
     about = "half the KV cache"
     quant = "Q4_K_M"           # a level of quant_recipes/, or F16, BF16, F32
     # recipe = "mine.toml"     # or a recipe file, beside this one
-    [settings]                 # as in the file of `python -m server --config`
+    [settings]                 # as in the file of `python -m qwen_serve.server --config`
     cache_type_k = "q8_0"
 
 The files of `variants/` come with the package. `server.settings.load_variant` checks the settings, too.
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from server.about import data_folder
-from server.names import nearest
+from qwen_serve.server.about import data_folder
+from qwen_serve.server.names import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.about import cache_folder, data_folder
+from qwen_serve.server.about import cache_folder, data_folder
 
 if TYPE_CHECKING:
-    from server.variant import Variant
+    from qwen_serve.server.variant import Variant
 
 NANO = "nano"
 DEFAULT_QUANT = "Q4_K_M"
@@ -70,7 +70,7 @@ def _converted(source: str, name: str, place: str, weights: tuple[str, str], *ar
     wanted = f"{name}-{level}.gguf"
     if HUB_ID.fullmatch(source) and (target := _file(folder, wanted)):
         return target
-    command = [sys.executable, "-m", "convert", "--src", source, "--name", name, "--no-kld"]
+    command = [sys.executable, "-m", "qwen_serve.convert", "--src", source, "--name", name, "--no-kld"]
     command += [*weights, "--out", str(folder), *arguments]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # tables; progress is on stderr
     target = _file(folder, wanted)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"bench", "common", "convert", "models", "server", "tests"}
+PACKAGES = {"models", "qwen_serve", "tests"}
 ALWAYS = ("tests/test_rooms.py",)
 SHARED = 12
 """What more test files than that import is everybody's: those named after it speak for it."""
@@ -125,7 +125,7 @@ def _defined_in(module: str, name: str) -> Path | None:
 
 
 def _file(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.split("."))
+    path = ROOT.joinpath(*module.removeprefix("qwen_serve.").split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((file for file in candidates if file.is_file()), None)
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from convert.floats import convert
-from convert.safetensors import write_file
+from qwen_serve.convert.floats import convert
+from qwen_serve.convert.safetensors import write_file
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
 EXPERTS, EXPERTS_USED, EXPERT_FFN, SHARED_FFN = 6, 2, 32, 96

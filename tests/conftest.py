@@ -73,14 +73,14 @@ def _converted(name: str, quant: str, source: Callable[[Path], list[str]]) -> Pa
         if not target.exists():
             wanted = [*source(folder), "--quant", quant, "--out", str(folder)]
             done = subprocess.run(
-                [sys.executable, "-m", "convert", *wanted],
+                [sys.executable, "-m", "qwen_serve.convert", *wanted],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
                 check=False,
             )
             if done.returncode != 0 or not target.exists():
-                pytest.fail(f"python -m convert --quant {quant} failed:\n{done.stdout}\n{done.stderr}")
+                pytest.fail(f"qwen-convert --quant {quant} failed:\n{done.stdout}\n{done.stderr}")
     return target
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convert.checkpoint import read_tensors
-from convert.safetensors import read_header, write_file
+from qwen_serve.convert.checkpoint import read_tensors
+from qwen_serve.convert.safetensors import read_header, write_file
 from tests.checkpoints import edit_json
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -48,7 +48,7 @@ def with_own_vocabulary(
 def converted(folder: Path) -> Path:
     """The F32 GGUF of a drafter for nano, beside its folder; by another process, as llama.cpp has one log."""
     arguments = ["--src", folder, "--target", NANO, "--quant", "F32", "--out", folder.parent]
-    command = [sys.executable, "-m", "convert", *map(str, arguments)]
+    command = [sys.executable, "-m", "qwen_serve.convert", *map(str, arguments)]
     subprocess.run(command, cwd=MODELS.parent, check=True, capture_output=True)
     return folder.with_name(f"{folder.name}-F32.gguf")
 

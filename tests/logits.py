@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.convert.llama import Batch, Context, Model, Runtime
 
 import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 

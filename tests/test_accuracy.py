@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.gates.estimate import Paired
-from bench.gates.gate import NANO_FOLDER
-from bench.gates.quality import SAMPLES
-from bench.gates.samples import Sample, read_samples
-from bench.store import load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.gate import NANO_FOLDER
+from qwen_serve.bench.gates.quality import SAMPLES
+from qwen_serve.bench.gates.samples import Sample, read_samples
+from qwen_serve.bench.store import load
 from tests.server.serving import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def plain_q2_k(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     recipe.write_text('type = "Q2_K"\nabout = "no overrides"\n')
     what = ["--src", str(NANO_FOLDER), "--quant", "Q2_K", "--recipe", str(recipe)]
     how = ["--no-imatrix", "--no-kld", "--threads", "1", "--out", str(folder)]
-    subprocess.run([sys.executable, "-m", "convert", *what, *how], check=True)
+    subprocess.run([sys.executable, "-m", "qwen_serve.convert", *what, *how], check=True)
     return answers(folder / "nano-Q2_K.gguf", folder, gates=TWO_BITS, share=TWO_BITS_SHARE)
 
 

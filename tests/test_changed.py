@@ -40,7 +40,7 @@ def test_every_source_file_has_some_and_they_are_there() -> None:
 
 
 def test_names_are_followed_through_their_package() -> None:
-    """`from server.engine import Vocab` is an import of server/engine/vocab.py."""
+    """`from qwen_serve.server.engine import Vocab` is an import of server/engine/vocab.py."""
     assert "tests/server/engine/test_vocab.py" in importers()["server/engine/vocab.py"]
 
 

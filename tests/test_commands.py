@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cli import make_app
-from convert.cli import _parser as convert_parser
-from server.settings import Settings
+from qwen_serve.bench.cli import make_app
+from qwen_serve.convert.cli import _parser as convert_parser
+from qwen_serve.server.settings import Settings
 from tests.server.serving import ServerProcess
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ SMALLER = {
     r"^(qwen-bench sweep .*)": r"\1 --rounds 0 --limit 2 --threads 1",
     r"^(qwen-bench kv-cache (?!.*--types).*)": r"\1 --types q8_0 --chunks 1",
 }
-SERVES = re.compile(r"^(python -m server |qwen-serve serve )")
+SERVES = re.compile(r"^(python -m qwen_serve.server |qwen-serve serve )")
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPat
         case ["qwen-bench", name, *options]:
             unused = make_app(name).parse_known_args([name, *options])[2]
             assert not unused
-        case ["python", "-m", "convert", *options]:
+        case ["qwen-convert", *options]:
             convert_parser().parse_args(options)
-        case ["python", "-m", "server", *options]:
+        case ["python", "-m", "qwen_serve.server", *options]:
             flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
             assert {word for word in options if word.startswith("--")} <= flags
         case [program, *_]:
@@ -193,7 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "models").mkdir()
     for name in ("nano", "nano-dflash"):
         (made / "models" / name).symlink_to(ROOT / "models" / name)
-    convert = [sys.executable, "-m", "convert", "--out", "models"]
+    convert = [sys.executable, "-m", "qwen_serve.convert", "--out", "models"]
     for options in (
         ["--src", "models/nano", "--quant", "F16,Q4_K_M"],
         ["--src", "models/nano-dflash", "--target", "models/nano", "--quant", "Q4_K_M"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from server.cluster import ROUTER_FLAGS
+from qwen_serve.server.cluster import ROUTER_FLAGS
 from tests.server.serving import served
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.settings import Settings
+from qwen_serve.server.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 

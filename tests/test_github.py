@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from bench.cli import COMMANDS
-from server.settings import parser
+from qwen_serve.bench.cli import COMMANDS
+from qwen_serve.server.settings import parser
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

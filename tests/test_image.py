@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.servers.launch import free_port
+from qwen_serve.bench.servers.launch import free_port
 from tests.chroot_image import Stage, build, instructions, start
 
 ROOT = Path(__file__).parent.parent

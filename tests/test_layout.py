@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from llama_cpp import llama_cpp as api
 
-from convert.llama import bindings
-from server.engine.llama import ggml
+from qwen_serve.convert.llama import bindings
+from qwen_serve.llamacpp import ggml
 
 F32, MUL_MAT, FLAG_INPUT, FLAG_OUTPUT = 0, bindings.MUL_MAT, 1, 2
 LIBRARY: Any = api._lib

@@ -50,7 +50,7 @@ def run_in_image(
         for name in ("ENTRYPOINT", "CMD")
     )
     assert entry == ["qwen-serve"]  # as pip's script does
-    command = [sys.executable, "-m", "server.cli", *(arguments or command)]
+    command = [sys.executable, "-m", "qwen_serve.server.cli", *(arguments or command)]
     return subprocess.run(
         command,
         cwd=tmp_path,
@@ -66,6 +66,26 @@ def test_the_installed_server_starts_outside_the_checkout(image: Path, tmp_path:
     helped = run_in_image(image, tmp_path, "serve", "--help")
     assert helped.returncode == 0, helped.stderr
     assert "--model" in helped.stdout
+
+
+@pytest.mark.slow
+def test_another_package_of_a_folders_name_changes_nothing(image: Path, tmp_path: Path) -> None:
+    """Installed, there is one top-level package: a `server` that comes first is another's."""
+    assert [path.name for path in image.iterdir() if (path / "__init__.py").exists()] == ["qwen_serve"]
+    for name in ("server", "convert", "bench", "common", "llamacpp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the other one')")
+    search = os.pathsep.join([str(tmp_path), str(image)])
+    for module in ("server.cli", "convert", "bench"):
+        helped = subprocess.run(
+            [sys.executable, "-m", f"qwen_serve.{module}", "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert helped.returncode == 0, helped.stderr
 
 
 @pytest.mark.slow
@@ -113,11 +133,11 @@ def test_the_images_differ_in_what_they_compute_with_alone() -> None:
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
     """The command is one that setup_llama takes, and what it imports has been copied by then."""
-    before, command = re.split(r"\nRUN python3 -m server\.setup_llama ", DOCKERFILES[name])
+    before, command = re.split(r"\nRUN python3 -m qwen_serve\.server\.setup_llama ", DOCKERFILES[name])
     arguments = shlex.split(command.splitlines()[0].replace("${CUDA_ARCHS}", "86").replace("${PATCHES}", "1"))
     assert arguments[-2:] == ["--native", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "server.setup_llama", "--dry-run", *arguments, "--cuda", "0"],
+        [sys.executable, "-m", "qwen_serve.server.setup_llama", "--dry-run", *arguments, "--cuda", "0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -173,7 +193,7 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
 def test_make_image(tmp_path: Path, given: list[str], expected: str) -> None:
     said = dry_run(tmp_path, "image", *given).stdout
     assert f"docker build {expected}" in said
-    assert ("-m convert --src 'Qwen/Qwen3.5-4B' --quant 'Q5_K_M' --out 'models'" in said) == (
+    assert ("-m qwen_serve.convert --src 'Qwen/Qwen3.5-4B' --quant 'Q5_K_M' --out 'models'" in said) == (
         given == ["QUANT=Q5_K_M"]
     )
 
@@ -187,7 +207,8 @@ def test_make_submission(tmp_path: Path) -> None:
             "docker build -f Dockerfile.cuda --build-arg MODEL='models/Mine-F16.gguf'",
             "docker save -o image.tar 'mine'",
             "gzip -f image.tar\n",
-            "-m bench submit image.tar.gz --model 'models/Mine-F16.gguf' --original 'some/where/Mine' "
+            "-m qwen_serve.bench submit image.tar.gz --model 'models/Mine-F16.gguf' "
+            "--original 'some/where/Mine' "
             "--gates 'results'",
         )
     ]
@@ -210,9 +231,9 @@ def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], "-m server --model 'models/nano-Q4_K_M.gguf' --host"),
-        (["VARIANT=small"], "-m server.cli serve 'nano' --variant 'small' --host"),
-        (["VARIANT=small", "MODEL=a/b"], "-m server.cli serve 'a/b' --variant 'small' --host"),
+        ([], "-m qwen_serve.server --model 'models/nano-Q4_K_M.gguf' --host"),
+        (["VARIANT=small"], "-m qwen_serve.server.cli serve 'nano' --variant 'small' --host"),
+        (["VARIANT=small", "MODEL=a/b"], "-m qwen_serve.server.cli serve 'a/b' --variant 'small' --host"),
     ],
 )
 def test_make_serve(tmp_path: Path, given: list[str], expected: str) -> None:
@@ -261,14 +282,15 @@ def test_make_knows_variants_by_name_and_file(tmp_path: Path) -> None:
 def test_data_lies_inside_the_packages(image: Path) -> None:
     """Asked of the installed packages, from a folder that has none of it."""
     script = """
-import convert.recipes, server.about
-from server.__main__ import CHAT_TEMPLATE
-from server.setup_llama import requirement
-from server.variant import known_variants
+from qwen_serve.convert import recipes
+from qwen_serve.server import about
+from qwen_serve.server.__main__ import CHAT_TEMPLATE
+from qwen_serve.server.setup_llama import requirement
+from qwen_serve.server.variant import known_variants
 assert len(known_variants()) == 5
-print(convert.recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())
+print(recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())
 for name in ("patches", "models/nano", "convert/calibration"):
-    folder = server.about.data_folder(name)
+    folder = about.data_folder(name)
     print(folder.is_dir(), folder)
 """
     done = subprocess.run(
@@ -283,10 +305,10 @@ for name in ("patches", "models/nano", "convert/calibration"):
     assert lines[0] == "True True"
     assert all(line.startswith(f"True {image}/") for line in lines[1:]), lines
     queue = {path.name for path in (ROOT / "patches" / "llama.cpp").glob("*.patch")}
-    assert {path.name for path in (image / "server/patches/llama.cpp").iterdir()} == queue
+    assert {path.name for path in (image / "qwen_serve/server/patches/llama.cpp").iterdir()} == queue
     for name in ("config.json", "tokenizer.json", "model.safetensors-00002-of-00002.safetensors"):
-        assert (image / "server/models/nano" / name).is_file()
-    assert not (image / "server/models/nano/train").exists()
+        assert (image / "qwen_serve/server/models/nano" / name).is_file()
+    assert not (image / "qwen_serve/server/models/nano/train").exists()
 
 
 def test_make_alone_prints_the_help() -> None:

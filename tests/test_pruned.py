@@ -18,7 +18,7 @@ def test_a_pruned_nano_is_served(tmp_path: Path) -> None:
         'type = "Q8_0"\nabout = "the first group of four alone"\n[layers]\nprune = [4, 5, 6, 7]\n'
     )
     command = ["--src", str(NANO), "--recipe", str(recipe), "--out", str(tmp_path), *QUICK]
-    subprocess.run([sys.executable, "-m", "convert", *command], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "qwen_serve.convert", *command], check=True, capture_output=True)
     with ServerProcess("--model", tmp_path / "nano-half.gguf") as server, server.client() as http:
         prompt = {"prompt": "The quick brown fox", "max_tokens": 16, "ignore_eos": True}
         answer = http.post("/v1/completions", json=prompt)
@@ -30,7 +30,7 @@ def test_a_pruned_nano_is_served(tmp_path: Path) -> None:
 
 def test_a_nano_of_fewer_tokens_is_served(tmp_path: Path) -> None:
     command = ["--src", str(NANO), "--quant", "Q8_0", "--keep-vocab", "1500", "--out", str(tmp_path), *QUICK]
-    subprocess.run([sys.executable, "-m", "convert", *command], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "qwen_serve.convert", *command], check=True, capture_output=True)
     question = "What is 17+25? Answer in Chinese: 日本語."
     with ServerProcess("--model", tmp_path / "nano-v1500-Q8_0.gguf") as server, server.client() as http:
         chat = {"messages": [{"role": "user", "content": question}], "max_tokens": 32}

@@ -10,8 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+PACKAGES = ("bench", "common", "convert", "llamacpp", "server")
+
 C_API = {"ctypes", "llama_cpp"}
-DOORS = ("server/engine/llama/", "convert/llama/")
+DOORS = ("llamacpp/", "convert/llama/")
 """Everybody else takes typed objects from there, and exceptions for errors."""
 
 REASONS = {
@@ -22,18 +24,19 @@ REASONS = {
 }
 
 OTHERS = {
-    "common": {"convert", "server", "bench"},
-    "convert": {"server", "bench"},
-    "server": {"convert", "bench"},
-    "server/engine": {"server.api", "server.chat"},
-    "server/chat": {"server.api"},
+    "common": {"qwen_serve.convert", "qwen_serve.server", "qwen_serve.bench", "qwen_serve.llamacpp"},
+    "convert": {"qwen_serve.server", "qwen_serve.bench"},
+    "llamacpp": {"qwen_serve.convert", "qwen_serve.server", "qwen_serve.bench"},
+    "server": {"qwen_serve.convert", "qwen_serve.bench"},
+    "server/engine": {"qwen_serve.server.api", "qwen_serve.server.chat"},
+    "server/chat": {"qwen_serve.server.api"},
 }
 """What a room does not know."""
 
 
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever in the file; relative ones made absolute."""
-    package = path.relative_to(ROOT).parent.parts
+    package = ("qwen_serve", *path.relative_to(ROOT).parent.parts)
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -52,7 +55,7 @@ def sources(room: str) -> list[Path]:
 
 def test_the_c_api_is_touched_behind_its_doors_alone() -> None:
     found = {}
-    for path in (path for room in ("common", "server", "convert", "bench") for path in sources(room)):
+    for path in (path for room in PACKAGES for path in sources(room)):
         name = path.relative_to(ROOT).as_posix()
         used = {module.partition(".")[0] for module in imports(path)} & C_API
         if used and not name.startswith(DOORS):
@@ -77,3 +80,11 @@ def test_imports_point_one_way(room: str) -> None:
         for module in imports(path):
             known = {other for other in OTHERS[room] if f"{module}.".startswith(f"{other}.")}
             assert not known, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_a_module_has_one_name() -> None:
+    """In a checkout `import server` would find the same files a second time."""
+    for room in (*PACKAGES, "tests", "models"):
+        for path in sources(room):
+            twice = {module for module in imports(path) if module.partition(".")[0] in PACKAGES}
+            assert not twice, f"{path.relative_to(ROOT)} imports {twice} without qwen_serve."

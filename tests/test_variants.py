@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from bench.models.header import quantized_tensors, write_header
-from bench.models.shapes import SHAPES
-from convert.recipes import load_recipe
-from server.engine import DoesNotFit, EngineSettings, memory, sizes
-from server.engine.gguf import read_header
-from server.engine.llama import Device
-from server.engine.loading import decide
-from server.engine.memory import MemoryPlan
-from server.engine.sizes import plan_memory
-from server.settings import load_variant
+from qwen_serve.bench.models.header import quantized_tensors, write_header
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.llamacpp import Device
+from qwen_serve.server.engine import DoesNotFit, EngineSettings, memory, sizes
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.loading import decide
+from qwen_serve.server.engine.memory import MemoryPlan
+from qwen_serve.server.engine.sizes import plan_memory
+from qwen_serve.server.settings import load_variant
 
 MIB, GIB = 1024**2, 1024**3
 FREE = 3700 * MIB

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from convert.floats import to_f32
-from convert.safetensors import read_header, write_file
+from qwen_serve.convert.floats import to_f32
+from qwen_serve.convert.safetensors import read_header, write_file
 
 EXPERTS, USED = 8, 2
 NOISE = 0.3  # of the weights' own deviation

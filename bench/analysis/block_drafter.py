@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.analysis.geometry import F32_BYTES, FLOATS, HEAD_KERNELS, Geometry, Work
-from bench.errors import BenchError
-from convert.errors import ConvertError
-from convert.gguf_header import TensorInfo, read_tensors
+from qwen_serve.bench.analysis.geometry import F32_BYTES, FLOATS, HEAD_KERNELS, Geometry, Work
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_header import TensorInfo, read_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

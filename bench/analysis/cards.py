@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.analysis.block_drafter import WINDOW, BlockDrafter
-from bench.analysis.geometry import UBATCH, Geometry, Work
-from convert.cards import BANDWIDTH
+from qwen_serve.bench.analysis.block_drafter import WINDOW, BlockDrafter
+from qwen_serve.bench.analysis.geometry import UBATCH, Geometry, Work
+from qwen_serve.convert.cards import BANDWIDTH
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Drafts:
         wrong is taken back for nothing."""
         if self.block is not None:
             return self.count
-        from server.engine.sizes import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
+        from qwen_serve.server.engine.sizes import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
 
         return SNAPSHOTS if geometry.draft is not None else 0
 

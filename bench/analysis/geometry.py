@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from gguf import GGMLQuantizationType
 
-from bench.errors import BenchError
-from convert.errors import ConvertError
-from convert.gguf_header import TensorInfo, read_tensors
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_header import TensorInfo, read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

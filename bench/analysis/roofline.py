@@ -8,13 +8,13 @@ import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from bench.analysis.block_drafter import BlockDrafter
-from bench.analysis.cards import CARDS, Card, Drafts, Reached, decode_passes, prefill_passes
-from bench.analysis.geometry import UBATCH, Geometry, Work
-from bench.arguments import Natural, Positive, comma_separated
-from bench.errors import BenchError
-from bench.load.protocol import CATEGORIES
-from bench.terminal import Cell, Table
+from qwen_serve.bench.analysis.block_drafter import BlockDrafter
+from qwen_serve.bench.analysis.cards import CARDS, Card, Drafts, Reached, decode_passes, prefill_passes
+from qwen_serve.bench.analysis.geometry import UBATCH, Geometry, Work
+from qwen_serve.bench.arguments import Natural, Positive, comma_separated
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.protocol import CATEGORIES
+from qwen_serve.bench.terminal import Cell, Table
 
 KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Of one element of the KV cache, block scales included."""

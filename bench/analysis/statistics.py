@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from bench.metrics import METRICS
+from qwen_serve.bench.metrics import METRICS
 
 DEFAULT_ROUNDS = 10
 """At this many a difference of 6% is found where rounds scatter by 3%; fewer settle nothing below 10%."""

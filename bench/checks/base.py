@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load.client import Client, clip, error_text
-from bench.load.protocol import FILLER
-from bench.load.vocabulary import Vocabulary
+from qwen_serve.bench.load.client import Client, clip, error_text
+from qwen_serve.bench.load.protocol import FILLER
+from qwen_serve.bench.load.vocabulary import Vocabulary
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

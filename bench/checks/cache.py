@@ -2,9 +2,9 @@
 
 from uuid import uuid4
 
-from bench.checks.base import COMPLETIONS, PROMPT, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
-from bench.load.client import error_text
+from qwen_serve.bench.checks.base import COMPLETIONS, PROMPT, Answer, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
+from qwen_serve.bench.load.client import error_text
 
 
 def _cached(answer: Answer) -> int:

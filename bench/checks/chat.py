@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from bench.checks.base import MESSAGES, Target, check, expect
-from bench.checks.base import expect_equal as equal
-from bench.checks.shapes import chat_shape
+from qwen_serve.bench.checks.base import MESSAGES, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.shapes import chat_shape
 
 TOOL = {
     "type": "function",

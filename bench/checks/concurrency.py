@@ -2,8 +2,8 @@
 
 import asyncio
 
-from bench.checks.base import PROMPT, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import PROMPT, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 CLIENTS = 16
 

@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from bench import provenance
-from bench.arguments import Positive, ServerOptions, StoreOptions
-from bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
-from bench.errors import BenchError, UnreachableError
-from bench.load.client import Client
-from bench.load.vocabulary import find_vocabulary
-from bench.report.views import show
-from bench.store import Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench import provenance
+from qwen_serve.bench.arguments import Positive, ServerOptions, StoreOptions
+from qwen_serve.bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
+from qwen_serve.bench.errors import BenchError, UnreachableError
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.load.vocabulary import find_vocabulary
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table
 
 ALIVE = "/ping"
 WORKLOAD = "conformance"

@@ -2,8 +2,8 @@
 
 import json
 
-from bench.checks.base import MESSAGES, QUESTION, SkippedError, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import MESSAGES, QUESTION, SkippedError, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 
 @check("/tokenize takes vLLM's `prompt` and answers tokens, their count and the context")

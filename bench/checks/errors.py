@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.checks.base import (
+from qwen_serve.bench.checks.base import (
     CHAT,
     CHECKS,
     COMPLETIONS,
@@ -18,9 +18,9 @@ from bench.checks.base import (
     check,
     expect,
 )
-from bench.errors import UnreachableError
-from bench.load.client import Reply, clip
-from bench.load.protocol import FILLER
+from qwen_serve.bench.errors import UnreachableError
+from qwen_serve.bench.load.client import Reply, clip
+from qwen_serve.bench.load.protocol import FILLER
 
 SECONDS = 60
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

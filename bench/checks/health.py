@@ -2,8 +2,16 @@
 
 import re
 
-from bench.checks.base import INVOCATIONS, FailedError, SkippedError, Target, check, expect, expect_equal
-from bench.servers.counters import parse_counters
+from qwen_serve.bench.checks.base import (
+    INVOCATIONS,
+    FailedError,
+    SkippedError,
+    Target,
+    check,
+    expect,
+    expect_equal,
+)
+from qwen_serve.bench.servers.counters import parse_counters
 
 
 @check("GET /ping answers 200 once the model is loaded")

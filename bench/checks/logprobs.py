@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.checks.base import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 SHAPE_NOISE = 0.5
 """What a log-probability may move where the same tokens are computed in batches of another shape."""

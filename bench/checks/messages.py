@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from bench.checks.base import MESSAGES, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
-from bench.load.client import clip
-from bench.load.protocol import FILLER
+from qwen_serve.bench.checks.base import MESSAGES, Answer, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
+from qwen_serve.bench.load.client import clip
+from qwen_serve.bench.load.protocol import FILLER
 
 PATH = "/v1/messages"
 TOOL = {

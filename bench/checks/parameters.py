@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.checks.base import CHAT, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import CHAT, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 # Each leaves one candidate at any temperature, so the text is the greedy one.
 NARROW: tuple[dict[str, float], ...] = ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0})

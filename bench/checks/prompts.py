@@ -1,8 +1,8 @@
 """The forms of a prompt, and several choices at once."""
 
-from bench.checks.base import PROMPT, Target, check, expect
-from bench.checks.base import expect_equal as equal
-from bench.checks.shapes import completion_shape
+from qwen_serve.bench.checks.base import PROMPT, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.shapes import completion_shape
 
 OTHER = "One two three four five six seven eight nine ten. " * 4
 IDS = [100, 101, 102, 103, 104]

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from bench.checks.base import QUESTION, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import QUESTION, Answer, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 PATH = "/v1/responses"
 TOOL = {

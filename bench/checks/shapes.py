@@ -3,8 +3,18 @@
 from time import time
 from typing import Any
 
-from bench.checks.base import CHAT, COMPLETIONS, INVOCATIONS, MESSAGES, PROMPT, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import (
+    CHAT,
+    COMPLETIONS,
+    INVOCATIONS,
+    MESSAGES,
+    PROMPT,
+    Answer,
+    Target,
+    check,
+    expect,
+)
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 REASONS = ("stop", "length", "tool_calls")
 

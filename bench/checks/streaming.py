@@ -4,10 +4,20 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-from bench.checks.base import CHAT, COMPLETIONS, INVOCATIONS, MESSAGES, PROMPT, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
-from bench.checks.shapes import usage_shape
-from bench.errors import ServerError
+from qwen_serve.bench.checks.base import (
+    CHAT,
+    COMPLETIONS,
+    INVOCATIONS,
+    MESSAGES,
+    PROMPT,
+    Answer,
+    Target,
+    check,
+    expect,
+)
+from qwen_serve.bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.shapes import usage_shape
+from qwen_serve.bench.errors import ServerError
 
 BODIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (COMPLETIONS, "text_completion", {"prompt": PROMPT}),

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from bench.checks.base import COMPLETIONS, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import COMPLETIONS, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

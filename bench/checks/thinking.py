@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.checks.base import CHAT, INVOCATIONS, MESSAGES, Answer, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import CHAT, INVOCATIONS, MESSAGES, Answer, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 ON: tuple[dict[str, Any], ...] = (
     {"chat_template_kwargs": {"enable_thinking": True}},

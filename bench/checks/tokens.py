@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.checks.base import COMPLETIONS, INVOCATIONS, PROMPT, Target, check, expect
-from bench.checks.base import expect_equal as equal
+from qwen_serve.bench.checks.base import COMPLETIONS, INVOCATIONS, PROMPT, Target, check, expect
+from qwen_serve.bench.checks.base import expect_equal as equal
 
 
 async def _ids(target: Target, **fields: Any) -> list[int]:

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.clients.catalogue import ClientProgram
-from bench.errors import BenchError
+from qwen_serve.bench.clients.catalogue import ClientProgram
+from qwen_serve.bench.errors import BenchError
 
 
 def cache_folder() -> Path:

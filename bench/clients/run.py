@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from bench.arguments import ServerOptions
-from bench.clients.catalogue import CLIENTS, ClientProgram
-from bench.clients.environment import cache_folder, install, version_of
-from bench.clients.snippets import Snippet, read_snippets
-from bench.errors import BenchError
-from bench.terminal import Table
+from qwen_serve.bench.arguments import ServerOptions
+from qwen_serve.bench.clients.catalogue import CLIENTS, ClientProgram
+from qwen_serve.bench.clients.environment import cache_folder, install, version_of
+from qwen_serve.bench.clients.snippets import Snippet, read_snippets
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.terminal import Table
 
 TASKS = Path(__file__).parent / "tasks"
 ERROR = re.compile(r"(Error|Exception)\b[^:]*: \S")

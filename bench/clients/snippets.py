@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.errors import BenchError
+from qwen_serve.bench.errors import BenchError
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 FENCE = re.compile(r"^```(\w+) ([\w-]+)\.(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SETUP = "setup"

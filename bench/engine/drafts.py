@@ -13,20 +13,20 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import ValidationError
 
-from bench.analysis.statistics import LEAST_ROUNDS
-from bench.arguments import Positive, Positives, StoreOptions, comma_separated, named_values
-from bench.engine.recording import begun
-from bench.errors import BenchError, first_problem
-from bench.report.drafts import WORKLOAD
-from bench.servers.counters import Counters, parse_counters, record_growth
-from bench.store import Run
-from bench.terminal import Bar
-from server.api.metrics import Metrics
-from server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
-from server.engine.gguf import read_header
-from server.engine.llama import devices
-from server.engine.model_spec import ModelSpec
-from server.engine.settings import Speculation
+from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS
+from qwen_serve.bench.arguments import Positive, Positives, StoreOptions, comma_separated, named_values
+from qwen_serve.bench.engine.recording import begun
+from qwen_serve.bench.errors import BenchError, first_problem
+from qwen_serve.bench.report.drafts import WORKLOAD
+from qwen_serve.bench.servers.counters import Counters, parse_counters, record_growth
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Bar
+from qwen_serve.llamacpp import devices
+from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.settings import Speculation
 
 ROOM = 256
 """Cells of a sequence beyond its own tokens, for drafts and for what llama.cpp allocates at a time."""

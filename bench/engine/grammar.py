@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.analysis.statistics import interval
-from bench.arguments import Positive, Positives, StoreOptions
-from bench.engine.recording import Recorder, recorded
-from bench.terminal import Cell, Table
-from server.chat.formats import compose, json_format
-from server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
-from server.engine.batch import Batch
-from server.engine.llama import Rows
+from qwen_serve.bench.analysis.statistics import interval
+from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
+from qwen_serve.bench.engine.recording import Recorder, recorded
+from qwen_serve.bench.terminal import Cell, Table
+from qwen_serve.llamacpp import Rows
+from qwen_serve.server.chat.formats import compose, json_format
+from qwen_serve.server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
+from qwen_serve.server.engine.batch import Batch
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a text": {

@@ -17,15 +17,15 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from bench.arguments import Positive, StoreOptions, comma_separated
-from bench.engine.recording import UNTIMED, Recorder, recorded
-from bench.errors import BenchError
-from bench.report.kv_cache import WORKLOAD
-from bench.terminal import Bar
-from server.engine.gguf import read_header
-from server.engine.llama import CACHE_TYPES, Context, ContextOptions, Model
-from server.engine.model_spec import ModelSpec
-from server.engine.settings import EngineSettings
+from qwen_serve.bench.arguments import Positive, StoreOptions, comma_separated
+from qwen_serve.bench.engine.recording import UNTIMED, Recorder, recorded
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.kv_cache import WORKLOAD
+from qwen_serve.bench.terminal import Bar
+from qwen_serve.llamacpp import CACHE_TYPES, Context, ContextOptions, Model
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.settings import EngineSettings
 
 VERB = "kv-cache"
 PLAIN = "plain"
@@ -102,7 +102,7 @@ def kv_cache(
     gguf
         The model.
     text
-        UTF-8, best of the model's own writing (python -m convert leaves one: NAME.evaluation.txt).
+        UTF-8, best of the model's own writing (qwen-convert leaves one: NAME.evaluation.txt).
     types
         TYPE or KEYS/VALUES, separated by commas; with :plain without llama.cpp's rotation of the heads.
     context

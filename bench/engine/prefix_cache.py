@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from bench.arguments import Positive, Positives, StoreOptions
-from bench.engine.recording import UNTIMED, Recorder, make_context, recorded
-from server.engine.llama import Model
+from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
+from qwen_serve.bench.engine.recording import UNTIMED, Recorder, make_context, recorded
+from qwen_serve.llamacpp import Model
 
 STREAMS = 8
 """Sequences that decode side by side."""

@@ -7,12 +7,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.arguments import StoreOptions
-from bench.errors import BenchError
-from bench.report.views import show
-from bench.store import Run
-from server.engine.errors import EngineError
-from server.engine.llama import Context, ContextOptions, Model, devices, supports_gpu
+from qwen_serve.bench.arguments import StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.store import Run
+from qwen_serve.llamacpp import Context, ContextOptions, Model, devices, supports_gpu
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.errors import EngineError
 
 UNTIMED = 3
 """Runs of a shape before it is timed: kernels are loaded, graphs built and captured."""
@@ -57,7 +58,7 @@ def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) 
     with store.begin(verb, {"gguf": gguf.name, **settings}) as run:
         try:
             yield run
-        except EngineError as error:
+        except (EngineError, LlamaError) as error:
             raise BenchError(f"{gguf}: {error}") from error
         show(run)
 

@@ -7,12 +7,12 @@ from time import thread_time
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from bench.arguments import Positive, Positives, StoreOptions
-from bench.engine.recording import UNTIMED, Recorder, make_context, recorded
-from server.engine import SamplingParams, Vocab
-from server.engine.llama import Context, DeviceSampler, Model, Rows
-from server.engine.sampling import Sampler
-from server.engine.warmup import decode
+from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
+from qwen_serve.bench.engine.recording import UNTIMED, Recorder, make_context, recorded
+from qwen_serve.llamacpp import Context, DeviceSampler, Model, Rows
+from qwen_serve.server.engine import SamplingParams, Vocab
+from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.warmup import decode
 
 CELLS_EACH = 256
 

@@ -29,11 +29,11 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bench.arguments import StoreOptions, comma_separated, named_values
-from bench.errors import BenchError, first_problem
-from bench.servers.launch import PYTHON_PATH
-from bench.store import manifests
-from bench.terminal import Cell, Table
+from qwen_serve.bench.arguments import StoreOptions, comma_separated, named_values
+from qwen_serve.bench.errors import BenchError, first_problem
+from qwen_serve.bench.servers.launch import PYTHON_PATH
+from qwen_serve.bench.store import manifests
+from qwen_serve.bench.terminal import Cell, Table
 
 FOLDER = Path(__file__).parent
 Option = bool | int | float | str | list[str | int | float]
@@ -146,7 +146,9 @@ def experiment(
 
 def _run(words: Sequence[str]) -> str:
     """Run a part in a process of its own. Returns how it went."""
-    process = subprocess.Popen([sys.executable, "-m", "bench", *words], env={**os.environ, **PYTHON_PATH})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qwen_serve.bench", *words], env={**os.environ, **PYTHON_PATH}
+    )
     try:
         status = process.wait()
     except BaseException:

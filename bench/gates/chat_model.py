@@ -14,9 +14,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from bench.errors import BenchError, ServerError, UnreachableError
-from bench.load.client import Client, Completion, Usage
-from bench.terminal import Bar
+from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
+from qwen_serve.bench.load.client import Client, Completion, Usage
+from qwen_serve.bench.terminal import Bar
 
 PATH = "/v1/chat/completions"
 THINK_START, THINK_END = "<think>", "</think>"

@@ -93,7 +93,7 @@ OFFICIAL = (
 
 # The shapes of the first three on the bundled model's held-out items.
 NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
-NANO_FOLDER = Path(__file__).parents[2] / "models" / "nano"
+NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
 
 
 def verdict(score: float, low: float, high: float, threshold: float, *, complete: bool) -> Verdict:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import provenance
-from bench.arguments import ServerOptions
-from bench.errors import BenchError
-from bench.gates import nano
-from bench.gates.chat_model import PATH, ChatModel
-from bench.gates.gate import NANO_NAMES, OFFICIAL, Gate
-from bench.gates.options import GateOptions
-from bench.gates.runner import run_gate
-from bench.gates.samples import append_samples
-from bench.gates.score import SUBTASKS, WORKLOAD
-from bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
-from bench.load.client import Client
-from bench.store import Run
+from qwen_serve.bench import provenance
+from qwen_serve.bench.arguments import ServerOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates import nano
+from qwen_serve.bench.gates.chat_model import PATH, ChatModel
+from qwen_serve.bench.gates.gate import NANO_NAMES, OFFICIAL, Gate
+from qwen_serve.bench.gates.options import GateOptions
+from qwen_serve.bench.gates.runner import run_gate
+from qwen_serve.bench.gates.samples import append_samples
+from qwen_serve.bench.gates.score import SUBTASKS, WORKLOAD
+from qwen_serve.bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.store import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 
-from bench.errors import BenchError
-from bench.gates.estimate import estimate
-from bench.gates.gate import NANO_NAMES, Gate
-from bench.gates.tasks import Config, Tasks, definition, make_task
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.estimate import estimate
+from qwen_serve.bench.gates.gate import NANO_NAMES, Gate
+from qwen_serve.bench.gates.tasks import Config, Tasks, definition, make_task
 
 SHARES = {"nano_knowledge": 0.90, "nano_instructions": 0.95, "nano_reasoning": 0.90}
 THINKING_TOKENS = 2_048  # ten times what its worked answers take

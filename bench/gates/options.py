@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from bench.arguments import Natural, Positive, ServerOptions, parsed_by, repeated
-from bench.gates.gate import NANO_FOLDER
+from qwen_serve.bench.arguments import Natural, Positive, ServerOptions, parsed_by, repeated
+from qwen_serve.bench.gates.gate import NANO_FOLDER
 
 ALL = "all"
 

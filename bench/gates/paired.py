@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from bench.errors import BenchError
-from bench.gates.estimate import Paired, estimate
-from bench.gates.samples import Sample, read_samples
-from bench.report.sweep import ALL_GATES
-from bench.terminal import Cell, Table
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.estimate import Paired, estimate
+from qwen_serve.bench.gates.samples import Sample, read_samples
+from qwen_serve.bench.report.sweep import ALL_GATES
+from qwen_serve.bench.terminal import Cell, Table
 
 
 def paired(first: Path, second: Path, /) -> int:

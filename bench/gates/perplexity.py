@@ -10,15 +10,22 @@ import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from bench.arguments import Natural, Positive, StoreOptions
-from bench.errors import BenchError
-from bench.report.perplexity import FEW_TOKENS, HISTOGRAM, WORKLOAD, nats, positions, show_perplexity
-from bench.store import Run
-from convert.chunks import read_chunks
-from convert.errors import ConvertError
-from convert.gguf_header import read_tensors
-from convert.kld import MAX_BATCH, Scores, compare, shared_tokens
-from convert.llama import Model, Runtime
+from qwen_serve.bench.arguments import Natural, Positive, StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.perplexity import (
+    FEW_TOKENS,
+    HISTOGRAM,
+    WORKLOAD,
+    nats,
+    positions,
+    show_perplexity,
+)
+from qwen_serve.bench.store import Run
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.kld import MAX_BATCH, Scores, compare, shared_tokens
+from qwen_serve.convert.llama import Model, Runtime
 
 LOWEST, HIGHEST, BINS_A_DECADE = -8, 2, 8  # of the histogram, powers of ten in nats
 QUANTILES = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1.0}
@@ -84,7 +91,7 @@ def perplexity(
     token has at least half a chunk before it (as llama-perplexity does; --skip says otherwise). Both files
     are loaded at once and their logits compared as they come, so that memory does not grow with the text.
 
-    A model of a pruned vocabulary (python -m convert --keep-vocab) reads the text in its own pieces, and so
+    A model of a pruned vocabulary (qwen-convert --keep-vocab) reads the text in its own pieces, and so
     does the reference; divergence is then over the tokens that both have, the reference's distribution
     normalised over those.
 

@@ -1,10 +1,10 @@
 """``qwen-bench quality``: the quality gates through one server."""
 
-from bench.arguments import StoreOptions
-from bench.gates.options import GateOptions, GateServer
-from bench.provenance import is_local
-from bench.report.quality import show_quality
-from bench.store import Run
+from qwen_serve.bench.arguments import StoreOptions
+from qwen_serve.bench.gates.options import GateOptions, GateServer
+from qwen_serve.bench.provenance import is_local
+from qwen_serve.bench.report.quality import show_quality
+from qwen_serve.bench.store import Run
 
 SAMPLES = "samples.jsonl"
 
@@ -25,7 +25,7 @@ def quality(
     the score itself decides. Every reply is kept in the run's samples.jsonl. Exit status 0 when every gate
     was measured, whatever the verdicts.
     """
-    from bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
+    from qwen_serve.bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
 
     model, about = probe(server)
     loaded = load_gates(gates)

@@ -11,12 +11,12 @@ from lm_eval.api import task as lm_eval_task
 from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
-from bench.gates.chat_model import Answer, ChatModel
-from bench.gates.estimate import Outcomes, Paired, estimate
-from bench.gates.gate import Gate
-from bench.gates.samples import Sample
-from bench.gates.score import GateScore
-from bench.gates.tasks import Tasks
+from qwen_serve.bench.gates.chat_model import Answer, ChatModel
+from qwen_serve.bench.gates.estimate import Outcomes, Paired, estimate
+from qwen_serve.bench.gates.gate import Gate
+from qwen_serve.bench.gates.samples import Sample
+from qwen_serve.bench.gates.score import GateScore
+from qwen_serve.bench.gates.tasks import Tasks
 
 # lm-eval's own bar, over the writing of a task's prompts: for a terminal only, and gone when it is done
 lm_eval_task.tqdm = partial(tqdm, desc="prompts", leave=False, disable=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bench.errors import BenchError
+from qwen_serve.bench.errors import BenchError
 
 
 class Sample(BaseModel):

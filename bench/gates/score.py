@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import pandas as pd
 
-from bench.gates.estimate import Paired
-from bench.gates.gate import Verdict, verdict
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.gate import Verdict, verdict
 
 WORKLOAD, SUBTASKS = "gates", "subtasks"
 """The store's workloads: a cell each gate, and a cell each subtask of a gate that has several."""

@@ -23,8 +23,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import load_yaml_config
 
-from bench.errors import BenchError
-from bench.gates.gate import Gate
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.gate import Gate
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 SHUFFLE_SEED = 0  # lm-eval's own default for `random`

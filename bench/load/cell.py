@@ -12,18 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from bench import provenance
-from bench.arguments import PromptOptions, ServerOptions, StoreOptions
-from bench.errors import BenchError
-from bench.load.client import Client, clip
-from bench.load.generator import Job, Sender, Sent, Target, closed_loop, open_loop, values_of
-from bench.load.goodput import Limits
-from bench.load.prompts import Kind, Prompts, find_prompts
-from bench.load.protocol import WARM_UPS
-from bench.load.vocabulary import Vocabulary, find_vocabulary
-from bench.servers.counters import read_counters, record_growth
-from bench.store import Run
-from bench.terminal import Bar
+from qwen_serve.bench import provenance
+from qwen_serve.bench.arguments import PromptOptions, ServerOptions, StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import Client, clip
+from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, open_loop, values_of
+from qwen_serve.bench.load.goodput import Limits
+from qwen_serve.bench.load.prompts import Kind, Prompts, find_prompts
+from qwen_serve.bench.load.protocol import WARM_UPS
+from qwen_serve.bench.load.vocabulary import Vocabulary, find_vocabulary
+from qwen_serve.bench.servers.counters import read_counters, record_growth
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Bar
 
 MOST_FAILURES = 3
 """Requests in a row that may fail, each perhaps by a time-out of minutes, before a server is given up."""

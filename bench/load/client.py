@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from bench.errors import BenchError, ServerError, UnreachableError
+from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
 
 # uvicorn and llama-server close an idle connection after 5 s: stop using it well before that.
 KEEP_ALIVE_SECONDS = 2.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from bench.errors import BenchError
-from bench.load.client import Client, Completion
-from bench.load.vocabulary import Vocabulary
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import Client, Completion
+from qwen_serve.bench.load.vocabulary import Vocabulary
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT_TOLERANCE = 0.02

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from bench.arguments import (
+from qwen_serve.bench.arguments import (
     Natural,
     Positive,
     PromptOptions,
@@ -13,11 +13,11 @@ from bench.arguments import (
     comma_separated,
     positive_number,
 )
-from bench.errors import BenchError
-from bench.load.cell import STREAMED, WHOLE, Cell, Supply, measure_alone, measuring
-from bench.load.generator import Job
-from bench.load.protocol import ALL_CATEGORIES, CATEGORIES, DISTINCT, OFFICIAL, Category, category
-from bench.report.views import show
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.cell import STREAMED, WHOLE, Cell, Supply, measure_alone, measuring
+from qwen_serve.bench.load.generator import Job
+from qwen_serve.bench.load.protocol import ALL_CATEGORIES, CATEGORIES, DISTINCT, OFFICIAL, Category, category
+from qwen_serve.bench.report.views import show
 
 Protocol = Literal["both", "official", "distinct"]
 Categories = Annotated[tuple[Category, ...], comma_separated(category)]

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from bench.errors import BenchError
-from bench.load.vocabulary import Vocabulary
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.vocabulary import Vocabulary
 
 Kind = Literal["natural", "words", "tokens"]
 

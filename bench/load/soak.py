@@ -19,19 +19,19 @@ import pandas as pd
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from bench.analysis.statistics import LEAST_ROUNDS, Ratio, unpaired
-from bench.arguments import Positive, PromptOptions, ServerOptions, StoreOptions
-from bench.errors import BenchError
-from bench.load.cell import LOADED, Supply, measuring
-from bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
-from bench.load.prompts import Prompts
-from bench.load.protocol import at_concurrency
-from bench.metrics import METRICS
-from bench.report.requests import total
-from bench.report.views import show
-from bench.servers.counters import RESIDENT_MEMORY, read_counters
-from bench.store import Results, Run
-from bench.terminal import Bar, Table
+from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS, Ratio, unpaired
+from qwen_serve.bench.arguments import Positive, PromptOptions, ServerOptions, StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.cell import LOADED, Supply, measuring
+from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
+from qwen_serve.bench.load.prompts import Prompts
+from qwen_serve.bench.load.protocol import at_concurrency
+from qwen_serve.bench.metrics import METRICS
+from qwen_serve.bench.report.requests import total
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.servers.counters import RESIDENT_MEMORY, read_counters
+from qwen_serve.bench.store import Results, Run
+from qwen_serve.bench.terminal import Bar, Table
 
 WORKLOAD = "soak"
 PREFIXES = 4

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError
-from bench.load.cell import LOADED, Cell, Supply
-from bench.load.generator import Job
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.cell import LOADED, Cell, Supply
+from qwen_serve.bench.load.generator import Job
 
 
 def task_cells(folder: Path, items: int, supply: Supply, *, max_tokens: int, rounds: int) -> list[Cell]:
@@ -44,8 +44,8 @@ def read_tasks(folder: Path, items: int, seed: int) -> dict[str, list[Job]]:
     ``folder``: a model's, with heldout/ and reference.json. Raises BenchError where a file is missing or has
     other fields.
     """
-    from bench.gates import nano  # lm-eval takes seconds to import
-    from bench.gates.tasks import messages
+    from qwen_serve.bench.gates import nano  # lm-eval takes seconds to import
+    from qwen_serve.bench.gates.tasks import messages
 
     found: dict[str, list[Job]] = {}
     for gate in nano.nano_gates(folder, nano.read_reference(folder)):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from bench.arguments import (
+from qwen_serve.bench.arguments import (
     Natural,
     Positive,
     Positives,
@@ -18,12 +18,12 @@ from bench.arguments import (
     StoreOptions,
     parsed_by,
 )
-from bench.errors import BenchError
-from bench.load.cell import LOADED, Cell, Supply, measure_alone, measuring
-from bench.load.generator import Job
-from bench.load.goodput import Limits, read_limits
-from bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
-from bench.report.views import show
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.cell import LOADED, Cell, Supply, measure_alone, measuring
+from qwen_serve.bench.load.generator import Job
+from qwen_serve.bench.load.goodput import Limits, read_limits
+from qwen_serve.bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
+from qwen_serve.bench.report.views import show
 
 Kind = Literal["random", "distinct", "shared-prefix", "chat"]
 CHATS = ("shared-prefix", "chat")

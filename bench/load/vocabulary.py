@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError, ServerError
-from bench.load.client import Client
+from qwen_serve.bench.errors import BenchError, ServerError
+from qwen_serve.bench.load.client import Client
 
 PROBE = "The quick brown fox"
 

@@ -23,22 +23,22 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from bench.errors import BenchError
-from bench.models.weights import POOL_STEP, QUIET, MadeTensor, Noise, Pool
-from common.files import replacing
-from convert.draft import ARCH, DraftConfig, add_draft_hyperparameters, expected_tensors
-from convert.gguf_file import write_file
-from convert.metadata import add_tokenizer
-from convert.tensors import PlannedTensor, TensorPlan
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.weights import POOL_STEP, QUIET, MadeTensor, Noise, Pool
+from qwen_serve.common.files import replacing
+from qwen_serve.convert.draft import ARCH, DraftConfig, add_draft_hyperparameters, expected_tensors
+from qwen_serve.convert.gguf_file import write_file
+from qwen_serve.convert.metadata import add_tokenizer
+from qwen_serve.convert.tensors import PlannedTensor, TensorPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bench.models.chain import Chain
-    from convert.config import ModelConfig
-    from convert.tensors import FloatType
-    from convert.vocab import Vocab
+    from qwen_serve.bench.models.chain import Chain
+    from qwen_serve.convert.config import ModelConfig
+    from qwen_serve.convert.tensors import FloatType
+    from qwen_serve.convert.vocab import Vocab
 
 Floats = npt.NDArray[np.float32]
 

@@ -13,17 +13,17 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from bench.errors import BenchError
-from bench.models.vocab import make_vocab
-from bench.models.weights import SHARED
-from convert.config import ModelConfig
-from convert.errors import ConvertError
-from convert.gguf_file import ALIGNMENT
-from convert.gguf_header import TensorInfo
-from convert.llama import quantized_types
-from convert.metadata import add_hyperparameters, add_tokenizer
-from convert.recipes import Recipe
-from convert.tensors import FloatType, TensorPlan, expected_tensors
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.vocab import make_vocab
+from qwen_serve.bench.models.weights import SHARED
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_file import ALIGNMENT
+from qwen_serve.convert.gguf_header import TensorInfo
+from qwen_serve.convert.llama import quantized_types
+from qwen_serve.convert.metadata import add_hyperparameters, add_tokenizer
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.tensors import FloatType, TensorPlan, expected_tensors
 
 
 def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[TensorInfo]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 if TYPE_CHECKING:
-    from bench.models.chain import Chain, Ids
+    from qwen_serve.bench.models.chain import Chain, Ids
 
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from convert.config import FULL, LINEAR, ModelConfig
+from qwen_serve.convert.config import FULL, LINEAR, ModelConfig
 
 
 def layer_types(layers: int) -> list[str]:

@@ -16,20 +16,20 @@ from typing import Annotated, Literal, Self
 import gguf
 import numpy as np
 
-from bench.arguments import Natural, Positive, comma_separated
-from bench.errors import BenchError
-from bench.models.chain import Chain, make_chain
-from bench.models.drafter import Drafter
-from bench.models.shapes import SHAPES
-from bench.models.vocab import SyntheticVocab, make_vocab
-from bench.models.weights import Weights, planted_width
-from common.files import replacing
-from convert.config import ModelConfig
-from convert.errors import ConvertError
-from convert.gguf_file import write_file
-from convert.metadata import add_hyperparameters, add_tokenizer
-from convert.progress import duration, size
-from convert.tensors import FloatType
+from qwen_serve.bench.arguments import Natural, Positive, comma_separated
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.chain import Chain, make_chain
+from qwen_serve.bench.models.drafter import Drafter
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.vocab import SyntheticVocab, make_vocab
+from qwen_serve.bench.models.weights import Weights, planted_width
+from qwen_serve.common.files import replacing
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_file import write_file
+from qwen_serve.convert.metadata import add_hyperparameters, add_tokenizer
+from qwen_serve.convert.progress import duration, size
+from qwen_serve.convert.tensors import FloatType
 
 HEADER_ROOM = 64_000_000
 ANSWER = 512  # words at the end of a region that an answer may need

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from bench.errors import BenchError
-from bench.load.protocol import FILLER
-from convert.vocab import BYTE_LEVEL_SPACE as SPACE
-from convert.vocab import Vocab
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.protocol import FILLER
+from qwen_serve.convert.vocab import BYTE_LEVEL_SPACE as SPACE
+from qwen_serve.convert.vocab import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

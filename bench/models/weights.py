@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.models.neurons import (
+from qwen_serve.bench.models.neurons import (
     MARK,
     Array,
     MtpNeurons,
@@ -28,12 +28,12 @@ from bench.models.neurons import (
     TrunkVectors,
     Vectors,
 )
-from convert.safetensors import NUMPY_TYPES
-from convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
+from qwen_serve.convert.safetensors import NUMPY_TYPES
+from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
 
 if TYPE_CHECKING:
-    from bench.models.chain import Chain
-    from convert.config import ModelConfig
+    from qwen_serve.bench.models.chain import Chain
+    from qwen_serve.convert.config import ModelConfig
 
 Rows = Callable[[int, int], Array]
 

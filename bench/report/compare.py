@@ -7,11 +7,11 @@ from typing import Annotated
 import pandas as pd
 from cyclopts import Parameter
 
-from bench.errors import BenchError
-from bench.load.client import clip
-from bench.report.tables import compared_metrics, own_reference, subjects_table
-from bench.store import Manifest, Results, load
-from bench.terminal import Cell, Table
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import clip
+from qwen_serve.bench.report.tables import compared_metrics, own_reference, subjects_table
+from qwen_serve.bench.store import Manifest, Results, load
+from qwen_serve.bench.terminal import Cell, Table
 
 HOW = {"verb", "commit", "card", "driver", "host", "versions", "settings"}
 """Of a manifest: what may make a difference."""

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from bench.analysis.statistics import times_as_good
-from bench.report.requests import median_of
-from bench.servers.counters import DRAFTS, PARTS, STEPS, counter_tables
-from bench.store import Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench.analysis.statistics import times_as_good
+from qwen_serve.bench.report.requests import median_of
+from qwen_serve.bench.servers.counters import DRAFTS, PARTS, STEPS, counter_tables
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "draft cost"
 """The store's workload: a subject each way to draft, a cell for each length of prompts and number at once."""

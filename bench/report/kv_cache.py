@@ -1,9 +1,9 @@
 """Types of the KV cache side by side."""
 
-from bench.analysis.statistics import percentiles
-from bench.gates.estimate import Paired
-from bench.store import Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench.analysis.statistics import percentiles
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "KV cache"
 """The store's workload: a cell each type."""

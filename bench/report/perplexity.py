@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bench.store import Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD, HISTOGRAM = "divergence", "divergence by size"
 """The store's workloads: a cell each range of positions, and a cell each range of nats."""

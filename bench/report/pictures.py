@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
-from bench.metrics import METRICS
-from bench.report.plot import PALETTE, figure
-from bench.terminal import show
+from qwen_serve.bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from qwen_serve.bench.metrics import METRICS
+from qwen_serve.bench.report.plot import PALETTE, figure
+from qwen_serve.bench.terminal import show
 
 
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:

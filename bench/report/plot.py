@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.errors import BenchError
-from common.files import replacing
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.common.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.analysis.statistics import LEAST_ROUNDS, compare_subjects
-from bench.errors import BenchError
-from bench.load.protocol import DISTINCT, OFFICIAL
-from bench.report.pictures import draw_pictures, latencies, loads
-from bench.report.sweep import VERB as SWEEP
-from bench.report.sweep import sweep_tables
-from bench.report.tables import own_reference, subjects_table
-from bench.store import Manifest, Results, write_atomically
-from bench.terminal import Table, show
+from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS, compare_subjects
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.protocol import DISTINCT, OFFICIAL
+from qwen_serve.bench.report.pictures import draw_pictures, latencies, loads
+from qwen_serve.bench.report.sweep import VERB as SWEEP
+from qwen_serve.bench.report.sweep import sweep_tables
+from qwen_serve.bench.report.tables import own_reference, subjects_table
+from qwen_serve.bench.store import Manifest, Results, write_atomically
+from qwen_serve.bench.terminal import Table, show
 
 BEGIN, END = "<!-- headline -->", "<!-- end -->"
 PRIVATE: Any = {"host": {"system"}, "subjects": {"__all__": {"url", "log"}}}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bench.gates.score import WORKLOAD, GateScore, gate_scores
-from bench.store import Manifest, Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench.gates.score import WORKLOAD, GateScore, gate_scores
+from qwen_serve.bench.store import Manifest, Results
+from qwen_serve.bench.terminal import Cell, Table
 
 HEADER = ("gate", "thinking", "items", "score %", "95% interval", "threshold", "baseline", "verdict")
 PAIRED = ("lost", "gained", "p")

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from bench.gates.score import WORKLOAD as GATES
-from bench.gates.score import gate_scores
-from bench.report.perplexity import HISTOGRAM, WORKLOAD
-from bench.report.plot import PALETTE, VERDICTS, figure
-from bench.store import Results
+from qwen_serve.bench.gates.score import WORKLOAD as GATES
+from qwen_serve.bench.gates.score import gate_scores
+from qwen_serve.bench.report.perplexity import HISTOGRAM, WORKLOAD
+from qwen_serve.bench.report.plot import PALETTE, VERDICTS, figure
+from qwen_serve.bench.store import Results
 
 if TYPE_CHECKING:
-    from bench.gates.score import GateScore
+    from qwen_serve.bench.gates.score import GateScore
 
 
 def quality_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from bench.errors import BenchError
-from bench.report.publish import publish_results
-from bench.report.views import pictures_of, tables_of
-from bench.store import Results, load, write_atomically
-from bench.terminal import show
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.publish import publish_results
+from qwen_serve.bench.report.views import pictures_of, tables_of
+from qwen_serve.bench.store import Results, load, write_atomically
+from qwen_serve.bench.terminal import show
 
 
 def report(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.statistics import times_as_good
-from bench.load.generator import is_miscounted
-from bench.load.protocol import (
+from qwen_serve.bench.analysis.statistics import times_as_good
+from qwen_serve.bench.load.generator import is_miscounted
+from qwen_serve.bench.load.protocol import (
     CATEGORIES,
     DISTINCT,
     REQUESTS,
@@ -18,9 +18,9 @@ from bench.load.protocol import (
     WEIGHTS,
     at_concurrency,
 )
-from bench.servers.counters import COUNTED, counter_tables
-from bench.store import Manifest, Results
-from bench.terminal import Cell, Table
+from qwen_serve.bench.servers.counters import COUNTED, counter_tables
+from qwen_serve.bench.store import Manifest, Results
+from qwen_serve.bench.terminal import Cell, Table
 
 LONGEST_NAME = 16
 """Of a reference that fits into a column's header."""

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from bench.analysis.statistics import percentiles
-from bench.gates.estimate import Paired
-from bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
-from bench.report.perplexity import WORKLOAD as DIVERGENCE
-from bench.store import Results
-from bench.terminal import Cell, Table
-from bench.variants.standing import LATENCY, Ranking, Standing, rank
+from qwen_serve.bench.analysis.statistics import percentiles
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.load.protocol import CATEGORIES, DISTINCT, OFFICIAL
+from qwen_serve.bench.report.perplexity import WORKLOAD as DIVERGENCE
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table
+from qwen_serve.bench.variants.standing import LATENCY, Ranking, Standing, rank
 
 VERB = "sweep"
 ALL_GATES = "all gates"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.plot import PALETTE, VERDICTS, figure
-from bench.report.sweep import ALL_GATES, VERB, gate_names, paired_of, weights_of
-from bench.store import Results
-from bench.variants.standing import Ranking, Standing, rank
+from qwen_serve.bench.report.plot import PALETTE, VERDICTS, figure
+from qwen_serve.bench.report.sweep import ALL_GATES, VERB, gate_names, paired_of, weights_of
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.variants.standing import Ranking, Standing, rank
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from bench.analysis.statistics import by_round, compare_subjects, percentiles
-from bench.metrics import METRICS
-from bench.store import Results
-from bench.terminal import Cell, Table, show
+from qwen_serve.bench.analysis.statistics import by_round, compare_subjects, percentiles
+from qwen_serve.bench.metrics import METRICS
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Cell, Table, show
 
 RARE = {"failed", "spot_checks_failed", "good"}
 """Shown only where they are not what everybody hopes for."""

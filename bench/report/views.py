@@ -5,29 +5,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench.report.pictures import draw_pictures
-from bench.report.publish import model_and_card
-from bench.report.tables import subjects_table
-from bench.store import Results, Run
-from bench.terminal import Table
+from qwen_serve.bench.report.pictures import draw_pictures
+from qwen_serve.bench.report.publish import model_and_card
+from qwen_serve.bench.report.tables import subjects_table
+from qwen_serve.bench.store import Results, Run
+from qwen_serve.bench.terminal import Table
 
 TABLES = {
-    **dict.fromkeys(("latency", "throughput", "peers"), "bench.report.requests:request_tables"),
-    "quality": "bench.report.quality:quality_tables",
-    "perplexity": "bench.report.perplexity:perplexity_tables",
-    "conformance": "bench.checks.conformance:conformance_tables",
-    "draft-cost": "bench.report.drafts:draft_cost_tables",
-    "kv-cache": "bench.report.kv_cache:kv_cache_tables",
-    "soak": "bench.load.soak:soak_tables",
-    "start": "bench.servers.start:start_tables",
-    "sweep": "bench.report.sweep:sweep_tables",
+    **dict.fromkeys(("latency", "throughput", "peers"), "qwen_serve.bench.report.requests:request_tables"),
+    "quality": "qwen_serve.bench.report.quality:quality_tables",
+    "perplexity": "qwen_serve.bench.report.perplexity:perplexity_tables",
+    "conformance": "qwen_serve.bench.checks.conformance:conformance_tables",
+    "draft-cost": "qwen_serve.bench.report.drafts:draft_cost_tables",
+    "kv-cache": "qwen_serve.bench.report.kv_cache:kv_cache_tables",
+    "soak": "qwen_serve.bench.load.soak:soak_tables",
+    "start": "qwen_serve.bench.servers.start:start_tables",
+    "sweep": "qwen_serve.bench.report.sweep:sweep_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
 
 PICTURES = {
-    "quality": "bench.report.quality_pictures:quality_pictures",
-    "perplexity": "bench.report.quality_pictures:perplexity_pictures",
-    "sweep": "bench.report.sweep_pictures:sweep_pictures",
+    "quality": "qwen_serve.bench.report.quality_pictures:quality_pictures",
+    "perplexity": "qwen_serve.bench.report.quality_pictures:perplexity_pictures",
+    "sweep": "qwen_serve.bench.report.sweep_pictures:sweep_pictures",
 }
 """By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix
 that returns files by title."""

@@ -25,8 +25,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from bench.errors import BenchError
-from server import setup_llama
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.server import setup_llama
 
 Flavour = Literal["cpu", "cuda"]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 import pandas as pd
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.errors import BenchError
-from bench.load.client import Client
-from bench.store import Run
-from bench.terminal import Cell, Table
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Cell, Table
 
 STEPS, DRAFTS = "steps", "drafts"
 COUNTED = frozenset({STEPS, DRAFTS})

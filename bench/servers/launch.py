@@ -14,7 +14,7 @@ from typing import Self
 
 import aiohttp
 
-from bench.errors import BenchError
+from qwen_serve.bench.errors import BenchError
 
 POLL_SECONDS = 0.1
 LOG_LINES = 12

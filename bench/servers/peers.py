@@ -8,20 +8,20 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from bench.analysis.statistics import DEFAULT_ROUNDS
-from bench.arguments import Natural, Positive, PromptOptions, StoreOptions
-from bench.errors import BenchError
-from bench.gates.gate import NANO_FOLDER
-from bench.load.cell import Cell, Supply
-from bench.load.generator import Target
-from bench.load.latency import Categories, Protocol, latency_cells
-from bench.load.protocol import ALL_CATEGORIES, WARM_UPS
-from bench.load.tasks import task_cells
-from bench.load.throughput import Kind, LoadOptions
-from bench.report.views import show
-from bench.servers.builds import build_programs, this_machines_flavour
-from bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
-from bench.servers.turns import Contender, Turns
+from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
+from qwen_serve.bench.arguments import Natural, Positive, PromptOptions, StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.gate import NANO_FOLDER
+from qwen_serve.bench.load.cell import Cell, Supply
+from qwen_serve.bench.load.generator import Target
+from qwen_serve.bench.load.latency import Categories, Protocol, latency_cells
+from qwen_serve.bench.load.protocol import ALL_CATEGORIES, WARM_UPS
+from qwen_serve.bench.load.tasks import task_cells
+from qwen_serve.bench.load.throughput import Kind, LoadOptions
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.servers.builds import build_programs, this_machines_flavour
+from qwen_serve.bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
+from qwen_serve.bench.servers.turns import Contender, Turns
 
 ALLOCATION = 256
 """Cells that llama.cpp allocates at a time."""

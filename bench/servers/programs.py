@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from bench.errors import BenchError
-from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port, search_path
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.servers.launch import PYTHON_PATH, ServerProcess, free_port, search_path
 
 Program = Literal["server", "llama-server", "vllm", "url"]
 PROGRAMS = tuple(program for program in get_args(Program) if program != "url")
@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 SYNTAX = """\
 A peer is ``[NAME=]WHAT [FLAGS]``, where WHAT is one of
 
-* ``server``: this repository's server (python -m server)
+* ``server``: this repository's server (python -m qwen_serve.server)
 * ``llama-server``: llama.cpp's own; ``llama-server:PART+PART`` sets it up, see below
 * ``vllm[:MODEL]``: vLLM, where it is installed, on a hub id or a folder (else the GGUF)
 * ``http://host:port``: one that runs already, such as SGLang
@@ -172,7 +172,7 @@ def _command(peer: Peer, setup: Setup) -> list[str]:
     slots = ["--parallel", str(setup.parallel), "--ctx-size", str(setup.context)]
     slots += ["--threads", str(setup.threads)] if setup.threads else []
     if peer.program == "server":
-        return [setup.python, "-m", "server", *model, *slots]
+        return [setup.python, "-m", "qwen_serve.server", *model, *slots]
     if peer.program == "llama-server":
         # without --fit off it rehearses the load to choose what is already chosen here
         chosen = ["--gpu-layers", "all", "--fit", "off", "--no-ui"]

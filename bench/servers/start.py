@@ -10,14 +10,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from bench.analysis.statistics import DEFAULT_ROUNDS, compare_subjects, percentiles
-from bench.arguments import Natural, Positive, StoreOptions
-from bench.errors import BenchError
-from bench.report.views import show
-from bench.servers.launch import ServerProcess
-from bench.servers.programs import Peer, Setup, parse_peer, process_of
-from bench.store import Results
-from bench.terminal import Bar, Cell, Table
+from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS, compare_subjects, percentiles
+from qwen_serve.bench.arguments import Natural, Positive, StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.servers.launch import ServerProcess
+from qwen_serve.bench.servers.programs import Peer, Setup, parse_peer, process_of
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.terminal import Bar, Cell, Table
 
 VERB, METRIC, READY, REST = "start", "start_time", "ready", "outside the engine"
 POLL_SECONDS = 0.02

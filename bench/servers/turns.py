@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bench import provenance
-from bench.errors import BenchError
-from bench.load.cell import Cell, Supply, measure_counted
-from bench.load.client import Client
-from bench.load.generator import Target
-from bench.servers.launch import ServerProcess
-from bench.servers.programs import Peer, Setup, process_of, resources
-from bench.store import Run
-from bench.terminal import Bar
+from qwen_serve.bench import provenance
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.cell import Cell, Supply, measure_counted
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.load.generator import Target
+from qwen_serve.bench.servers.launch import ServerProcess
+from qwen_serve.bench.servers.programs import Peer, Setup, process_of, resources
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Bar
 
 Answers = dict[tuple[str, str], list[str | None]]
 """By workload and cell, of one round."""

@@ -14,12 +14,12 @@ from time import monotonic, sleep
 
 import gguf
 
-from bench.errors import BenchError
-from bench.gates.score import WORKLOAD, gate_scores
-from bench.store import load
-from convert.errors import ConvertError
-from convert.safetensors import read_header
-from convert.source import resolve
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.score import WORKLOAD, gate_scores
+from qwen_serve.bench.store import load
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.safetensors import read_header
+from qwen_serve.convert.source import resolve
 
 COMPETITION = ("mmlu_pro", "ifeval", "gpqa_diamond")
 """The gates that must pass; GSM8K is the hackathon's."""

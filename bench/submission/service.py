@@ -28,8 +28,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from bench.errors import ServerError, UnreachableError
-from bench.store import write_atomically
+from qwen_serve.bench.errors import ServerError, UnreachableError
+from qwen_serve.bench.store import write_atomically
 
 log = logging.getLogger(__name__)
 

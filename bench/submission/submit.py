@@ -6,12 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from bench.arguments import comma_separated
-from bench.errors import BenchError
-from bench.submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
-from bench.submission.service import Service
-from bench.terminal import Bar, Table
-from convert.progress import BYTES
+from qwen_serve.bench.arguments import comma_separated
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
+from qwen_serve.bench.submission.service import Service
+from qwen_serve.bench.terminal import Bar, Table
+from qwen_serve.convert.progress import BYTES
 
 SETTINGS = {"SUBMIT_URL": "the service's address", "SUBMIT_KEY": "your key", "SUBMIT_TEAM": "your team's id"}
 """Environment variables."""

@@ -13,26 +13,26 @@ from typing import Annotated
 import pandas as pd
 from cyclopts import Parameter
 
-from bench.analysis.cards import CARDS, Card, Reached
-from bench.analysis.geometry import UBATCH, Geometry
-from bench.analysis.roofline import CASES, KV_BYTES, card_named, predict
-from bench.arguments import parsed_by
-from bench.errors import BenchError
-from bench.gates.estimate import Paired
-from bench.gates.score import GateScore, gate_scores
-from bench.load.protocol import CATEGORIES
-from bench.models.header import float_tensors, quantized_tensors
-from bench.models.shapes import SHAPES
-from bench.report.publish import with_headline
-from bench.store import COLUMNS, Manifest, Results, load, write_atomically
-from bench.terminal import Cell, Table
-from bench.variants.plan import recipe_of
-from bench.variants.stages import GATES as ASKED
-from bench.variants.variant import of_quants, read_variant
-from convert.gguf_header import TensorInfo
-from convert.recipes import known_recipes
-from convert.tensors import FLOAT_TYPES
-from server.variant import VARIANTS, Variant, known_variants
+from qwen_serve.bench.analysis.cards import CARDS, Card, Reached
+from qwen_serve.bench.analysis.geometry import UBATCH, Geometry
+from qwen_serve.bench.analysis.roofline import CASES, KV_BYTES, card_named, predict
+from qwen_serve.bench.arguments import parsed_by
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.score import GateScore, gate_scores
+from qwen_serve.bench.load.protocol import CATEGORIES
+from qwen_serve.bench.models.header import float_tensors, quantized_tensors
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.report.publish import with_headline
+from qwen_serve.bench.store import COLUMNS, Manifest, Results, load, write_atomically
+from qwen_serve.bench.terminal import Cell, Table
+from qwen_serve.bench.variants.plan import recipe_of
+from qwen_serve.bench.variants.stages import GATES as ASKED
+from qwen_serve.bench.variants.variant import of_quants, read_variant
+from qwen_serve.convert.gguf_header import TensorInfo
+from qwen_serve.convert.recipes import known_recipes
+from qwen_serve.convert.tensors import FLOAT_TYPES
+from qwen_serve.server.variant import VARIANTS, Variant, known_variants
 
 RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"
 SHAPE = "4b"

@@ -13,18 +13,18 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from bench import provenance
-from bench.analysis.statistics import DEFAULT_ROUNDS
-from bench.arguments import Natural, Positive, StoreOptions, parsed_by
-from bench.errors import BenchError
-from bench.gates.gate import NANO_FOLDER
-from bench.gates.options import Data, GateOptions, Limit
-from bench.load.latency import Categories, Protocol, protocols_of
-from bench.load.protocol import ALL_CATEGORIES
-from convert.prune_vocab import label
-from convert.recipes import Recipe, known_recipes, load_recipe
-from convert.source import Source
-from server.variant import Variant
+from qwen_serve.bench import provenance
+from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
+from qwen_serve.bench.arguments import Natural, Positive, StoreOptions, parsed_by
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.gate import NANO_FOLDER
+from qwen_serve.bench.gates.options import Data, GateOptions, Limit
+from qwen_serve.bench.load.latency import Categories, Protocol, protocols_of
+from qwen_serve.bench.load.protocol import ALL_CATEGORIES
+from qwen_serve.convert.prune_vocab import label
+from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
+from qwen_serve.convert.source import Source
+from qwen_serve.server.variant import Variant
 
 FORMAT = 2  # raise it when the same settings come to mean another measurement
 ENDPOINT, STREAM_ENDPOINT = "/invocations", "/v1/completions"
@@ -58,7 +58,7 @@ class Plan:
     name: str | None = None
     """First part of the GGUFs' names (else the source's)."""
     convert_options: Annotated[tuple[str, ...], parsed_by(lambda text: tuple(shlex.split(text)))] = ()
-    """Further options of python -m convert: --convert-options='--no-kld --keep-vocab 100000'."""
+    """Further options of qwen-convert: --convert-options='--no-kld --keep-vocab 100000'."""
     threads: Positive | None = None
     """CPU threads of converter and server (their own choice)."""
     tasks: str | None = None

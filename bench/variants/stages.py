@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from bench import provenance
-from bench.arguments import PromptOptions
-from bench.errors import BenchError
-from bench.gates.options import GateServer
-from bench.load.cell import Cell, Supply
-from bench.load.client import Client
-from bench.load.generator import Target
-from bench.load.latency import latency_cells
-from bench.load.vocabulary import GgufVocabulary, Vocabulary
-from bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
-from bench.store import Run
-from bench.terminal import Bar
-from bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
-from server.variant import Variant
+from qwen_serve.bench import provenance
+from qwen_serve.bench.arguments import PromptOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.options import GateServer
+from qwen_serve.bench.load.cell import Cell, Supply
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.load.generator import Target
+from qwen_serve.bench.load.latency import latency_cells
+from qwen_serve.bench.load.vocabulary import GgufVocabulary, Vocabulary
+from qwen_serve.bench.servers.launch import PYTHON_PATH, ServerProcess, free_port
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Bar
+from qwen_serve.bench.variants.plan import ENDPOINT, STREAM_ENDPOINT, Plan
+from qwen_serve.server.variant import Variant
 
 GATES = "gates"
 
@@ -41,7 +41,11 @@ class Stages:
 
     def gates(self, variant: Variant) -> None:
         """The quality gates. Raises BenchError when the server does not start, or an answer cannot be had."""
-        from bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
+        from qwen_serve.bench.gates.measure import (  # lm-eval takes seconds to import
+            ask_gates,
+            load_gates,
+            probe,
+        )
 
         options = self._plan.gates
         assert options is not None
@@ -116,7 +120,15 @@ def vocabulary_of(gguf: Path) -> Vocabulary:
 def serving(plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
     """The URL of a server that runs the variant for the time of the block. Raises BenchError as it starts."""
     port = free_port()
-    command = [sys.executable, "-m", "server", "--model", str(plan.gguf(variant)), "--alias", variant.name]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen_serve.server",
+        "--model",
+        str(plan.gguf(variant)),
+        "--alias",
+        variant.name,
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in plan.server_settings(variant).items():
         flag = name.replace("_", "-")

@@ -6,11 +6,11 @@ from statistics import mean
 
 import pandas as pd
 
-from bench.analysis.statistics import Ratio, times_as_good
-from bench.gates.estimate import Paired, wilson
-from bench.gates.gate import Verdict, verdict
-from bench.gates.score import GateScore, gate_scores
-from bench.store import Manifest, Results
+from qwen_serve.bench.analysis.statistics import Ratio, times_as_good
+from qwen_serve.bench.gates.estimate import Paired, wilson
+from qwen_serve.bench.gates.gate import Verdict, verdict
+from qwen_serve.bench.gates.score import GateScore, gate_scores
+from qwen_serve.bench.store import Manifest, Results
 
 LATENCY = "latency"
 FIRST = "first"

@@ -15,23 +15,23 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from bench import provenance
-from bench.arguments import comma_separated, repeated
-from bench.errors import BenchError
-from bench.gates.score import SUBTASKS
-from bench.gates.score import WORKLOAD as SCORES
-from bench.load.latency import read_baseline
-from bench.report.perplexity import WORKLOAD as DIVERGENCE
-from bench.report.sweep import FILE, WEIGHTS
-from bench.report.views import show
-from bench.store import Manifest, Run, load, manifests
-from bench.variants.plan import Plan, kept_vocabulary
-from bench.variants.stages import GATES, Stages, round_stage, samples_of
-from bench.variants.standing import FIRST
-from bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
-from bench.variants.weights import EVERY_POSITION, Weights, make_weights, say
-from server.settings import SettingsError, check_variant_settings
-from server.variant import Setting, Variant
+from qwen_serve.bench import provenance
+from qwen_serve.bench.arguments import comma_separated, repeated
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.score import SUBTASKS
+from qwen_serve.bench.gates.score import WORKLOAD as SCORES
+from qwen_serve.bench.load.latency import read_baseline
+from qwen_serve.bench.report.perplexity import WORKLOAD as DIVERGENCE
+from qwen_serve.bench.report.sweep import FILE, WEIGHTS
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.store import Manifest, Run, load, manifests
+from qwen_serve.bench.variants.plan import Plan, kept_vocabulary
+from qwen_serve.bench.variants.stages import GATES, Stages, round_stage, samples_of
+from qwen_serve.bench.variants.standing import FIRST
+from qwen_serve.bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
+from qwen_serve.bench.variants.weights import EVERY_POSITION, Weights, make_weights, say
+from qwen_serve.server.settings import SettingsError, check_variant_settings
+from qwen_serve.server.variant import Setting, Variant
 
 ENV_PREFIX = "QWEN_"
 

@@ -3,12 +3,12 @@
 import tomllib
 from collections.abc import Sequence
 
-from bench.errors import BenchError
-from convert.errors import ConvertError
-from convert.recipes import known_recipes, load_recipe
-from convert.tensors import FLOAT_TYPES
-from server.settings import SettingsError, load_variant
-from server.variant import Setting, Variant
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.recipes import known_recipes, load_recipe
+from qwen_serve.convert.tensors import FLOAT_TYPES
+from qwen_serve.server.settings import SettingsError, load_variant
+from qwen_serve.server.variant import Setting, Variant
 
 
 def of_quants(names: Sequence[str]) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""The variants' GGUFs: `python -m convert` makes what is missing, its reports tell size and divergence."""
+"""The variants' GGUFs: `qwen-convert` makes what is missing, its reports tell size and divergence."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.errors import BenchError
-from bench.report.perplexity import positions
-from bench.servers.launch import PYTHON_PATH
-from bench.variants.plan import Plan
-from convert.chunks import CHUNK_SIZE
-from server.variant import Variant
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.perplexity import positions
+from qwen_serve.bench.servers.launch import PYTHON_PATH
+from qwen_serve.bench.variants.plan import Plan
+from qwen_serve.convert.chunks import CHUNK_SIZE
+from qwen_serve.server.variant import Variant
 
 LAST_LINES = 6
 EVERY_POSITION = positions(0, CHUNK_SIZE - 1, CHUNK_SIZE)
@@ -86,7 +86,7 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
     Returns the names of the GGUFs it reported on, made now or found finished. Raises BenchError with its
     last words, KeyboardInterrupt when it was interrupted.
     """
-    command = [sys.executable, "-m", "convert", "--src", plan.src, "--name", plan.model]
+    command = [sys.executable, "-m", "qwen_serve.convert", "--src", plan.src, "--name", plan.model]
     command += ["--out", str(plan.models), *what]
     command += ["--threads", str(plan.threads)] if plan.threads else []
     log = plan.store.out / "convert.log"

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from convert.errors import ConvertError
+from qwen_serve.convert.errors import ConvertError
 
 Purpose = Literal["calibration", "search", "evaluation"]
 

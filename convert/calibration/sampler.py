@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.llama import Batch, Context
+from qwen_serve.convert.llama import Batch, Context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from convert.llama import Floats, Model
+    from qwen_serve.convert.llama import Floats, Model
 
 PARALLEL = 32
 MIN_P = 0.02  # tokens less likely than this share of the likeliest are never drawn; temperature is 1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convert.calibration.prompts import ChatTemplate, load_prompts
-from convert.calibration.sampler import Request, complete
-from convert.errors import ConvertError
-from convert.llama import Model
-from convert.progress import Progress
+from qwen_serve.convert.calibration.prompts import ChatTemplate, load_prompts
+from qwen_serve.convert.calibration.sampler import Request, complete
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.llama import Model
+from qwen_serve.convert.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from convert.calibration.prompts import Purpose
-    from convert.llama import Runtime
+    from qwen_serve.convert.calibration.prompts import Purpose
+    from qwen_serve.convert.llama import Runtime
 
 TEXT_VERSION = 1
 """Raise it when the same model would write another text: other prompts, another sampler, other lengths."""

@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp as api
 import numpy as np  # isort: skip
 from numpy.typing import NDArray
 
-from convert.errors import ConvertError
+from qwen_serve.convert.errors import ConvertError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

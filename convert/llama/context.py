@@ -9,7 +9,7 @@ import numpy as np
 from llama_cpp import llama_cpp as api
 from llama_cpp import llama_cpp_ext as ext
 
-from convert.interrupts import held
+from qwen_serve.convert.interrupts import held
 
 from .bindings import FLOATS, Handle, LlamaError, failure
 from .probe import Probe

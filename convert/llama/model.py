@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llama_cpp import llama_cpp as api
 
-from convert.interrupts import held
+from qwen_serve.convert.interrupts import held
 
 from .bindings import GgufParams, Handle, failure, gguf_close, gguf_find, gguf_open
 

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp as api
 
-from convert.interrupts import held
+from qwen_serve.convert.interrupts import held
 
 from .bindings import FLOATS, LlamaError, Tensor, declare, ggml_nbytes, ggml_read
 from .context import Batch, Context

@@ -9,9 +9,9 @@ search.py   the way through these
 write.py    the result as a recipe file
 """
 
-from convert.search.search import SEARCH_VERSION, Found, Paths, check_reach, search
-from convert.search.target import Target
-from convert.search.write import as_recipe, print_found, write_recipe
+from qwen_serve.convert.search.search import SEARCH_VERSION, Found, Paths, check_reach, search
+from qwen_serve.convert.search.target import Target
+from qwen_serve.convert.search.write import as_recipe, print_found, write_recipe
 
 __all__ = [
     "SEARCH_VERSION",

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from convert.errors import ConvertError
-from convert.gguf_file import ALIGNMENT
-from convert.gguf_header import read_tensors
-from convert.tensors import ALWAYS_F32
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_file import ALIGNMENT
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.tensors import ALWAYS_F32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from convert.gguf_header import TensorInfo
+    from qwen_serve.convert.gguf_header import TensorInfo
 
 Type: TypeAlias = GGMLQuantizationType
 

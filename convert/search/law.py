@@ -12,7 +12,7 @@ from scipy.optimize import minimize_scalar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from convert.search.groups import Type
+    from qwen_serve.convert.search.groups import Type
 
 POWERS = (0.5, 2.0)
 FLOOR = 1e-12

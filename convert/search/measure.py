@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from convert.chunks import CHUNK_SIZE, decode_chunks, decode_drafts, read_chunks
-from convert.imatrix import Imatrix
-from convert.interrupts import held
-from convert.kld import LOGIT_BYTES, MAX_BATCH, ROWS_AT_ONCE, Part, parts
-from convert.llama import Context, Model, Weights, dequantize_rows, quantize_rows
+from qwen_serve.convert.chunks import CHUNK_SIZE, decode_chunks, decode_drafts, read_chunks
+from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.interrupts import held
+from qwen_serve.convert.kld import LOGIT_BYTES, MAX_BATCH, ROWS_AT_ONCE, Part, parts
+from qwen_serve.convert.llama import Context, Model, Weights, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from convert.llama import Bytes, Floats, Runtime
-    from convert.search.groups import Matrix, Type
+    from qwen_serve.convert.llama import Bytes, Floats, Runtime
+    from qwen_serve.convert.search.groups import Matrix, Type
 
 CHUNKS: Final = 8
 """Of 512 tokens: the text that a probe reads. Probes are compared on the same tokens, so few of them do."""

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from convert.search.groups import Type
-from convert.search.measure import Reading
-from convert.stages import fingerprint, replacing
+from qwen_serve.convert.search.groups import Type
+from qwen_serve.convert.search.measure import Reading
+from qwen_serve.convert.stages import fingerprint, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

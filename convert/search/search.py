@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from convert.cards import BANDWIDTH
-from convert.errors import ConvertError
-from convert.progress import Progress
-from convert.search.groups import Layout, Matrix, Type, read_layout
-from convert.search.law import FLOOR, Law, fit, left_out_error
-from convert.search.measure import Meter, Reading
-from convert.search.record import Record
-from convert.search.solve import choose
-from convert.search.target import spell_size
+from qwen_serve.convert.cards import BANDWIDTH
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.progress import Progress
+from qwen_serve.convert.search.groups import Layout, Matrix, Type, read_layout
+from qwen_serve.convert.search.law import FLOOR, Law, fit, left_out_error
+from qwen_serve.convert.search.measure import Meter, Reading
+from qwen_serve.convert.search.record import Record
+from qwen_serve.convert.search.solve import choose
+from qwen_serve.convert.search.target import spell_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from convert.llama import Runtime
-    from convert.search.target import Target
+    from qwen_serve.convert.llama import Runtime
+    from qwen_serve.convert.search.target import Target
 
 SEARCH_VERSION: Final = 1
 """Raise it when the same model would be measured in another way."""

@@ -6,16 +6,16 @@ import json
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from convert.progress import duration
-from convert.recipes import Evidence, Override, Recipe
-from convert.search.groups import Type, patterns
+from qwen_serve.convert.progress import duration
+from qwen_serve.convert.recipes import Evidence, Override, Recipe
+from qwen_serve.convert.search.groups import Type, patterns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from convert.report import Report
-    from convert.search.search import Found
+    from qwen_serve.convert.report import Report
+    from qwen_serve.convert.search.search import Found
 
 FILE_TYPES = {
     Type.Q2_K: "Q2_K",

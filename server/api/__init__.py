@@ -6,8 +6,8 @@ makes a prompt of it and submits its choices (`serving`, `sampling`), and answer
 model's life from loading to drained; `metrics`, `middleware`, `errors`.
 """
 
-from server.api.app import create_app
-from server.api.connection import BoundedConfig
-from server.api.service import Backend, Service
+from qwen_serve.server.api.app import create_app
+from qwen_serve.server.api.connection import BoundedConfig
+from qwen_serve.server.api.service import Backend, Service
 
 __all__ = ["Backend", "BoundedConfig", "Service", "create_app"]

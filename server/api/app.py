@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 from anyio import to_thread
 from fastapi import FastAPI
 
-from server.about import own_version
-from server.api import errors, page
-from server.api.metrics import Metrics
-from server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
-from server.api.openapi import describe
-from server.api.origin import AllowedSites, KnownSites
-from server.api.routes import ROUTERS, endpoints
-from server.api.service import Backend, Service
-from server.api.throughput import report_throughput
-from server.api.tracing import configured_tracer
+from qwen_serve.server.about import own_version
+from qwen_serve.server.api import errors, page
+from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
+from qwen_serve.server.api.openapi import describe
+from qwen_serve.server.api.origin import AllowedSites, KnownSites
+from qwen_serve.server.api.routes import ROUTERS, endpoints
+from qwen_serve.server.api.service import Backend, Service
+from qwen_serve.server.api.throughput import report_throughput
+from qwen_serve.server.api.tracing import configured_tracer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from server.settings import Settings
+    from qwen_serve.server.settings import Settings
 
 
 def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:

@@ -6,22 +6,22 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from server.api.logprobs import ChatLogprobs, prompt_logprobs
-from server.api.request import prepared
-from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import encode, ending, event, merge
-from server.api.structured import WantedGrammar, wanted_grammar
-from server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
+from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
+from qwen_serve.server.api.request import prepared
+from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
+from qwen_serve.server.api.sse import encode, ending, event, merge
+from qwen_serve.server.api.structured import WantedGrammar, wanted_grammar
+from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from fastapi import Request, Response
 
-    from server.api.protocol import ChatRequest
-    from server.api.service import Service
-    from server.chat import Part, ReplyOptions, StopStrings
-    from server.engine import Prompt
+    from qwen_serve.server.api.protocol import ChatRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
+    from qwen_serve.server.engine import Prompt
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from server.api.errors import bad_request
-from server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
-from server.api.request import prepared
-from server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from server.api.sse import encode, ending, event, merge
-from server.api.structured import WantedGrammar, wanted_grammar
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from qwen_serve.server.api.request import prepared
+from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
+from qwen_serve.server.api.sse import encode, ending, event, merge
+from qwen_serve.server.api.structured import WantedGrammar, wanted_grammar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from fastapi import Request, Response
 
-    from server.api.protocol import CompletionRequest
-    from server.api.service import Service
-    from server.chat import StopStrings, TextGeneration
-    from server.engine import Prompt, Vocab
+    from qwen_serve.server.api.protocol import CompletionRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.chat import StopStrings, TextGeneration
+    from qwen_serve.server.engine import Prompt, Vocab
 
 KIND = "text_completion"
 

@@ -17,8 +17,8 @@ import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from server.api.errors import ApiError
-from server.api.middleware import PROBES
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.middleware import PROBES
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from server.settings import Settings
+    from qwen_serve.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 

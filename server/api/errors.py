@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.api.absent import what_is_absent
-from server.api.record import record_of, shown_path
-from server.chat import PromptError
-from server.engine import (
+from qwen_serve.server.api.absent import what_is_absent
+from qwen_serve.server.api.record import record_of, shown_path
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.engine import (
     EngineDead,
     GenerationError,
     InvalidPrompt,

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from server.api.errors import RETRY_AFTER_S, ApiError
+from qwen_serve.server.api.errors import RETRY_AFTER_S, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

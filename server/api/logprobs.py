@@ -7,14 +7,14 @@ from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from server.api.sse import Lazily
+from qwen_serve.server.api.sse import Lazily
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from server.api.protocol import CompletionRequest, GenerationRequest
-    from server.chat import TextGeneration
-    from server.engine import TokenLogprobs, Vocab
+    from qwen_serve.server.api.protocol import CompletionRequest, GenerationRequest
+    from qwen_serve.server.chat import TextGeneration
+    from qwen_serve.server.engine import TokenLogprobs, Vocab
 
 LOWEST = -9999.0
 """JSON has no infinity; vLLM's figure."""

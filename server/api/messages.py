@@ -9,22 +9,22 @@ from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
-from server.api.chat import begin, prompt_of
-from server.api.request import on_thread, prepared
-from server.api.sse import Dialect, encode, typed_event
-from server.api.tokens import bounded
-from server.api.translation import noted
-from server.chat import Arguments, Content, Reasoning, ToolCall
+from qwen_serve.server.api.chat import begin, prompt_of
+from qwen_serve.server.api.request import on_thread, prepared
+from qwen_serve.server.api.sse import Dialect, encode, typed_event
+from qwen_serve.server.api.tokens import bounded
+from qwen_serve.server.api.translation import noted
+from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from fastapi import Request, Response
 
-    from server.api.messages_protocol import CountTokensRequest, MessagesRequest
-    from server.api.service import Service
-    from server.api.serving import ServedRequest
-    from server.chat import Part, Reply
+    from qwen_serve.server.api.messages_protocol import CountTokensRequest, MessagesRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.api.serving import ServedRequest
+    from qwen_serve.server.chat import Part, Reply
 
 DIALECT = Dialect(
     failure=lambda error: typed_event(error.anthropic_body()),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from server.api.errors import bad_request
-from server.api.translation import (
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.translation import (
     FOREIGN,
     LEFT,
     Sharing,
@@ -19,12 +19,12 @@ from server.api.translation import (
     text_in,
     to_chat,
 )
-from server.chat import plain_text
+from qwen_serve.server.chat import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from server.api.protocol import ChatRequest
+    from qwen_serve.server.api.protocol import ChatRequest
 
 NAMES = {
     "stop": "stop_sequences",

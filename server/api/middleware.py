@@ -11,18 +11,18 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from server.api.errors import ApiError, error_response
-from server.api.page import is_page
-from server.api.record import RequestRecord, record_of, shown_path
-from server.api.tenant import key_of, sent_key
+from qwen_serve.server.api.errors import ApiError, error_response
+from qwen_serve.server.api.page import is_page
+from qwen_serve.server.api.record import RequestRecord, record_of, shown_path
+from qwen_serve.server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from server.api.service import Service
-    from server.api.tracing import Tracer
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

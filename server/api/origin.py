@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from server.api.errors import ApiError
+from qwen_serve.server.api.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from server.api.errors import bad_request
-from server.api.structured import StructuredFields, calls_format, check_tool_choice
-from server.api.thinking import BUDGETS, ThinkingFields
-from server.engine import MAX_LOGPROBS
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.structured import StructuredFields, calls_format, check_tool_choice
+from qwen_serve.server.api.thinking import BUDGETS, ThinkingFields
+from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.api.sampling import Mode
-    from server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.api.sampling import Mode
+    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1

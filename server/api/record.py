@@ -11,8 +11,8 @@ from uuid import uuid4
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from server.api.errors import ApiError
-    from server.api.serving import ServedRequest
+    from qwen_serve.server.api.errors import ApiError
+    from qwen_serve.server.api.serving import ServedRequest
 
 GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Ids of clients that are taken over: printable ASCII, so that they can stand in a header and a log."""

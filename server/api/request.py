@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from server.api.errors import ApiError, ClientLeft, bad_request, from_validation
-from server.api.limits import Body, in_thread, interruptible
-from server.api.service import service_of
-from server.chat.bounded_template import TakesLong, briefly
+from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
+from qwen_serve.server.api.limits import Body, in_thread, interruptible
+from qwen_serve.server.api.service import service_of
+from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

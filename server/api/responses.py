@@ -8,24 +8,24 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from server.api.chat import begin
-from server.api.logprobs import ResponseLogprobs
-from server.api.request import on_thread
-from server.api.sse import Dialect, encode, typed_event
-from server.api.translation import noted
-from server.chat import Arguments, Content, Reasoning, ToolCall
+from qwen_serve.server.api.chat import begin
+from qwen_serve.server.api.logprobs import ResponseLogprobs
+from qwen_serve.server.api.request import on_thread
+from qwen_serve.server.api.sse import Dialect, encode, typed_event
+from qwen_serve.server.api.translation import noted
+from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
 
     from fastapi import Request, Response
 
-    from server.api.errors import ApiError
-    from server.api.responses_protocol import ResponsesRequest
-    from server.api.service import Service
-    from server.api.serving import ServedRequest
-    from server.chat import Part, Reply
-    from server.engine import Vocab
+    from qwen_serve.server.api.errors import ApiError
+    from qwen_serve.server.api.responses_protocol import ResponsesRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.api.serving import ServedRequest
+    from qwen_serve.server.chat import Part, Reply
+    from qwen_serve.server.engine import Vocab
 
 Item = dict[str, Any]
 Event = dict[str, Any]

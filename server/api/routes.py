@@ -10,15 +10,15 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from server.api import tokens
-from server.api.chat import chat
-from server.api.completions import complete
-from server.api.errors import ApiError, bad_request
-from server.api.limits import stopped
-from server.api.messages import count_tokens, messages
-from server.api.messages_protocol import CountTokensRequest, MessagesRequest
-from server.api.openapi import AnthropicErrorAnswer, documented, errors
-from server.api.protocol import (
+from qwen_serve.server.api import tokens
+from qwen_serve.server.api.chat import chat
+from qwen_serve.server.api.completions import complete
+from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.api.limits import stopped
+from qwen_serve.server.api.messages import count_tokens, messages
+from qwen_serve.server.api.messages_protocol import CountTokensRequest, MessagesRequest
+from qwen_serve.server.api.openapi import AnthropicErrorAnswer, documented, errors
+from qwen_serve.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -27,10 +27,10 @@ from server.api.protocol import (
     TokenizePromptRequest,
     TokenizeRequest,
 )
-from server.api.request import request_of
-from server.api.responses import respond
-from server.api.responses_protocol import ResponsesRequest
-from server.api.service import Service, service_of
+from qwen_serve.server.api.request import request_of
+from qwen_serve.server.api.responses import respond
+from qwen_serve.server.api.responses_protocol import ResponsesRequest
+from qwen_serve.server.api.service import Service, service_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

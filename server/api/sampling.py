@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from server.api.errors import bad_request
-from server.engine import SamplingParams
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.engine import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from server.api.protocol import GenerationRequest
-    from server.engine import Vocab
+    from qwen_serve.server.api.protocol import GenerationRequest
+    from qwen_serve.server.engine import Vocab
 
 Mode = Literal["text", "instruct", "thinking"]
 """A text that is continued, and a chat whose reply begins with the answer, or with reasoning."""

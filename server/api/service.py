@@ -8,20 +8,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
-from server.api.errors import ApiError
-from server.api.limits import Bodies
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.limits import Bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastapi import Request
 
-    from server.api.metrics import Metrics
-    from server.api.sampling import SamplingDefaults
-    from server.api.serving import ServedRequest
-    from server.chat import Prompter
-    from server.engine import Engine
-    from server.settings import Settings
+    from qwen_serve.server.api.metrics import Metrics
+    from qwen_serve.server.api.sampling import SamplingDefaults
+    from qwen_serve.server.api.serving import ServedRequest
+    from qwen_serve.server.chat import Prompter
+    from qwen_serve.server.engine import Engine
+    from qwen_serve.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 

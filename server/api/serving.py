@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 
-from server.api.errors import bad_request
-from server.api.limits import in_thread, stopped
-from server.api.record import record_of
-from server.api.request import until_gone
-from server.api.sampling import of_choice, sampling_params
-from server.api.sse import OPENAI, Dialect, EventStream
-from server.api.tenant import salt_of
-from server.chat import StopStrings, TextGeneration, generate
-from server.engine import TokenBudget
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.limits import in_thread, stopped
+from qwen_serve.server.api.record import record_of
+from qwen_serve.server.api.request import until_gone
+from qwen_serve.server.api.sampling import of_choice, sampling_params
+from qwen_serve.server.api.sse import OPENAI, Dialect, EventStream
+from qwen_serve.server.api.tenant import salt_of
+from qwen_serve.server.chat import StopStrings, TextGeneration, generate
+from qwen_serve.server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from fastapi import Request
 
-    from server.api.protocol import GenerationRequest
-    from server.api.service import Service
-    from server.engine import Constraint, Prompt, ThinkingLimits
+    from qwen_serve.server.api.protocol import GenerationRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.engine import Constraint, Prompt, ThinkingLimits
 
 
 class ServedRequest:

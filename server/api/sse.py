@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from server.api.errors import ApiError, from_exception
-from server.api.record import record_of
+from qwen_serve.server.api.errors import ApiError, from_exception
+from qwen_serve.server.api.record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
-    from server.api.errors import ApiError
+    from qwen_serve.server.api.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from server.api.errors import bad_request
-from server.api.request import until_gone
-from server.chat.formats import (
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.request import until_gone
+from qwen_serve.server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
     ToolFormat,
@@ -23,17 +23,17 @@ from server.chat.formats import (
     regex_format,
     tool_format,
 )
-from server.chat.schemas import closed
-from server.chat.structural_tags import structural_tag_format
-from server.engine import InvalidGrammar
+from qwen_serve.server.chat.schemas import closed
+from qwen_serve.server.chat.structural_tags import structural_tag_format
+from qwen_serve.server.engine import InvalidGrammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastapi import Request
 
-    from server.api.service import Service
-    from server.engine import Constraint
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.engine import Constraint
 
 VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from server.api.errors import bad_request
-from server.engine import ThinkingLimits
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.engine import ThinkingLimits
 
 if TYPE_CHECKING:
-    from server.engine import Vocab
-    from server.settings import Settings
+    from qwen_serve.server.engine import Vocab
+    from qwen_serve.server.settings import Settings
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from server.api.service import Service
-    from server.engine import EngineStats
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.engine import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
-from server.api.chat import prompt_of
-from server.api.errors import bad_request
-from server.api.protocol import ChatRequest, TokenizeChatRequest, TokenizePromptRequest, TokenizeRequest
-from server.api.request import on_thread, prepared
-from server.api.responses_protocol import ResponsesRequest
-from server.api.service import service_of
-from server.api.serving import truncated
-from server.engine import TokenBudget
+from qwen_serve.server.api.chat import prompt_of
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.protocol import (
+    ChatRequest,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
+    TokenizeRequest,
+)
+from qwen_serve.server.api.request import on_thread, prepared
+from qwen_serve.server.api.responses_protocol import ResponsesRequest
+from qwen_serve.server.api.service import service_of
+from qwen_serve.server.api.serving import truncated
+from qwen_serve.server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastapi import Request, Response
 
-    from server.api.protocol import CompletionRequest, DetokenizeRequest
-    from server.api.service import Service
-    from server.engine import Vocab
+    from qwen_serve.server.api.protocol import CompletionRequest, DetokenizeRequest
+    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.engine import Vocab
 
 
 MAX_TOKENS = 2**18

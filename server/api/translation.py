@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
-from server.api.errors import ApiError, bad_request, from_validation
-from server.api.protocol import UNSUPPORTED, ChatRequest, Refusing
+from qwen_serve.server.api.errors import ApiError, bad_request, from_validation
+from qwen_serve.server.api.protocol import UNSUPPORTED, ChatRequest, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from server.engine import Vocab
+    from qwen_serve.server.engine import Vocab
 
 
 class Detokenizer:

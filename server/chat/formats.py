@@ -16,7 +16,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic_core import from_json
 
-from server.engine import LONGEST_GRAMMAR
+from qwen_serve.server.engine import LONGEST_GRAMMAR
 
 from .errors import PromptError
 from .schemas import ANNOTATIONS, TEXTS, check_lark_numbers, check_numbers, understood, written_length

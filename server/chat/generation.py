@@ -9,7 +9,7 @@ from .detokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from server.engine import (
+    from qwen_serve.server.engine import (
         Constraint,
         Engine,
         FinishReason,

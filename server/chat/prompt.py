@@ -12,7 +12,7 @@ from .template import ChatTemplate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from server.engine import Vocab
+    from qwen_serve.server.engine import Vocab
 
 
 class ReplyOptions(TypedDict, total=False):

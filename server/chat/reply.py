@@ -14,7 +14,7 @@ from .tool_calls import CallReader, ToolSchemas
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from server.engine import FinishReason
+    from qwen_serve.server.engine import FinishReason
 
     from .generation import TextGeneration
 

@@ -5,6 +5,8 @@ iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator`
 decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
 """
 
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 from .constraint import Constraint
 from .engine import Engine
 from .errors import (
@@ -14,7 +16,6 @@ from .errors import (
     GenerationError,
     InvalidGrammar,
     InvalidPrompt,
-    ModelLoadError,
     NoTokenLeft,
     PromptTooLong,
     QueueFull,

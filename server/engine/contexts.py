@@ -6,16 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import ModelLoadError
-from .llama import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
-from .llama.draft import DraftContext
+from qwen_serve.llamacpp import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
+from qwen_serve.llamacpp.draft import DraftContext
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 from .sequence_ids import SequenceIds
 from .speculation import dflash
 from .speculation.mtp import WIDEST
 
 if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Device
+
     from .draft_spec import DraftSpec
-    from .llama import Device
     from .model_file import ModelFile
     from .model_spec import ModelSpec
     from .settings import EngineSettings

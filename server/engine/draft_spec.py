@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from .errors import ModelLoadError
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 from .gguf import Metadata
 from .model_limits import MAX_HEADS, MAX_LAYERS, check_attention
 from .model_spec import TOKENS, kv_bytes

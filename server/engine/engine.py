@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import (
-    EngineDead,
-    GenerationError,
-    InvalidPrompt,
-    NoMemorySlot,
-    PromptTooLong,
-    QueueFull,
-    RequestFault,
-)
+from qwen_serve.llamacpp.errors import NoMemorySlot
+
+from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
 from .gguf import read_header
 from .loading import Parts, decide
 from .logprobs import Logprobs

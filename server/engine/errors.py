@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 
 class EngineError(Exception):
     """Base of every error this package raises on purpose."""
-
-
-class ModelLoadError(EngineError):
-    """The file is missing, damaged or of a kind that llama.cpp refuses."""
 
 
 class DoesNotFit(ModelLoadError):
@@ -70,11 +68,3 @@ class FormatTooComplex(RequestFault):
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.args[1]}"
-
-
-class LlamaError(EngineError):
-    """A call into llama.cpp failed; the message carries what llama.cpp logged about it."""
-
-
-class NoMemorySlot(LlamaError):
-    """The batch found no room in the cache. Nothing was computed, the cache is as it was."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.files import open_regular
+from qwen_serve.common.files import open_regular
+from qwen_serve.llamacpp import row_bytes
+from qwen_serve.llamacpp.errors import ModelLoadError
 
-from .errors import ModelLoadError
-from .llama import row_bytes
 from .model_file import ModelFile
 
 if TYPE_CHECKING:

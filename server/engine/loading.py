@@ -8,6 +8,11 @@ from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import Context, patches, supports_gpu
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
+
 from . import warmup
 from .batch import Batch
 from .contexts import (
@@ -20,12 +25,9 @@ from .contexts import (
     uses_mtp,
     verified_rows,
 )
-from .errors import DoesNotFit, LlamaError
+from .errors import DoesNotFit
 from .grammar import GrammarCompiler
 from .hardware import nvidia_cards, physical_cores
-from .llama import Context, patches, supports_gpu
-from .llama.mtp import MtpContext
-from .llama.tokenizer import llguidance_tokenizer
 from .measured import Measured, RecordFile, build
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
-    from .llama import Model
-    from .llama.draft import DraftContext
+    from qwen_serve.llamacpp import Model
+    from qwen_serve.llamacpp.draft import DraftContext
+
     from .memory import MemoryPlan
     from .profile import StartProfile, StepProfile
     from .settings import EngineSettings

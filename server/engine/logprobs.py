@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import DeviceSampler
+from qwen_serve.llamacpp import DeviceSampler
+
 from .sampling import best_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .llama import Rows
+    from qwen_serve.llamacpp import Rows
+
     from .sampling import SamplingParams
 
 

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from common.files import write_text
-from server.about import cache_folder
+from qwen_serve.common.files import write_text
+from qwen_serve.llamacpp import patches
+from qwen_serve.server.about import cache_folder
 
-from .llama import patches
 from .speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .llama import Device
+    from qwen_serve.llamacpp import Device
+
     from .model_spec import ModelSpec
     from .settings import EngineSettings
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, takes_rows
+from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
+from qwen_serve.llamacpp.mtp import MtpContext
+
 from .contexts import (
     context_options,
     draft_cells,
@@ -24,9 +28,6 @@ from .contexts import (
     mtp_cells,
     uses_mtp,
 )
-from .errors import LlamaError, ModelLoadError
-from .llama import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, takes_rows
-from .llama.mtp import MtpContext
 from .measured import Buffers, RecordFile, build
 from .sequence_ids import SequenceIds
 from .speculation import dflash

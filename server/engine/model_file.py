@@ -18,10 +18,9 @@ from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
-from common.files import open_regular, write_text
-from server.about import cache_folder
-
-from .errors import ModelLoadError
+from qwen_serve.common.files import open_regular, write_text
+from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.server.about import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import lcm
 from typing import TYPE_CHECKING
 
-from .errors import ModelLoadError
+from qwen_serve.llamacpp.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from .gguf import Header, Metadata

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from .errors import ModelLoadError
+from qwen_serve.llamacpp import CACHE_TYPES, row_bytes
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 from .gguf import Metadata
-from .llama import CACHE_TYPES, row_bytes
 from .model_limits import MAX_LAYERS, MAX_MTP, MAX_WIDTH, check_attention, check_experts, check_recurrence
 
 if TYPE_CHECKING:

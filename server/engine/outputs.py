@@ -7,8 +7,9 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import wake
+
 from .errors import GenerationError
-from .llama import wake
 from .sequence import DraftCounts
 
 if TYPE_CHECKING:

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import DeviceSampler
+from qwen_serve.llamacpp import DeviceSampler
+
 from .ubatches import ubatches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
+    from qwen_serve.llamacpp import Context, Rows
+
     from .batch import Batch, Chunk
-    from .llama import Context, Rows
     from .profile import StepProfile
     from .sequence import Sequence
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
+
 from .errors import NoTokenLeft
-from .llama import N_CANDIDATES, DeviceSampler, SamplerChain
 from .logit_rules import NONE_LEFT, LogitRules
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from qwen_serve.llamacpp import Rows
+
     from .constraint import Constraint
-    from .llama import Rows
     from .thinking import ThinkingWatch
     from .vocab import Vocab
 

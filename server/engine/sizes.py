@@ -7,12 +7,14 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import SHARES_SNAPSHOTS, Device, devices
+from qwen_serve.llamacpp.errors import ModelLoadError
+
 from .contexts import padded, uses_mtp
 from .draft_spec import DraftSpec
-from .errors import DoesNotFit, ModelLoadError
+from .errors import DoesNotFit
 from .gguf import read_header
 from .hardware import available_memory
-from .llama import SHARES_SNAPSHOTS, Device, devices
 from .memory import MAX_CELLS, MemoryPlan, arrange, make_plan
 from .memory_advice import complaints
 from .model_spec import ModelSpec

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from .sampling import RowNotKept
 
 if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Rows
+
     from .batch import Batch, Chunk, Sampled
-    from .llama import Rows
 
 
 def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sampled]:

@@ -15,7 +15,7 @@ from .errors import InvalidPrompt, PromptTooLong
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from .llama import Model
+    from qwen_serve.llamacpp import Model
 
 
 TURN_START = b"<|im_start|>"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .llama import DeviceSampler
+from qwen_serve.llamacpp import DeviceSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from .llama import Context, Rows
+    from qwen_serve.llamacpp import Context, Rows
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.store import Run
+from qwen_serve.bench.store import Run
 
 Row = tuple[str, str, str, int, dict[str, float]]
 """subject, workload, cell, round, values by metric."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.clients import environment, run
-from bench.clients.catalogue import CLIENTS, ClientProgram
-from bench.clients.run import ServedTo, attempt, execute, last_line
-from bench.clients.snippets import URL, Snippet, read_snippets
-from bench.errors import BenchError
+from qwen_serve.bench.clients import environment, run
+from qwen_serve.bench.clients.catalogue import CLIENTS, ClientProgram
+from qwen_serve.bench.clients.run import ServedTo, attempt, execute, last_line
+from qwen_serve.bench.clients.snippets import URL, Snippet, read_snippets
+from qwen_serve.bench.errors import BenchError
 
 
 def test_every_snippet_has_a_check_and_every_check_a_snippet() -> None:

@@ -7,12 +7,12 @@ from uuid import uuid4
 
 import pytest
 
-from bench.checks.base import CHECKS, Target
-from bench.checks.conformance import run_check
-from bench.cli import main
-from bench.load.client import Client
-from bench.load.vocabulary import find_vocabulary
-from bench.store import load
+from qwen_serve.bench.checks.base import CHECKS, Target
+from qwen_serve.bench.checks.conformance import run_check
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.load.vocabulary import find_vocabulary
+from qwen_serve.bench.store import load
 from tests.bench.fake_server import CONTEXT, Body, FakeReply, FakeServer, Script
 
 BY_NAME = {check.name: check for check in CHECKS}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import COMMANDS, main
+from qwen_serve.bench.cli import COMMANDS, main
 from tests.marks import slow_but
 
 ROOT = Path(__file__).parents[2]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.arguments import PromptOptions
-from bench.cli import main, make_app
-from bench.engine.drafts import make_cells
-from bench.experiments.run import FOLDER, Experiment
-from bench.load.cell import Supply
-from bench.load.throughput import LoadOptions
-from bench.load.vocabulary import Vocabulary
-from bench.servers.peers import Work
-from bench.store import load
+from qwen_serve.bench.arguments import PromptOptions
+from qwen_serve.bench.cli import main, make_app
+from qwen_serve.bench.engine.drafts import make_cells
+from qwen_serve.bench.experiments.run import FOLDER, Experiment
+from qwen_serve.bench.load.cell import Supply
+from qwen_serve.bench.load.throughput import LoadOptions
+from qwen_serve.bench.load.vocabulary import Vocabulary
+from qwen_serve.bench.servers.peers import Work
+from qwen_serve.bench.store import load
 from tests.bench.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.gates.perplexity import Measured, Reading, estimate, measure
-from bench.report.perplexity import HISTOGRAM, WORKLOAD
-from bench.report.quality_pictures import perplexity_pictures
-from bench.store import load
-from convert import kld
-from convert.chunks import read_chunks
-from convert.cli import main as convert
-from convert.llama import Model, Runtime
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.perplexity import Measured, Reading, estimate, measure
+from qwen_serve.bench.report.perplexity import HISTOGRAM, WORKLOAD
+from qwen_serve.bench.report.quality_pictures import perplexity_pictures
+from qwen_serve.bench.store import load
+from qwen_serve.convert import kld
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.cli import main as convert
+from qwen_serve.convert.llama import Model, Runtime
 from tests.checkpoints import write_checkpoint
 from tests.logits import gguf_log_probabilities
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.gates.estimate import Paired
-from bench.gates.quality import SAMPLES
-from bench.gates.samples import Sample, read_samples
-from bench.gates.score import SUBTASKS, GateScore, gate_scores
-from bench.report.quality_pictures import quality_pictures
-from bench.store import Results, load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.quality import SAMPLES
+from qwen_serve.bench.gates.samples import Sample, read_samples
+from qwen_serve.bench.gates.score import SUBTASKS, GateScore, gate_scores
+from qwen_serve.bench.report.quality_pictures import quality_pictures
+from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, thinks
 from tests.bench.gates.data import all_right, answering, nano_folder
 

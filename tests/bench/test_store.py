@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchError
-from bench.store import COLUMNS, MANIFEST, ROWS, Run, load, manifests
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.store import COLUMNS, MANIFEST, ROWS, Run, load, manifests
 
 
 def begin(store: Path, verb: str = "latency") -> Run:

@@ -11,18 +11,18 @@ from time import sleep
 
 import pytest
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.gates import measure as gates_measure
-from bench.gates.estimate import Paired
-from bench.gates.samples import read_samples
-from bench.gates.score import gate_scores
-from bench.load.vocabulary import Vocabulary
-from bench.store import Manifest, Results, load
-from bench.variants import stages, weights
-from bench.variants.plan import Plan
-from bench.variants.standing import Ranking, rank
-from server.variant import Variant
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates import measure as gates_measure
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.samples import read_samples
+from qwen_serve.bench.gates.score import gate_scores
+from qwen_serve.bench.load.vocabulary import Vocabulary
+from qwen_serve.bench.store import Manifest, Results, load
+from qwen_serve.bench.variants import stages, weights
+from qwen_serve.bench.variants.plan import Plan
+from qwen_serve.bench.variants.standing import Ranking, rank
+from qwen_serve.server.variant import Variant
 from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import Body, FakeServer, Script
 from tests.bench.gates.data import all_right, answering, nano_folder
@@ -397,7 +397,7 @@ def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_nano_in_earnest(tmp_path: Path) -> None:
     """The converter, the server and lm-eval, on the fewest items."""
-    command = [sys.executable, "-m", "bench", "sweep", "--src", "models/nano", "--quants", "Q8_0"]
+    command = [sys.executable, "-m", "qwen_serve.bench", "sweep", "--src", "models/nano", "--quants", "Q8_0"]
     command += ["--convert-options=--no-kld", "--tasks", "nano_instructions", "--limit", "4"]
     command += ["--rounds", "1", "--warmup", "0", "--stream-runs", "1", "--categories", "short"]
     command += ["--models", str(tmp_path / "models"), "--out", str(tmp_path / "out"), "--threads", "1"]

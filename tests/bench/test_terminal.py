@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.terminal import Table, show
+from qwen_serve.bench.terminal import Table, show
 
 TABLE = Table(
     ["category", "ms", "share"],

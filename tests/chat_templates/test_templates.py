@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.chat import PromptError
-from server.chat.template import ChatTemplate
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.chat.template import ChatTemplate
 from tests.chat_templates.cases import ERRORS, HISTORIES, PROMPTS, Case
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.files import open_regular, replacing, write_text
+from qwen_serve.common.files import open_regular, replacing, write_text
 
 
 def test_a_whole_file_replaces_the_old_one(tmp_path: Path) -> None:

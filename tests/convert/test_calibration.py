@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from convert.calibration import text as writing
-from convert.calibration import write_text
-from convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
-from convert.calibration.sampler import Request, complete
-from convert.checkpoint import Checkpoint
-from convert.cli import main
-from convert.errors import ConvertError
-from convert.floats import convert
-from convert.llama import LlamaError, Model, Runtime
-from convert.progress import Progress
-from convert.safetensors import read_header, write_file
+from qwen_serve.convert.calibration import text as writing
+from qwen_serve.convert.calibration import write_text
+from qwen_serve.convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
+from qwen_serve.convert.calibration.sampler import Request, complete
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.cli import main
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.floats import convert
+from qwen_serve.convert.llama import LlamaError, Model, Runtime
+from qwen_serve.convert.progress import Progress
+from qwen_serve.convert.safetensors import read_header, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ def test_progress_is_of_the_answers_where_they_are_long(
 def test_more_requests_than_run_at_once_are_all_finished(
     nano_f16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.calibration.sampler.PARALLEL", 3)
+    monkeypatch.setattr("qwen_serve.convert.calibration.sampler.PARALLEL", 3)
     with Model(nano_f16, RUNTIME) as model:
         prompts = [model.tokenize(f"Count from {n}:") for n in range(8)]
         requests = [Request(prompt, 5 + i, (1, i)) for i, prompt in enumerate(prompts)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from convert.checkpoint import INDEX, Checkpoint
-from convert.config import FULL, LINEAR, ModelConfig, attention_factor_ratio
-from convert.errors import CheckpointError
+from qwen_serve.convert.checkpoint import INDEX, Checkpoint
+from qwen_serve.convert.config import FULL, LINEAR, ModelConfig, attention_factor_ratio
+from qwen_serve.convert.errors import CheckpointError
 from tests.checkpoints import edit_json, model_config, write_checkpoint
 
 FIRST = "model-00001-of-00002.safetensors"

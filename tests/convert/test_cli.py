@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from convert import cli
-from convert.errors import ConvertError
+from qwen_serve.convert import cli
+from qwen_serve.convert.errors import ConvertError
 from tests.checkpoints import edit_json
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from convert.checkpoint import Checkpoint
-from convert.config import ModelConfig
-from convert.config_keys import FIXED, HARMLESS, READ, ROPE_HARMLESS, ROPE_READ, YARN_FIXED
-from convert.draft import DraftCheckpoint, DraftConfig
-from convert.errors import CheckpointError, ConvertError
-from convert.gguf_file import write_gguf
-from convert.source import Source
-from convert.tensors import plan_tensors
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.config_keys import FIXED, HARMLESS, READ, ROPE_HARMLESS, ROPE_READ, YARN_FIXED
+from qwen_serve.convert.draft import DraftCheckpoint, DraftConfig
+from qwen_serve.convert.errors import CheckpointError, ConvertError
+from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import plan_tensors
 from tests.checkpoints import edit_json, model_config, write_checkpoint
 from tests.drafters import DRAFT, NANO
 
@@ -35,7 +35,7 @@ import os, sys
 import llama_cpp  # before numpy
 import numpy as np
 from pathlib import Path
-from convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.convert.llama import Batch, Context, Model, Runtime
 
 for path in sys.argv[1:]:
     if (child := os.fork()) == 0:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from convert import cli
-from convert.checkpoint import Checkpoint
-from convert.draft import DraftCheckpoint
-from convert.draft_pipeline import Parameters
-from convert.floats import to_f32
-from convert.safetensors import read_header, write_file
+from qwen_serve.convert import cli
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.draft import DraftCheckpoint
+from qwen_serve.convert.draft_pipeline import Parameters
+from qwen_serve.convert.floats import to_f32
+from qwen_serve.convert.safetensors import read_header, write_file
 from tests.checkpoints import edit_json
 from tests.drafters import DRAFT, NANO, some_tokens, with_own_vocabulary
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
-from convert.imatrix import Entry, Imatrix, expert_coverage
-from convert.llama import Batch, Context, Model, Routing, Runtime
-from convert.quantize import quantize
-from convert.recipes import Recipe
-from convert.report import Report, print_report
+from qwen_serve.convert.imatrix import Entry, Imatrix, expert_coverage
+from qwen_serve.convert.llama import Batch, Context, Model, Routing, Runtime
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.report import Report, print_report
 from tests.upcycling import EXPERTS, USED
 
 import numpy as np  # isort: skip
@@ -49,7 +49,7 @@ def test_experts_sums_are_of_the_rows_that_each_has_read(nano_moe_q4_k_m: Path) 
             collector.add(name, rows, routing)
             seen[name] = (rows.copy(), routing.ids.copy(), routing)
 
-    from convert.imatrix import _Collector
+    from qwen_serve.convert.imatrix import _Collector
 
     collector = _Collector()
     with Model(f16, RUNTIME) as model, Context(model, n_ctx=64, n_batch=64, observe=observe) as context:

@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from convert.floats import RangeError, convert, first_not_finite, to_f32
+from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
 
 EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, ReaderTensor
 
-from convert import gguf_file
-from convert.checkpoint import Checkpoint
-from convert.errors import CheckpointError
-from convert.floats import convert, to_f32
-from convert.gguf_file import write_gguf
-from convert.prune import kept_layers
-from convert.safetensors import read_header, write_file
-from convert.source import Source
-from convert.tensors import FloatType, plan_tensors
+from qwen_serve.convert import gguf_file
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.floats import convert, to_f32
+from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.prune import kept_layers
+from qwen_serve.convert.safetensors import read_header, write_file
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import FloatType, plan_tensors
 from tests.checkpoints import HIDDEN, VALUE_HEADS, VOCAB, edit_json, write_checkpoint
 
 

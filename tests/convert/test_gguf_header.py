@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from convert.checkpoint import Checkpoint
-from convert.errors import ConvertError
-from convert.gguf_file import write_gguf
-from convert.gguf_header import read_head, read_tensors
-from convert.source import Source
-from convert.tensors import plan_tensors
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.gguf_header import read_head, read_tensors
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import plan_tensors
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp
 
-from convert.calibration.prompts import PROMPTS
-from convert.imatrix import Imatrix, collect_imatrix
-from convert.kld import measure_divergence
-from convert.llama import Runtime
-from convert.search.groups import Type
-from convert.search.measure import Meter
+from qwen_serve.convert.calibration.prompts import PROMPTS
+from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
+from qwen_serve.convert.kld import measure_divergence
+from qwen_serve.convert.llama import Runtime
+from qwen_serve.convert.search.groups import Type
+from qwen_serve.convert.search.measure import Meter
 
 import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
 

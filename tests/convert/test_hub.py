@@ -87,7 +87,17 @@ def convert(endpoint: str, repo: str, folder: Path) -> subprocess.CompletedProce
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_OFFLINE": "0",
     }
-    command = [sys.executable, "-m", "convert", "--src", repo, "--quant", "F16", "--out", str(folder / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen_serve.convert",
+        "--src",
+        repo,
+        "--quant",
+        "F16",
+        "--out",
+        str(folder / "out"),
+    ]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from convert.chunks import read_chunks
-from convert.errors import ConvertError
-from convert.imatrix import Entry, Imatrix, ImatrixError, collect_imatrix
-from convert.llama import Batch, Context, LlamaError, Model, Runtime
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.imatrix import Entry, Imatrix, ImatrixError, collect_imatrix
+from qwen_serve.convert.llama import Batch, Context, LlamaError, Model, Runtime
 
 import numpy as np  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from convert.llama import Floats
+    from qwen_serve.convert.llama import Floats
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from convert.interrupts import held
+from qwen_serve.convert.interrupts import held
 
 # The writing of gguf_file.py without an end, interrupted after 1 to 5 ms. Without `held` it stands still once
 # in some 50 times.
@@ -19,7 +19,7 @@ AGAIN_AND_AGAIN = """
 import random, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from convert import gguf_file
+from qwen_serve.convert import gguf_file
 
 def work(*_):
     time.sleep(random.random() * 4e-4)
@@ -87,7 +87,7 @@ def test_an_interrupt_of_the_imports_says_nothing(tmp_path: Path) -> None:
     """Before `main` runs: a module that is imported first raises the signal."""
     (tmp_path / "llama_cpp.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = subprocess.run(
-        [sys.executable, "-c", "import convert.__main__"],
+        [sys.executable, "-c", "import qwen_serve.convert.__main__"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

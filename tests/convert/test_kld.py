@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from convert import kld
-from convert.chunks import read_chunks
-from convert.errors import ConvertError
-from convert.kld import measure_divergence
-from convert.llama import Model, Runtime
-from convert.quantize import quantize
-from convert.recipes import load_recipe
+from qwen_serve.convert import kld
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.kld import measure_divergence
+from qwen_serve.convert.llama import Model, Runtime
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import load_recipe
 from tests.logits import gguf_log_probabilities, mean_kl_divergence
 from tests.marks import slow_but
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from common.files import PART
-from convert.chunks import decode_chunks, decode_drafts
-from convert.cli import main
-from convert.llama import Context, Model, Runtime
+from qwen_serve.common.files import PART
+from qwen_serve.convert.chunks import decode_chunks, decode_drafts
+from qwen_serve.convert.cli import main
+from qwen_serve.convert.llama import Context, Model, Runtime
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
 from tests.marks import slow_but
 
@@ -27,14 +27,14 @@ EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 # Every chunk takes its time, so that a signal finds the writing at work.
 SLOWLY = """
 import sys, time
-import convert.gguf_file as gguf_file
+import qwen_serve.convert.gguf_file as gguf_file
 gguf_file.CHUNK_ELEMENTS = 2000
 run = gguf_file._run
 def run_slowly(job, config, fd):
     time.sleep(0.02)
     return run(job, config, fd)
 gguf_file._run = run_slowly
-from convert.cli import main
+from qwen_serve.convert.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -76,7 +76,7 @@ def test_a_second_run_makes_nothing(checkpoint: Path, out: Path, capsys: pytest.
     assert times(out) == before
     told = capsys.readouterr()
     assert "Random-1B-Q8_0.gguf: already there" in told.err
-    assert f"python -m server --model {out}/Random-1B-Q8_0.gguf\n" in told.out
+    assert f"python -m qwen_serve.server --model {out}/Random-1B-Q8_0.gguf\n" in told.out
 
 
 def test_quants_share_the_base_and_the_importance_matrix(checkpoint: Path, out: Path, tmp_path: Path) -> None:
@@ -227,7 +227,15 @@ def test_an_interrupt_is_not_lost_in_callbacks(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 16000)  # more than is read before the signal
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command: list[str | Path] = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "qwen_serve.convert",
+        "--src",
+        checkpoint,
+        "--out",
+        out,
+    ]
     command += ["--threads", "1", *flags]
 
     def reading(process: subprocess.Popen[str]) -> None:
@@ -256,7 +264,15 @@ def test_llama_cpp_at_work_may_be_interrupted_too(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 80)
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command: list[str | Path] = [sys.executable, "-m", "convert", "--src", checkpoint, "--out", out]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "qwen_serve.convert",
+        "--src",
+        checkpoint,
+        "--out",
+        out,
+    ]
     command += ["--threads", "1", *flags]
     interrupted(command, out, sent, seen(stage))
     base = (out / "Random-1B-F16.gguf").stat().st_mtime_ns

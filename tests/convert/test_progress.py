@@ -4,12 +4,12 @@ import io
 
 import pytest
 
-from convert.progress import BYTES, Progress, duration, quantity, size
+from qwen_serve.convert.progress import BYTES, Progress, duration, quantity, size
 
 
 def test_plain_lines_with_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0, 20.0, 40.0])
-    monkeypatch.setattr("convert.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("qwen_serve.convert.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Progress("Writing x", 4_000_000, BYTES, stream) as bar:
         bar.advance(500_000)
@@ -26,7 +26,7 @@ def test_no_remaining_time_before_there_is_a_rate_and_then_the_recent_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
-    monkeypatch.setattr("convert.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("qwen_serve.convert.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Progress("Writing", 1000, "tokens", stream) as bar:
         for count in (1, 99, 100, 100):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from convert.config import ModelConfig
-from convert.errors import ConvertError
-from convert.prune import kept_layers, label
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.prune import kept_layers, label
 from tests.checkpoints import model_config
 
 CONFIG = ModelConfig.from_json(model_config(layers=12))

@@ -13,13 +13,13 @@ from gguf import GGUFReader, TokenType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convert.cli import main
-from convert.config import ModelConfig
-from convert.errors import ConvertError
-from convert.kld import compare, shared_tokens
-from convert.llama import Batch, Context, Model, Runtime
-from convert.prune_vocab import kept_rows, kept_tokens, label, prune
-from convert.vocab import Vocab
+from qwen_serve.convert.cli import main
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.kld import compare, shared_tokens
+from qwen_serve.convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.convert.prune_vocab import kept_rows, kept_tokens, label, prune
+from qwen_serve.convert.vocab import Vocab
 from tests.checkpoints import PLAIN_ADDED, SPECIAL, VOCAB, model_config, write_checkpoint
 from tests.conftest import NANO
 from tests.logits import gguf_log_probabilities

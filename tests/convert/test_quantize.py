@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from convert.imatrix import Entry, Imatrix
-from convert.llama import Model, Runtime
-from convert.quantize import QuantizeError, quantize
-from convert.recipes import Recipe, load_recipe
+from qwen_serve.convert.imatrix import Entry, Imatrix
+from qwen_serve.convert.llama import Model, Runtime
+from qwen_serve.convert.quantize import QuantizeError, quantize
+from qwen_serve.convert.recipes import Recipe, load_recipe
 
 import numpy as np  # isort: skip
 
@@ -78,20 +78,20 @@ def test_failure_says_why_and_leaves_no_file(nano_f16: Path, tmp_path: Path) -> 
 SLOW = """
 import os, sys, time
 from pathlib import Path
-import convert.quantize
-from convert.llama import Runtime
-from convert.recipes import load_recipe
+import qwen_serve.convert.quantize
+from qwen_serve.convert.llama import Runtime
+from qwen_serve.convert.recipes import load_recipe
 
 def stuck(messages, what, source):  # the child quantizes on; the parent waits in the middle of it
     messages.recv()
     print("began", flush=True)
     time.sleep(60)
 
-convert.quantize._follow = stuck
+qwen_serve.convert.quantize._follow = stuck
 if __name__ == "__main__":
     source, out = map(Path, sys.argv[1:])
     recipe = load_recipe("Q4_K_M")
-    convert.quantize.quantize(source, out, recipe=recipe, imatrix=None, runtime=Runtime(threads=1))
+    qwen_serve.convert.quantize.quantize(source, out, recipe=recipe, imatrix=None, runtime=Runtime(threads=1))
 """
 
 
@@ -120,7 +120,7 @@ def test_an_interrupt_leaves_no_file_and_no_process(nano_f16: Path, tmp_path: Pa
 def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) -> None:
     script, out, log = tmp_path / "slow.py", tmp_path / "q.gguf", tmp_path / "log"
     # the child waits at its first tensor until its parent is gone, and would write on then
-    script.write_text(SLOW.replace("convert.quantize._follow = stuck", WAITING))
+    script.write_text(SLOW.replace("qwen_serve.convert.quantize._follow = stuck", WAITING))
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, script, nano_f16, out],
@@ -144,8 +144,8 @@ def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) ->
 
 
 WAITING = """
-convert.quantize._follow = stuck
-quantize_file = convert.quantize.quantize_file
+qwen_serve.convert.quantize._follow = stuck
+quantize_file = qwen_serve.convert.quantize.quantize_file
 
 def endless(*arguments, on_tensor, **options):
     arguments[1].write_bytes(b"half")
@@ -154,7 +154,7 @@ def endless(*arguments, on_tensor, **options):
         time.sleep(0.01)
         on_tensor(1, "a")
 
-convert.quantize.quantize_file = endless
+qwen_serve.convert.quantize.quantize_file = endless
 """
 
 

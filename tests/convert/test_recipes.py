@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from convert.recipes import RECIPES, RecipeError, known_recipes, load_recipe
+from qwen_serve.convert.recipes import RECIPES, RecipeError, known_recipes, load_recipe
 
 if TYPE_CHECKING:
     from pathlib import Path

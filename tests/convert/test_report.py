@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from convert import kld
-from convert.kld import Divergence
-from convert.llama import LLAMA_VERSION, Runtime
-from convert.recipes import load_recipe
-from convert.report import Report, print_report, tensor_groups, write_report
+from qwen_serve.convert import kld
+from qwen_serve.convert.kld import Divergence
+from qwen_serve.convert.llama import LLAMA_VERSION, Runtime
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.report import Report, print_report, tensor_groups, write_report
 
 import numpy as np  # isort: skip
 

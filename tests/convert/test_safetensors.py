@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convert.errors import CheckpointError
-from convert.safetensors import read_header, write_file
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.safetensors import read_header, write_file
 
 
 @pytest.fixture

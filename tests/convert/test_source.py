@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from convert.errors import ConvertError
-from convert.source import resolve
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.source import resolve
 from tests.checkpoints import write_checkpoint
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -63,8 +63,8 @@ def test_whatever_the_hub_client_raises_is_one_line(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("the wire\nis cut")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("convert.source.HfApi.model_info", fail)
-    monkeypatch.setattr("convert.source.snapshot_download", fail)
+    monkeypatch.setattr("qwen_serve.convert.source.HfApi.model_info", fail)
+    monkeypatch.setattr("qwen_serve.convert.source.snapshot_download", fail)
     with pytest.raises(ConvertError, match=r"could not be fetched from the hub: the wire$"):
         resolve("Someone/Tiny-1B")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from convert.errors import ConvertError
-from convert.stages import Output, StageRecord, fingerprint, locked, replacing
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.stages import Output, StageRecord, fingerprint, locked, replacing
 
 
 def test_a_finished_output_replaces_the_old_one(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_the_lock_keeps_others_waiting(tmp_path: Path) -> None:
     code = "\n".join(
         [
             "from pathlib import Path",
-            "from convert.stages import locked",
+            "from qwen_serve.convert.stages import locked",
             f"with locked(Path({str(lock)!r})): print('in')",
         ]
     )

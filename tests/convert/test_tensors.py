@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import pytest
 
-from convert.checkpoint import Checkpoint
-from convert.errors import CheckpointError
-from convert.safetensors import StoredTensor
-from convert.tensors import FLOAT_TYPES, FloatType, TensorPlan, plan_tensors
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.safetensors import StoredTensor
+from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType, TensorPlan, plan_tensors
 from tests.checkpoints import EXPERT_FFN, EXPERTS, HIDDEN, Layout, edit_json, write_checkpoint
 
 LAYERS = tuple(range(8))

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from convert.config import ModelConfig
-from convert.transforms import (
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.transforms import (
     add_one,
     decay,
     squeeze_conv,

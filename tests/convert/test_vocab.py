@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from gguf import TokenType
 
-from convert.checkpoint import Checkpoint
-from convert.config import ModelConfig
-from convert.errors import CheckpointError
-from convert.vocab import Vocab
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.vocab import Vocab
 from tests.checkpoints import TEMPLATE, VOCAB, edit_json, model_config
 
 CONFIG = ModelConfig.from_json(model_config())

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from convert.cli import main
-from convert.whole_model import WholeModel
+from qwen_serve.convert.cli import main
+from qwen_serve.convert.whole_model import WholeModel
 from tests.checkpoints import EXPERTS_USED, write_checkpoint
 from tests.conftest import QUICK as NANO_QUICK
 from tests.convert.test_pipeline import QUICK, times
@@ -52,7 +52,7 @@ def test_it_goes_on_from_what_was_made_of_the_checkpoint(
     assert after.keys() - before.keys() == {f"{NAME}-F16.json"}
     assert all(after[name] == before[name] for name in before if name.endswith(".gguf"))
     shown = capsys.readouterr().out
-    assert f"python -m server --model {out}/{NAME}-F16.gguf\n" in shown
+    assert f"python -m qwen_serve.server --model {out}/{NAME}-F16.gguf\n" in shown
     assert run(checkpoint, out, "--quant", "F16,Q8_0", *QUICK) == 0
     assert all(times(out)[name] == before[name] for name in before if name.endswith(".gguf"))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.servers.builds import build_programs, llama_cpp_sources
-from server.engine.llama.patches import patches
+from qwen_serve.bench.servers.builds import build_programs, llama_cpp_sources
+from qwen_serve.llamacpp.patches import patches
 from tests.conftest import nano_gguf
 
 QUEUE = sorted((Path(__file__).parents[2] / "patches" / "llama.cpp").glob("*.patch"))

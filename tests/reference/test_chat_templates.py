@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.servers.builds import llama_cpp_sources
+from qwen_serve.bench.servers.builds import llama_cpp_sources
 from tests.chat_templates.cases import ERRORS, HISTORIES, PROMPTS, Case
 
 pytestmark = pytest.mark.reference

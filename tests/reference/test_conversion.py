@@ -21,12 +21,12 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader, ReaderTensor
 
-from bench.servers.builds import llama_cpp_sources
-from convert.checkpoint import Checkpoint
-from convert.draft import DraftCheckpoint, write_draft
-from convert.gguf_file import write_gguf
-from convert.source import resolve
-from convert.tensors import FloatType, plan_tensors
+from qwen_serve.bench.servers.builds import llama_cpp_sources
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.draft import DraftCheckpoint, write_draft
+from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.source import resolve
+from qwen_serve.convert.tensors import FloatType, plan_tensors
 from tests.checkpoints import edit_json, write_checkpoint
 from tests.drafters import DRAFT, NANO, some_tokens, with_own_vocabulary
 

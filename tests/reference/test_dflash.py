@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.engine.llama import Context, ContextOptions, Model
-from server.engine.llama.draft import DraftContext
+from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.llamacpp.draft import DraftContext
 
 pytestmark = pytest.mark.reference
 

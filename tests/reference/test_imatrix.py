@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers.builds import build_programs
-from convert.calibration.prompts import PROMPTS
-from convert.imatrix import Imatrix, collect_imatrix
-from convert.llama import Model, Runtime
+from qwen_serve.bench.servers.builds import build_programs
+from qwen_serve.convert.calibration.prompts import PROMPTS
+from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
+from qwen_serve.convert.llama import Model, Runtime
 
 import numpy as np  # isort: skip
 

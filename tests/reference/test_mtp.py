@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from convert.chunks import decode_chunks, decode_drafts
-from convert.llama import Context, Model, Runtime
+from qwen_serve.convert.chunks import decode_chunks, decode_drafts
+from qwen_serve.convert.llama import Context, Model, Runtime
 from tests.logits import log_softmax, mean_kl_divergence
 from tests.reference.golden import CHECKPOINT, GOLDEN
 

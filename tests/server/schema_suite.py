@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import jsonschema_rs
 import numpy as np
 
-from bench.terminal import Table
-from server.chat.errors import PromptError
-from server.chat.formats import compose, json_format
-from server.engine import Grammar, InvalidGrammar
-from server.engine.grammar import GrammarCompiler
-from server.engine.llama import Model
-from server.engine.llama.tokenizer import llguidance_tokenizer
+from qwen_serve.bench.terminal import Table
+from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
+from qwen_serve.server.chat.errors import PromptError
+from qwen_serve.server.chat.formats import compose, json_format
+from qwen_serve.server.engine import Grammar, InvalidGrammar
+from qwen_serve.server.engine.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`python -m server` as a child process on a free port."""
+"""`python -m qwen_serve.server` as a child process on a free port."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-import server.__main__ as program
+import qwen_serve.server.__main__ as program
 
 
 def create_app(*arguments: Any) -> FastAPI:

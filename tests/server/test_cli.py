@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.weights import WeightsError, resolve
+from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
 
 
 def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "server.cli", *arguments],
+        [sys.executable, "-m", "qwen_serve.server.cli", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -31,7 +31,7 @@ def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> Non
     """The signal comes as a terminal sends it, to every process there is."""
     (tmp_path / "llama_cpp.py").write_text("import os, signal\nos.killpg(0, signal.SIGINT)\n")
     done = subprocess.run(
-        [sys.executable, "-m", "server.cli", "convert", "--help"],
+        [sys.executable, "-m", "qwen_serve.server.cli", "convert", "--help"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -44,7 +44,17 @@ def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "nano", "--quant", "q4_k_m", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen_serve.server.cli",
+        "serve",
+        "nano",
+        "--quant",
+        "q4_k_m",
+        "--port",
+        "0",
+    ]
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--threads", "1", "--ctx-size", "1024", "--parallel", "1"],

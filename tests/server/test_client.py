@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from server.api import Backend
-from server.client import Conversation, ServerError
+from qwen_serve.server.api import Backend
+from qwen_serve.server.client import Conversation, ServerError
 from tests.server.api.conftest import Server, Start, starter, wait_until
 
 THOUGHT = "Hmm, 🤔.\n</think>\n\nTwo."
@@ -32,7 +32,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def client(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "server.client", *arguments]
+    command = [sys.executable, "-u", "-m", "qwen_serve.server.client", *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, **{**pipes, **options})
 
@@ -231,7 +231,7 @@ def test_a_conversation_as_messages(tmp_path: Path) -> None:
 
 def test_the_command_qwen_serve(start: Start) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "server.cli", *arguments]
+        command = [sys.executable, "-m", "qwen_serve.server.cli", *arguments]
         return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
     assert run("chat", "--url", start("</think>\n\nTwo.").url, "1+1?").stdout == "Two.\n"

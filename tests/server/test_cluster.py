@@ -1,4 +1,4 @@
-"""`python -m server.cluster`: replicas of nano behind the router, killed, replaced and stopped under load."""
+"""The cluster: replicas of nano behind the router, killed, replaced and stopped under load."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.servers.launch import free_port
-from server.cluster import Child, Cluster, main
+from qwen_serve.bench.servers.launch import free_port
+from qwen_serve.server.cluster import Child, Cluster, main
 
 REPLICAS = 4
 START_S = 180
@@ -43,7 +43,7 @@ class ClusterProcess:
     def __init__(self, model: Path, logs: Path) -> None:
         self.port = free_ports(REPLICAS + 2)
         first = self.port + 1
-        command = [sys.executable, "-m", "server.cluster", "--replicas", str(REPLICAS)]
+        command = [sys.executable, "-m", "qwen_serve.server.cluster", "--replicas", str(REPLICAS)]
         command += ["--port", str(self.port), "--worker-port", str(first), "--logs", str(logs)]
         command += ["--model", str(model), "--threads", "1", "--ctx-size", "8192", "--parallel", "4"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
@@ -293,7 +293,7 @@ def test_cards_must_be_as_many_as_replicas(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_replica_that_does_not_come_up_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "server.cluster", "--replicas", "1", "--logs", str(tmp_path)]
+    command = [sys.executable, "-m", "qwen_serve.server.cluster", "--replicas", "1", "--logs", str(tmp_path)]
     command += ["--port", str(free_port()), "--worker-port", str(free_port()), "--model", "none.gguf"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1

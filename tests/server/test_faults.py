@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from server.__main__ import load
-from server.api import Backend, create_app
-from server.chat import Prompter, ReplyParser
-from server.engine.sampling import Sampler
-from server.settings import Settings
+from qwen_serve.server.__main__ import load
+from qwen_serve.server.api import Backend, create_app
+from qwen_serve.server.chat import Prompter, ReplyParser
+from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.settings import Settings
 from tests.server.api.conftest import running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from server.engine import Engine
+    from qwen_serve.server.engine import Engine
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 MARK = "FAULT"
@@ -124,7 +124,7 @@ def in_parser(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
                 raise RuntimeError("a fault was injected: secret detail")
             return super().feed(text)
 
-    patch.setattr("server.api.chat.ReplyParser", Faulty)
+    patch.setattr("qwen_serve.server.api.chat.ReplyParser", Faulty)
     return chat("Hi", tools=[{"type": "function", "function": {"name": MARK, "parameters": {}}}])
 
 

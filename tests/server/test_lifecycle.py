@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.__main__ import CANNOT_LISTEN, CUT_SHORT
+from qwen_serve.server.__main__ import CANNOT_LISTEN, CUT_SHORT
 from tests.server.serving import ServerProcess
 
 ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.__main__ import BAD_SETTINGS
-from server.listening import ListenError, exposures, listen
-from server.settings import Settings, load_settings
+from qwen_serve.server.__main__ import BAD_SETTINGS
+from qwen_serve.server.listening import ListenError, exposures, listen
+from qwen_serve.server.settings import Settings, load_settings
 from tests.server.serving import ServerProcess
 
 SMALL = ("--parallel", "1", "--ctx-size", "512")

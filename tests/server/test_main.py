@@ -1,12 +1,12 @@
-"""`python -m server`, from the inside."""
+"""`python -m qwen_serve.server`, from the inside."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
 
-from server.__main__ import load
-from server.settings import Settings
+from qwen_serve.server.__main__ import load
+from qwen_serve.server.settings import Settings
 
 
 def test_what_is_there_once_loaded_is_not_collected_again(nano_f16: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.servers.launch import free_port
+from qwen_serve.bench.servers.launch import free_port
 
 ROOT = Path(__file__).parents[2]
 

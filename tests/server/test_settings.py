@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from server.engine import EngineSettings
-from server.settings import (
+from qwen_serve.server.engine import EngineSettings
+from qwen_serve.server.settings import (
     Settings,
     SettingsError,
     describe,
@@ -160,7 +160,7 @@ def test_every_engine_setting_can_be_set(model: str) -> None:
 @pytest.mark.usefixtures("model")
 def test_help_names_every_setting() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "server", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "qwen_serve.server", "--help"], capture_output=True, text=True, check=True
     ).stdout
     lines = " ".join(shown.split())
     for name, field in Settings.model_fields.items():
@@ -171,7 +171,10 @@ def test_help_names_every_setting() -> None:
 @pytest.mark.usefixtures("model")
 def test_bad_settings_end_the_program_with_2() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "server", "--port", "x"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "qwen_serve.server", "--port", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "--port" in done.stderr
@@ -211,7 +214,7 @@ def test_a_mistyped_variable(model: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_hub_id_says_how_to_convert(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"python -m convert --src Qwen/Qwen3.5-4B .*Qwen3.5-4B-Q4_K_M.gguf"):
+    with pytest.raises(ValueError, match=r"qwen-convert --src Qwen/Qwen3.5-4B .*Qwen3.5-4B-Q4_K_M.gguf"):
         find_model(Path("Qwen/Qwen3.5-4B"))
     (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match="is a checkpoint, not a GGUF"):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server import cuda_wheels, setup_llama
-from server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
+from qwen_serve.server import cuda_wheels, setup_llama
+from qwen_serve.server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from server import cli
-from server.settings import Settings, SettingsError, describe, load_settings, load_variant, unknown_variables
-from server.variant import VARIANTS, Variant, known_variants
-from server.weights import resolve
+from qwen_serve.server import cli
+from qwen_serve.server.settings import (
+    Settings,
+    SettingsError,
+    describe,
+    load_settings,
+    load_variant,
+    unknown_variables,
+)
+from qwen_serve.server.variant import VARIANTS, Variant, known_variants
+from qwen_serve.server.weights import resolve
 from tests.checkpoints import write_checkpoint
 
 
@@ -160,7 +167,7 @@ def test_a_variant_names_what_a_checkpoint_is_converted_to(
         (out / f"tiny-{level}.gguf").touch()
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("server.weights.subprocess.run", convert)
+    monkeypatch.setattr("qwen_serve.server.weights.subprocess.run", convert)
     by_quant = Variant(name="a", quant="Q5_K_S")
     by_recipe = Variant(name="b", recipe=tmp_path / "mine.toml")
     assert resolve(str(source), None, by_quant).name == "tiny-Q5_K_S.gguf"
@@ -177,7 +184,7 @@ def test_serve_hands_the_variant_on(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handed: list[list[str]] = []
-    monkeypatch.setattr("server.__main__.main", handed.append)
+    monkeypatch.setattr("qwen_serve.server.__main__.main", handed.append)
     assert cli.serve([model, "--variant", "small", "--port", "1"]) == 0
     assert handed == [["--model", model, "--variant", "small", "--port", "1"]]
     assert cli.serve([model, "--variant", "smal"]) == 2
@@ -188,7 +195,16 @@ def test_serve_hands_the_variant_on(
 
 def test_the_program_says_where_values_come_from(model: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "server", "--model", model, "--variant", "reference", "--print-settings"],
+        [
+            sys.executable,
+            "-m",
+            "qwen_serve.server",
+            "--model",
+            model,
+            "--variant",
+            "reference",
+            "--print-settings",
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-import server.__main__ as program
+import qwen_serve.server.__main__ as program
 
 TICK_S = 0.002
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import LlamaError
-from server.engine.sequence import CacheMiss
-from server.engine.states import SavedState
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.sequence import CacheMiss
+from qwen_serve.server.engine.states import SavedState
 
 from .file import Entry
 from .ghost import BLOCK, GhostCache
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine.sequence import Sequence
-    from server.engine.states import StateStore
+    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.states import StateStore
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.files import open_regular, replacing
+from qwen_serve.common.files import open_regular, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

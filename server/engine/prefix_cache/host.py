@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from server.engine.states import SavedState
+    from qwen_serve.server.engine.states import SavedState
 
     from .tree import Node
 

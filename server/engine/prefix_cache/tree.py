@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine.states import SavedState
+    from qwen_serve.server.engine.states import SavedState
 
     Tokens = npt.NDArray[np.int32]
 

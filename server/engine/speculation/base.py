@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from server.engine.sequence import DraftCounts
+from qwen_serve.server.engine.sequence import DraftCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
-    from server.engine.sequence import Sequence
+    from qwen_serve.server.engine.sequence import Sequence
 
 DrafterState = Literal["active", "resting", "failed"]
 

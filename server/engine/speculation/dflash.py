@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import NoMemorySlot
+from qwen_serve.llamacpp.errors import NoMemorySlot
 
 from .base import Draft
 from .hidden import DraftCacheState, HiddenDrafter
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as ListLike
 
-    from server.engine.draft_spec import DraftSpec
-    from server.engine.llama.draft import DraftContext
+    from qwen_serve.llamacpp.draft import DraftContext
+    from qwen_serve.server.engine.draft_spec import DraftSpec
 
     from .base import DraftRequest
 

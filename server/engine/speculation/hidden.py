@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from server.engine.errors import LlamaError
+from qwen_serve.llamacpp.errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from server.engine.llama import Context
-    from server.engine.sequence import Sequence
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.sequence import Sequence
 
     from .base import DraftRequest
 

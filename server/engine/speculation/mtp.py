@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.sequence_ids import MTP_SEQUENCES
+from qwen_serve.server.engine.sequence_ids import MTP_SEQUENCES
 
 from .base import Draft
 from .hidden import DraftCacheState, HiddenDrafter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine.llama.mtp import MtpContext
+    from qwen_serve.llamacpp.mtp import MtpContext
 
     from .base import DraftRequest
 

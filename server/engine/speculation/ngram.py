@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as ListLike
 
-    from server.engine.sequence import Sequence
+    from qwen_serve.server.engine.sequence import Sequence
 
     from .base import DraftRequest
 

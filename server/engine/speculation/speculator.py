@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine.batch import Batch, Chunk, Sampled
-    from server.engine.draft_spec import DraftSpec
-    from server.engine.llama import Context
-    from server.engine.llama.draft import DraftContext
-    from server.engine.llama.mtp import MtpContext
-    from server.engine.sequence import Sequence
-    from server.engine.settings import EngineSettings
-    from server.engine.states import StateStore
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.llamacpp.draft import DraftContext
+    from qwen_serve.llamacpp.mtp import MtpContext
+    from qwen_serve.server.engine.batch import Batch, Chunk, Sampled
+    from qwen_serve.server.engine.draft_spec import DraftSpec
+    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.settings import EngineSettings
+    from qwen_serve.server.engine.states import StateStore
 
     from .base import Drafter, DrafterState, DrafterStats
     from .controller import Plan

@@ -9,7 +9,7 @@ from .times import Mean, StepTimes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
 
     Rehearse = Callable[[int, int], float]
 

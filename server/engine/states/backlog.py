@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from server.engine.batch import Batch
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch
 
 
 class Backlog:

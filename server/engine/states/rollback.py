@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.engine.sequence_ids import LONE_SLOTS
+from qwen_serve.server.engine.sequence_ids import LONE_SLOTS
 
 if TYPE_CHECKING:
-    from server.engine.batch import Batch, Chunk
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch, Chunk
 
 
 class Rollback:

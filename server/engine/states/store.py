@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from server.engine.batch import Batch, Chunk
-    from server.engine.llama import Context
-    from server.engine.speculation.hidden import HiddenDrafter, SavedDraftCache
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch, Chunk
+    from qwen_serve.server.engine.speculation.hidden import HiddenDrafter, SavedDraftCache
 
 log = logging.getLogger(__name__)
 

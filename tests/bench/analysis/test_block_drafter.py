@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.analysis.block_drafter import WINDOW, BlockDrafter
-from bench.analysis.cards import Drafts, decode_passes, prefill_passes
-from bench.analysis.geometry import Geometry
-from bench.errors import BenchError
-from convert.gguf_header import read_tensors
+from qwen_serve.bench.analysis.block_drafter import WINDOW, BlockDrafter
+from qwen_serve.bench.analysis.cards import Drafts, decode_passes, prefill_passes
+from qwen_serve.bench.analysis.geometry import Geometry
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.convert.gguf_header import read_tensors
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from bench.analysis.cards import CARDS, Card, Drafts, Reached, decode_passes, prefill_passes
-from bench.analysis.geometry import (
+from qwen_serve.bench.analysis.cards import CARDS, Card, Drafts, Reached, decode_passes, prefill_passes
+from qwen_serve.bench.analysis.geometry import (
     ATTENTION_KERNELS,
     HEAD_KERNELS,
     LINEAR_KERNELS,
@@ -15,8 +15,8 @@ from bench.analysis.geometry import (
     Geometry,
     Work,
 )
-from bench.errors import BenchError
-from convert.gguf_header import TensorInfo
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.convert.gguf_header import TensorInfo
 
 HIDDEN, FFN, VOCAB = 32, 64, 100
 

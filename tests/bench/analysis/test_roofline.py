@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from bench.analysis.cards import CARDS, Drafts, Reached
-from bench.analysis.geometry import Geometry
-from bench.analysis.roofline import predict
-from bench.cli import main
-from bench.errors import BenchError
-from bench.load.protocol import CATEGORIES
-from bench.models.shapes import SHAPES
-from bench.models.synthetic import Synthetic
-from convert.gguf_header import TensorInfo
-from convert.tensors import TensorPlan
+from qwen_serve.bench.analysis.cards import CARDS, Drafts, Reached
+from qwen_serve.bench.analysis.geometry import Geometry
+from qwen_serve.bench.analysis.roofline import predict
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.protocol import CATEGORIES
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.synthetic import Synthetic
+from qwen_serve.convert.gguf_header import TensorInfo
+from qwen_serve.convert.tensors import TensorPlan
 
 
 def big(plan: TensorPlan, kind: Type) -> Geometry:

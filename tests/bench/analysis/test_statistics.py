@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.analysis.statistics import (
+from qwen_serve.bench.analysis.statistics import (
     DEFAULT_ROUNDS,
     LEAST_ROUNDS,
     Ratio,

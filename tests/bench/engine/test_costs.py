@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.engine import drafts
-from bench.engine.sampling import DRAWS
-from bench.store import Results, load
-from server.engine import Engine, Prompt
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.engine import drafts
+from qwen_serve.bench.engine.sampling import DRAWS
+from qwen_serve.bench.store import Results, load
+from qwen_serve.server.engine import Engine, Prompt
 
 TEXT = Path(__file__).parents[3] / "README.md"
 

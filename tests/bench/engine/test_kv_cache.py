@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.engine.kv_cache import read_kv_type
-from bench.report.kv_cache import kv_cache_tables
-from bench.store import load
 from models.nano.train.continuation import story
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.engine.kv_cache import read_kv_type
+from qwen_serve.bench.report.kv_cache import kv_cache_tables
+from qwen_serve.bench.store import load
 
 
 @pytest.mark.parametrize("text", ["f16", "q8_0/q4_0", "q4_0:plain", "q8_0/q4_0:plain"])

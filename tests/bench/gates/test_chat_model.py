@@ -5,9 +5,9 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from bench.errors import BenchError, ServerError
-from bench.gates import chat_model
-from bench.gates.chat_model import Answer, ChatModel, split_thinking
+from qwen_serve.bench.errors import BenchError, ServerError
+from qwen_serve.bench.gates import chat_model
+from qwen_serve.bench.gates.chat_model import Answer, ChatModel, split_thinking
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script
 
 

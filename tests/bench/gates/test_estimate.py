@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from bench.gates.estimate import Estimate, Paired, estimate, wilson
+from qwen_serve.bench.gates.estimate import Estimate, Paired, estimate, wilson
 
 
 def test_a_plain_proportion_gets_wilsons_interval() -> None:

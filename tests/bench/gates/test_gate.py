@@ -1,6 +1,6 @@
 import pytest
 
-from bench.gates.gate import OFFICIAL, verdict
+from qwen_serve.bench.gates.gate import OFFICIAL, verdict
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.gates.samples import Sample, append_samples
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.gates.samples import Sample, append_samples
 
 
 def reply(gate: str, number: int, *outcomes: float) -> Sample:

@@ -8,11 +8,11 @@ from typing import Any
 import nltk  # type: ignore[import-untyped]
 import pytest
 
-from bench.errors import BenchError
-from bench.gates.chat_model import ChatModel
-from bench.gates.gate import MMLU_PRO_SUBJECTS, OFFICIAL, Gate
-from bench.gates.runner import GateRun, run_gate
-from bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.chat_model import ChatModel
+from qwen_serve.bench.gates.gate import MMLU_PRO_SUBJECTS, OFFICIAL, Gate
+from qwen_serve.bench.gates.runner import GateRun, run_gate
+from qwen_serve.bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, text_of
 from tests.bench.gates.data import answering, gpqa_row, instruction, question, write
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from bench.errors import BenchError, ServerError, UnreachableError
-from bench.load.client import Client
+from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
+from qwen_serve.bench.load.client import Client
 from tests.bench.fake_server import Body, FakeServer, Script
 
 FIELDS: Body = {"prompt": "water wood water wood water", "max_tokens": 6, "temperature": 0.0}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.load.latency import read_baseline
-from bench.load.protocol import FILLER
-from bench.store import Results, load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.latency import read_baseline
+from qwen_serve.bench.load.protocol import FILLER
+from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import Body, FakeServer, Script
 
 SHORT = ["--categories", "short", "--warmup", "1"]

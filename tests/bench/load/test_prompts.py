@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchError
-from bench.load.client import Client
-from bench.load.prompts import NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
-from bench.load.vocabulary import (
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.client import Client
+from qwen_serve.bench.load.prompts import NaturalPrompts, RandomPrompts, TextPrompts, find_prompts, prose
+from qwen_serve.bench.load.vocabulary import (
     GgufVocabulary,
     HuggingFaceVocabulary,
     ServerVocabulary,

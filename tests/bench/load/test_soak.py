@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench.cli import main
-from bench.load.soak import drift, drifts
-from bench.store import COLUMNS, Results, load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.load.soak import drift, drifts
+from qwen_serve.bench.store import COLUMNS, Results, load
 from tests.bench.fake_server import FakeServer, Script
 
 QUICK = ["--minutes", "0.02", "--window", "0.4", "--concurrency", "3", "--input-tokens", "24"]
@@ -56,7 +56,7 @@ def test_a_leak_is_found_and_noise_is_not() -> None:
 def test_answers_that_depend_on_load_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.load.soak.REFERENCES", 5)
+    monkeypatch.setattr("qwen_serve.bench.load.soak.REFERENCES", 5)
     quick = [*QUICK, "--deterministic", "--aborts", "0", "--out", str(tmp_path)]
     with FakeServer(Script(token_delay=0.002)) as server:
         assert main(["soak", *quick, "--url", server.url]) == 0

@@ -6,10 +6,10 @@ from shutil import copytree
 
 import pytest
 
-from bench.errors import BenchError
-from bench.gates.gate import NANO_FOLDER, NANO_NAMES
-from bench.load.tasks import read_tasks
 from models.nano.train import heldout
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.gates.gate import NANO_FOLDER, NANO_NAMES
+from qwen_serve.bench.load.tasks import read_tasks
 
 
 def test_tasks_are_drawn_from_every_gate() -> None:

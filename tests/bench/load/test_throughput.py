@@ -7,13 +7,13 @@ from statistics import fmean
 
 import pytest
 
-from bench.cli import main
-from bench.load.client import Completion, Usage
-from bench.load.generator import Sent, arrivals, values_of
-from bench.load.goodput import Limits, read_limits
-from bench.load.protocol import WEIGHTS, at_concurrency
-from bench.report.requests import hackathon_score
-from bench.store import Results, load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.load.client import Completion, Usage
+from qwen_serve.bench.load.generator import Sent, arrivals, values_of
+from qwen_serve.bench.load.goodput import Limits, read_limits
+from qwen_serve.bench.load.protocol import WEIGHTS, at_concurrency
+from qwen_serve.bench.report.requests import hackathon_score
+from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, reply_to
 
 SMALL = ["--input-tokens", "24", "--output-tokens", "12", "--requests", "8"]
@@ -239,7 +239,7 @@ def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -
 
 def test_the_score_is_the_protocols_only_when_every_rule_held(tmp_path: Path) -> None:
     """On a store as a full run leaves it."""
-    from bench.store import Run
+    from qwen_serve.bench.store import Run
 
     settings = {"input_tokens": 1024, "output_tokens": 1024, "requests": 64, "warmup": 2}
     with Run.begin(tmp_path, "throughput", settings=settings) as run:

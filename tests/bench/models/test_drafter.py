@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.models.drafter import Drafter, draft_config
-from bench.models.shapes import SHAPES
-from bench.models.synthetic import Synthetic, draft_path
-from server.engine import SamplingParams
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.drafter import Drafter, draft_config
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.synthetic import Synthetic, draft_path
+from qwen_serve.server.engine import SamplingParams
 from tests.server.engine.helpers import Request, ask, running
 
 LENGTHS = {"0.8": 4.0, "0.5": 0.2}

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchError
-from bench.models.header import float_tensors, quantized_tensors, write_header
-from convert.config import ModelConfig
-from convert.gguf_header import read_tensors
-from convert.recipes import load_recipe
-from server.engine.gguf import read_header
-from server.engine.model_spec import ModelSpec
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.header import float_tensors, quantized_tensors, write_header
+from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.model_spec import ModelSpec
 
 NANO = Path(__file__).parents[3] / "models" / "nano"
 

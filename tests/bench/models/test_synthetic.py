@@ -14,26 +14,26 @@ import pytest
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.load.prompts import TextPrompts
-from bench.load.protocol import CATEGORIES, FILLER, FILLER_TOKENS
-from bench.load.vocabulary import GgufVocabulary
-from bench.models.chain import make_chain
-from bench.models.shapes import SHAPES
-from bench.models.synthetic import Synthetic
-from convert import kld
-from convert.calibration import text as writing
-from convert.calibration.prompts import load_prompts
-from convert.cli import main as convert
-from convert.config import Experts
-from convert.gguf_header import read_tensors
-from convert.imatrix import Imatrix
-from convert.llama import Batch, Context, Model, Runtime
-from convert.quantize import quantize
-from convert.recipes import load_recipe
-from convert.search import measure
-from convert.tensors import expected_tensors
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.load.prompts import TextPrompts
+from qwen_serve.bench.load.protocol import CATEGORIES, FILLER, FILLER_TOKENS
+from qwen_serve.bench.load.vocabulary import GgufVocabulary
+from qwen_serve.bench.models.chain import make_chain
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.synthetic import Synthetic
+from qwen_serve.convert import kld
+from qwen_serve.convert.calibration import text as writing
+from qwen_serve.convert.calibration.prompts import load_prompts
+from qwen_serve.convert.cli import main as convert
+from qwen_serve.convert.config import Experts
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.search import measure
+from qwen_serve.convert.tensors import expected_tensors
 
 ACCEPTANCE, SEED = 0.6, 3
 RUNTIME = Runtime(threads=1)

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.analysis.statistics import compare_subjects
-from bench.cli import main
-from bench.store import load
+from qwen_serve.bench.analysis.statistics import compare_subjects
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.store import load
 from tests.bench.made import Row, made_run
 
 CELLS = ("short", "long")

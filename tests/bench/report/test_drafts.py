@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from bench.report.views import tables_of
-from bench.store import Run
+from qwen_serve.bench.report.views import tables_of
+from qwen_serve.bench.store import Run
 
 STEPS = {"steps": 10.0, "step_tokens": 80.0, "draft_time": 10.0, "device_time": 25.0, "host_time": 15.0}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench.cli import main
-from bench.report.pictures import draw_pictures
-from bench.report.views import PICTURES, TABLES
-from bench.store import load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.report.pictures import draw_pictures
+from qwen_serve.bench.report.views import PICTURES, TABLES
+from qwen_serve.bench.store import load
 from tests.bench.made import Row, made_run
 
 SERVERS = {"ours": 1.0, "llama-server, tuned": 1.25, "llama-server": 2.0}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.errors import BenchError
-from bench.servers import builds
-from bench.servers.builds import build_programs, this_machines_flavour
-from server import setup_llama
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.servers import builds
+from qwen_serve.bench.servers.builds import build_programs, this_machines_flavour
+from qwen_serve.server import setup_llama
 
 CMAKE = """#!/bin/sh
 PATH=/usr/bin:/bin

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers.counters import counted, growth, parse_counters, record_growth
-from bench.store import Run
+from qwen_serve.bench.servers.counters import counted, growth, parse_counters, record_growth
+from qwen_serve.bench.store import Run
 
 BEFORE = """
 # TYPE qwen_steps counter

@@ -7,7 +7,7 @@ from time import sleep
 
 import pytest
 
-from bench.servers.launch import ServerProcess, StartError, free_port
+from qwen_serve.bench.servers.launch import ServerProcess, StartError, free_port
 
 SERVER = """
 import http.server, subprocess, sys

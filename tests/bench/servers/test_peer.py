@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchError
-from bench.servers.programs import Peer, Setup, parse_peer, process_of, resources
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.servers.programs import Peer, Setup, parse_peer, process_of, resources
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_commands(tmp_path: Path) -> None:
     assert theirs.environment["LD_LIBRARY_PATH"].split(":")[0] == "/bin"
     assert theirs.log == tmp_path / "llama-server-cache---n-1.log"
     ours = process_of(parse_peer("server --ctx-size 9"), setup)
-    assert ours.command[:3] == ["py", "-m", "server"]
+    assert ours.command[:3] == ["py", "-m", "qwen_serve.server"]
     assert (flag(ours.command, "--parallel"), flag(ours.command, "--ctx-size")) == ("8", "6144"), "equal"
     assert ours.command[-2:] == ["--ctx-size", "9"], "the user's flags come last and win"
     for process in (theirs, ours):

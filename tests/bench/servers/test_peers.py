@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.statistics import times_as_good
-from bench.cli import main
-from bench.store import Results, load
+from qwen_serve.bench.analysis.statistics import times_as_good
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import FakeServer, Script
 
 ROOT = Path(__file__).parents[3]
@@ -237,7 +237,7 @@ def test_a_signal_stops_everything_and_keeps_what_is_measured(
     tmp_path: Path, binaries: Path, number: signal.Signals, status: int
 ) -> None:
     store = tmp_path / "store"
-    command = [sys.executable, "-m", "bench", "peers", "--gguf", str(tmp_path / "model.gguf")]
+    command = [sys.executable, "-m", "qwen_serve.bench", "peers", "--gguf", str(tmp_path / "model.gguf")]
     command += ["--binaries", str(binaries), *SHORT, "--rounds", "100000", "--protocol", "official"]
     command += ["--peer", "llama-server", "--out", str(store)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)

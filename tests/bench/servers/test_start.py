@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.servers.start import METRIC, READY, REST, VERB, stages, start_tables
-from bench.store import Results, load
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.servers.start import METRIC, READY, REST, VERB, stages, start_tables
+from qwen_serve.bench.store import Results, load
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """#!{python}

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from bench.cli import main
-from bench.errors import BenchError, ServerError, UnreachableError
-from bench.gates.score import WORKLOAD, GateScore
-from bench.store import Run
-from bench.submission.rules import (
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
+from qwen_serve.bench.gates.score import WORKLOAD, GateScore
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.submission.rules import (
     LARGEST_IMAGE,
     checkpoint_parameters,
     gates_rule,
@@ -29,7 +29,7 @@ from bench.submission.rules import (
     parameters_rule,
     size_rule,
 )
-from bench.submission.service import Service
+from qwen_serve.bench.submission.service import Service
 
 NANO = Path(__file__).parents[3] / "models" / "nano"
 

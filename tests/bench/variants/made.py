@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench.gates.score import WORKLOAD, GateScore
-from bench.report.perplexity import WORKLOAD as DIVERGENCE
-from bench.report.sweep import FILE, WEIGHTS
-from bench.store import Results, Run, load
-from bench.variants.weights import EVERY_POSITION
+from qwen_serve.bench.gates.score import WORKLOAD, GateScore
+from qwen_serve.bench.report.perplexity import WORKLOAD as DIVERGENCE
+from qwen_serve.bench.report.sweep import FILE, WEIGHTS
+from qwen_serve.bench.store import Results, Run, load
+from qwen_serve.bench.variants.weights import EVERY_POSITION
 
 CELLS = {
     (protocol, cell): factor

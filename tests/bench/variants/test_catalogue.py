@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.cards import CARDS
-from bench.analysis.geometry import Geometry
-from bench.cli import main
-from bench.report.publish import publish_results
-from bench.store import Results, Run, load
-from bench.variants.catalogue import (
+from qwen_serve.bench.analysis.cards import CARDS
+from qwen_serve.bench.analysis.geometry import Geometry
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.report.publish import publish_results
+from qwen_serve.bench.store import Results, Run, load
+from qwen_serve.bench.variants.catalogue import (
     catalogue,
     predicted,
     read_recorded,
     recorded_gates,
     tensors_of,
 )
-from server.variant import Variant
+from qwen_serve.server.variant import Variant
 from tests.bench.variants.made import gate
 
 PAGE = Path(__file__).parents[3] / "docs" / "variants.md"

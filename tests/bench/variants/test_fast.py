@@ -1,8 +1,8 @@
 """`fast` is what its file says, by the predictions and the records as they are."""
 
-from bench.analysis.cards import CARDS
-from bench.analysis.geometry import Geometry
-from bench.variants.catalogue import (
+from qwen_serve.bench.analysis.cards import CARDS
+from qwen_serve.bench.analysis.geometry import Geometry
+from qwen_serve.bench.variants.catalogue import (
     kv_bytes,
     paired,
     predicted,
@@ -11,9 +11,9 @@ from bench.variants.catalogue import (
     recorded_gates,
     tensors_of,
 )
-from bench.variants.variant import of_quants, read_variant
-from convert.recipes import known_recipes
-from server.variant import Variant, known_variants
+from qwen_serve.bench.variants.variant import of_quants, read_variant
+from qwen_serve.convert.recipes import known_recipes
+from qwen_serve.server.variant import Variant, known_variants
 
 KERNELS = {"Q4_K", "Q5_K", "Q6_K"}
 """Types that the patches' kernels for 3 to 16 rows, by which drafts are verified, are for."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.report.sweep_pictures import sweep_pictures
+from qwen_serve.bench.report.sweep_pictures import sweep_pictures
 from tests.bench.variants.made import Made, gate, swept
 
 PASS = gate("reading", 0.95, 0.90, 0.97, 0.80)

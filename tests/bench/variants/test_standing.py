@@ -4,13 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from bench.analysis.statistics import DEFAULT_ROUNDS
-from bench.gates.estimate import Paired
-from bench.gates.score import GateScore
-from bench.report.sweep import sweep_tables
-from bench.store import Results
-from bench.variants.plan import LIGHT
-from bench.variants.standing import Ranking, items_to_decide, margin, pareto_front, rank, verdict_of
+from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
+from qwen_serve.bench.gates.estimate import Paired
+from qwen_serve.bench.gates.score import GateScore
+from qwen_serve.bench.report.sweep import sweep_tables
+from qwen_serve.bench.store import Results
+from qwen_serve.bench.variants.plan import LIGHT
+from qwen_serve.bench.variants.standing import (
+    Ranking,
+    items_to_decide,
+    margin,
+    pareto_front,
+    rank,
+    verdict_of,
+)
 from tests.bench.variants.made import Made, gate, swept
 
 PASS = gate("reading", 0.95, 0.90, 0.97, 0.80)

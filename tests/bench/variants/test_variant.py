@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchError
-from bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
-from server.variant import Variant, known_variants
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
+from qwen_serve.server.variant import Variant, known_variants
 
 
 def written(folder: Path, text: str, name: str = "mine.toml") -> str:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.arguments import StoreOptions
-from bench.errors import BenchError
-from bench.variants import weights
-from bench.variants.plan import Plan, kept_vocabulary
-from bench.variants.weights import Weights, make_weights
-from server.variant import Variant
+from qwen_serve.bench.arguments import StoreOptions
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.variants import weights
+from qwen_serve.bench.variants.plan import Plan, kept_vocabulary
+from qwen_serve.bench.variants.weights import Weights, make_weights
+from qwen_serve.server.variant import Variant
 
 Q4 = Variant(name="q", quant="Q4_K_M")
 

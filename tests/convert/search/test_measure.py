@@ -9,14 +9,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 
-from convert import kld
-from convert.imatrix import Imatrix
-from convert.llama import Batch, Context, Model, Runtime, Weights, dequantize_rows, quantize_rows
-from convert.quantize import quantize
-from convert.recipes import Recipe
-from convert.search import measure
-from convert.search.groups import TYPES, patterns, read_layout
-from convert.search.measure import Meter
+from qwen_serve.convert import kld
+from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.llama import Batch, Context, Model, Runtime, Weights, dequantize_rows, quantize_rows
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.search import measure
+from qwen_serve.convert.search.groups import TYPES, patterns, read_layout
+from qwen_serve.convert.search.measure import Meter
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 PROMPTS = Path(kld.__file__).parent / "calibration" / "prompts.toml"

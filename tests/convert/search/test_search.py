@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from convert import calibration, cli, kld, report
-from convert.calibration import text as writing
-from convert.gguf_header import read_tensors
-from convert.llama import Runtime
-from convert.recipes import load_recipe
-from convert.search import Paths, Target, measure, search
-from convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
-from convert.search.measure import Meter, Reading
-from convert.search.record import Record
+from qwen_serve.convert import calibration, cli, kld, report
+from qwen_serve.convert.calibration import text as writing
+from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.convert.llama import Runtime
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.search import Paths, Target, measure, search
+from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
+from qwen_serve.convert.search.measure import Meter, Reading
+from qwen_serve.convert.search.record import Record
 from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
@@ -82,7 +82,7 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     evidence = recipe.evidence
     assert evidence is not None
     assert evidence.bytes == gguf.stat().st_size
-    assert evidence.command == "python -m convert --src Random-1B --quant auto --target-size 300.0kB"
+    assert evidence.command == "qwen-convert --src Random-1B --quant auto --target-size 300.0kB"
     assert evidence.measured > 0
     found = report.Report.from_json(gguf.with_suffix(".json").read_text())
     assert found.divergence is not None

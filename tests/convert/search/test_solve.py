@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from convert.search.law import fit, left_out_error
-from convert.search.solve import choose
+from qwen_serve.convert.search.law import fit, left_out_error
+from qwen_serve.convert.search.solve import choose
 
 
 @pytest.mark.parametrize("seed", range(8))

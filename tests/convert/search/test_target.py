@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from convert import cli
-from convert.search.target import Target, parse_size, spell_size
+from qwen_serve.convert import cli
+from qwen_serve.convert.search.target import Target, parse_size, spell_size
 
 
 @pytest.mark.parametrize(

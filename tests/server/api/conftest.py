@@ -14,11 +14,11 @@ import httpx
 import pytest
 import uvicorn
 
-from server.api import Backend, BoundedConfig, Service, create_app
-from server.api.sampling import sampling_defaults
-from server.chat import Prompter
-from server.engine import Engine
-from server.settings import Settings
+from qwen_serve.server.api import Backend, BoundedConfig, Service, create_app
+from qwen_serve.server.api.sampling import sampling_defaults
+from qwen_serve.server.chat import Prompter
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.settings import Settings
 from tests.server.api.fakes import FakeEngine, Script
 
 TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from server.engine import (
+from qwen_serve.server.engine import (
     CacheMiss,
     DraftCounts,
     EngineSettings,
@@ -31,9 +31,9 @@ from server.engine import (
     SamplingParams,
     TokenLogprobs,
 )
-from server.engine.grammar import GrammarCompiler
-from server.engine.sequence import Timings
-from server.engine.thinking import ThinkingWatch
+from qwen_serve.server.engine.grammar import GrammarCompiler
+from qwen_serve.server.engine.sequence import Timings
+from qwen_serve.server.engine.thinking import ThinkingWatch
 
 ADDED = (
     "<|endoftext|>",

@@ -36,7 +36,7 @@ def test_every_key_is_compared_whole(start: Start, tmp_path: Path, monkeypatch: 
         compared.append(key)
         return given == key
 
-    monkeypatch.setattr("server.api.middleware.hmac.compare_digest", compare)
+    monkeypatch.setattr("qwen_serve.server.api.middleware.hmac.compare_digest", compare)
     keys = tmp_path / "keys"
     keys.write_text("a\nb\nc\n")
     server = start("x", api_key_file=keys)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.api.tenant import salt_of, sent_key
+from qwen_serve.server.api.tenant import salt_of, sent_key
 
 if TYPE_CHECKING:
     from tests.server.api.conftest import Server, Start

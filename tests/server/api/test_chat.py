@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.chat import bounded_template
+from qwen_serve.server.chat import bounded_template
 from tests.server.api.conftest import TEMPLATE, Start, wait_until
 from tests.server.api.test_completions import events
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.chat import Detokenizer, ReplyParser
+from qwen_serve.server.chat import Detokenizer, ReplyParser
 from tests.server.api.conftest import Server, Start, wait_until
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -7,8 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from server.api.absent import ABSENT
-from server.api.routes import endpoints
+from qwen_serve.server.api.absent import ABSENT
+from qwen_serve.server.api.routes import endpoints
 from tests.server.api.conftest import TEMPLATE, Server, Start
 from tests.server.api.test_bad_input import error_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.engine import EngineDead, GenerationError, QueueFull
+from qwen_serve.server.engine import EngineDead, GenerationError, QueueFull
 from tests.server.api.conftest import Start, wait_until
 from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_completions import events

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
-from server.chat.structural_tags import KEYS as STRUCTURAL
+from qwen_serve.server.api.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from qwen_serve.server.chat.structural_tags import KEYS as STRUCTURAL
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
 

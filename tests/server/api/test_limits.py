@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.errors import ApiError
-from server.api.limits import LARGE, Bodies
-from server.api.protocol import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
-from server.api.request import MAX_VALUES
-from server.chat.tool_calls import ToolSchemas
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.limits import LARGE, Bodies
+from qwen_serve.server.api.protocol import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
+from qwen_serve.server.api.request import MAX_VALUES
+from qwen_serve.server.chat.tool_calls import ToolSchemas
 from tests.server.api.conftest import Server, Start, wait_until
 from tests.server.api.fakes import compiler
 from tests.server.api.test_bad_input import error_of

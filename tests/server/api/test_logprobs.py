@@ -9,7 +9,7 @@ from typing import Any
 import pydantic_core
 import pytest
 
-from server.api.sse import Lazily, encode
+from qwen_serve.server.api.sse import Lazily, encode
 from tests.server.api.conftest import Start
 from tests.server.api.test_completions import events
 
@@ -200,7 +200,7 @@ def test_what_is_long_is_encoded_off_the_event_loop(
         encoded.append((len(written), threading.get_ident()))
         return written
 
-    monkeypatch.setattr("server.api.sse.to_json", to_json)
+    monkeypatch.setattr("qwen_serve.server.api.sse.to_json", to_json)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     answer = server.post(path, **{limit: 250, **fields})
     assert answer.status_code == 200

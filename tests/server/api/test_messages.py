@@ -10,8 +10,8 @@ import anthropic
 import httpx
 import pytest
 
-from server.api.messages_protocol import reminded
-from server.engine import GenerationError
+from qwen_serve.server.api.messages_protocol import reminded
+from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
@@ -404,7 +404,7 @@ def test_a_failure_in_a_stream_is_an_event(start: Start) -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from server.api.sse import EventStream
+    from qwen_serve.server.api.sse import EventStream
 
     monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.02)
     yield

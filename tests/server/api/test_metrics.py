@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from server.api.metrics import Metrics
-from server.engine import EngineStats
-from server.engine.prefix_cache import PrefixStats
-from server.engine.profile import PHASES, StepProfile
-from server.engine.speculation import DrafterStats
+from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.engine import EngineStats
+from qwen_serve.server.engine.prefix_cache import PrefixStats
+from qwen_serve.server.engine.profile import PHASES, StepProfile
+from qwen_serve.server.engine.speculation import DrafterStats
 
 
 def test_counters_come_from_the_snapshot() -> None:

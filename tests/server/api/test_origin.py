@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.api.origin import KnownSites, host_name, is_local
+from qwen_serve.server.api.origin import KnownSites, host_name, is_local
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
 

@@ -8,16 +8,16 @@ import re
 
 import pytest
 
-from server.api.throughput import report_throughput, throughput_line
-from server.engine import EngineStats
-from server.engine.prefix_cache import PrefixStats
-from server.engine.speculation import DrafterStats
+from qwen_serve.server.api.throughput import report_throughput, throughput_line
+from qwen_serve.server.engine import EngineStats
+from qwen_serve.server.engine.prefix_cache import PrefixStats
+from qwen_serve.server.engine.speculation import DrafterStats
 from tests.server.api.conftest import Start, wait_until
 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, "server.api.middleware")
+    caplog.set_level(logging.INFO, "qwen_serve.server.api.middleware")
     return caplog
 
 

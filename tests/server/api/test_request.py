@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from server.api.errors import ApiError, ClientLeft
-from server.api.limits import Bodies, in_thread
-from server.api.request import MAX_KEYS, decode, until_gone
+from qwen_serve.server.api.errors import ApiError, ClientLeft
+from qwen_serve.server.api.limits import Bodies, in_thread
+from qwen_serve.server.api.request import MAX_KEYS, decode, until_gone
 from tests.server.api.conftest import Start
 
 

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.responses_protocol import ResponsesRequest
-from server.engine import GenerationError
+from qwen_serve.server.api.responses_protocol import ResponsesRequest
+from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_bad_input import error_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from server.api.sampling import SamplingDefaults, sampling_defaults
-from server.engine import SamplingParams
+from qwen_serve.server.api.sampling import SamplingDefaults, sampling_defaults
+from qwen_serve.server.engine import SamplingParams
 from tests.server.api.conftest import Start
 
 ADVICE = {

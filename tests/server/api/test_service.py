@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from server.api import Backend, Service
-from server.api.metrics import Metrics
-from server.api.sampling import sampling_defaults
-from server.chat import Prompter
-from server.engine import Engine
-from server.settings import Settings
+from qwen_serve.server.api import Backend, Service
+from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.api.sampling import sampling_defaults
+from qwen_serve.server.chat import Prompter
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.settings import Settings
 from tests.server.api.conftest import Start, starter, wait_until
 from tests.server.api.test_bad_input import error_of
 

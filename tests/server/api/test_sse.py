@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.sse import EventStream, encode, ending, event
-from server.engine import GenerationError
+from qwen_serve.server.api.sse import EventStream, encode, ending, event
+from qwen_serve.server.engine import GenerationError
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST"}
 

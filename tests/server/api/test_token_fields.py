@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.sampling import spellings
+from qwen_serve.server.api.sampling import spellings
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_completions import events

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server.chat import Prompter
-from server.engine import Vocab
-from server.engine.llama import Model
+from qwen_serve.llamacpp import Model
+from qwen_serve.server.chat import Prompter
+from qwen_serve.server.engine import Vocab
 
 TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
 

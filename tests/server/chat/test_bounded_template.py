@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server.chat import bounded_template
-from server.chat.errors import PromptError
-from server.chat.template import ChatTemplate
+from qwen_serve.server.chat import bounded_template
+from qwen_serve.server.chat.errors import PromptError
+from qwen_serve.server.chat.template import ChatTemplate
 
 DOUBLED = """{{% set ns = namespace(s='x') %}}
 {{% for _ in range(60) %}}{{% set ns.s = ns.s {} ns.s %}}{{% endfor %}}"""

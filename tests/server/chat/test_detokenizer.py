@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from server.chat import Detokenizer, StopStrings
-from server.engine import Vocab
+from qwen_serve.server.chat import Detokenizer, StopStrings
+from qwen_serve.server.engine import Vocab
 
 fuzz = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 

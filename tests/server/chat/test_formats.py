@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from server.chat.formats import compose, json_format
+from qwen_serve.server.chat.formats import compose, json_format
 from tests.server.chat.test_structural_tags import tokenizer
 
 VALUE: Any = {"a": [1, {"b": "  \n\n\n  "}], "c": {}}

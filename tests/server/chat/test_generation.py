@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from server.chat import StopStrings, TextGeneration, generate
-from server.engine import Engine, EngineSettings, GenerationError, SamplingParams, ThinkingLimits
+from qwen_serve.server.chat import StopStrings, TextGeneration, generate
+from qwen_serve.server.engine import Engine, EngineSettings, GenerationError, SamplingParams, ThinkingLimits
 from tests.server.api.fakes import FakeVocab
 from tests.server.chat.test_detokenizer import detokenizer
 

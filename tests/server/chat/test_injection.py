@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from server.chat import Prompter, PromptError
-from server.chat.provenance import AddedTokens, choose_sentinel
-from server.chat.template import ChatTemplate
-from server.engine import Vocab
+from qwen_serve.server.chat import Prompter, PromptError
+from qwen_serve.server.chat.provenance import AddedTokens, choose_sentinel
+from qwen_serve.server.chat.template import ChatTemplate
+from qwen_serve.server.engine import Vocab
 from tests.server.chat.conftest import TEMPLATE
 
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from server.chat import Prompter, PromptError
-from server.chat.messages import check_messages, check_tools, separate_reasoning
+from qwen_serve.server.chat import Prompter, PromptError
+from qwen_serve.server.chat.messages import check_messages, check_tools, separate_reasoning
 from tests.server.chat.conftest import TEMPLATE
 
 USER = {"role": "user", "content": "Hi"}

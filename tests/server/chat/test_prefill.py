@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.chat import Prompter, PromptError
+from qwen_serve.server.chat import Prompter, PromptError
 from tests.server.chat.conftest import TEMPLATE
 from tests.server.chat.test_messages import StubVocab
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.chat import Arguments, Content, Part, Reasoning, ReplyParser, ToolCall
+from qwen_serve.server.chat import Arguments, Content, Part, Reasoning, ReplyParser, ToolCall
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -14,9 +14,9 @@ import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher
 
-from server.chat import PromptError
-from server.chat.formats import compose, grammar_format, json_format, tool_format
-from server.chat.schemas import TEXTS, closed, understood, written_length
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.chat.formats import compose, grammar_format, json_format, tool_format
+from qwen_serve.server.chat.schemas import TEXTS, closed, understood, written_length
 from tests.server.chat.test_structural_tags import tokenizer
 
 if TYPE_CHECKING:

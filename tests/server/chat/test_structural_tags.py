@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from server.chat import PromptError
-from server.chat.formats import compose
-from server.chat.structural_tags import structural_tag_format
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.chat.formats import compose
+from qwen_serve.server.chat.structural_tags import structural_tag_format
 
 SPECIAL = ("<tool_call>", "</tool_call>", "</think>")
 

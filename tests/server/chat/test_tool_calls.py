@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat.scanner import Reading, Scanner
-from server.chat.tool_calls import CLOSE, OPEN, CallReader, ToolSchemas
+from qwen_serve.server.chat.scanner import Reading, Scanner
+from qwen_serve.server.chat.tool_calls import CLOSE, OPEN, CallReader, ToolSchemas
 from tests.chat_templates.test_templates import template
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.engine.errors import LlamaError
-from server.engine.llama import DeviceSampler
+from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from server.engine.llama import DeviceSampler
+from qwen_serve.llamacpp import DeviceSampler
 
 
 class SmallVocab:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from server.engine import Engine, EngineSettings, FinishReason, SamplingParams, Vocab
-from server.engine.llama import Context, ContextOptions, Model
+from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.server.engine import Engine, EngineSettings, FinishReason, SamplingParams, Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine import Generation
+    from qwen_serve.server.engine import Generation
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""

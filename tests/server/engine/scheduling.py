@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from server.engine.prefill_budget import PrefillBudget
-from server.engine.prefix_cache import PrefixCache
-from server.engine.sampling import Sampler
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Sequence
-from server.engine.states import StateStore
+from qwen_serve.server.engine.prefill_budget import PrefillBudget
+from qwen_serve.server.engine.prefix_cache import PrefixCache
+from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.scheduler import Scheduler
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.states import StateStore
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
-    from server.engine.batch import Batch
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch
 
 
 class NoSampler:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
-from server.chat.formats import compose, json_format, regex_format
-from server.engine import Engine, SamplingParams
-from server.engine.sequence_ids import SequenceIds
-from server.engine.speculation.dflash import DflashDrafter
-from server.engine.speculation.mtp import MtpDrafter
-from server.engine.speculation.ngram import NgramDrafter
+from qwen_serve.server.chat.formats import compose, json_format, regex_format
+from qwen_serve.server.engine import Engine, SamplingParams
+from qwen_serve.server.engine.sequence_ids import SequenceIds
+from qwen_serve.server.engine.speculation.dflash import DflashDrafter
+from qwen_serve.server.engine.speculation.mtp import MtpDrafter
+from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
 
 LONGEST = 150
 TURN = (3585, 332, 198, 3608, 258, 3609, 258)
@@ -152,8 +152,8 @@ async def test_answers_stay_and_nothing_is_left(
     plain: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
-    monkeypatch.setattr("server.engine.scheduler.GROWTH", 1)  # admit more than can end
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("qwen_serve.server.engine.scheduler.GROWTH", 1)  # admit more than can end
     beside = {"draft_model": nano_draft_f32} if "drafter" in combination else {}
     with running(nano_f32, **EXACT, **COMBINATIONS[combination], **beside) as engine:
         for again in range(2):

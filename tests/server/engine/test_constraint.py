@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams
-from server.engine.llama import DeviceSampler
-from server.engine.sampling import RowNotKept, Sampler
+from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine.sampling import RowNotKept, Sampler
 from tests.server.engine.constraints import Fickle
 from tests.server.engine.fake_rows import DeviceRows, HostRows, SmallVocab
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
 
 if TYPE_CHECKING:
-    from server.engine import Engine
-    from server.engine.constraint import Constraint, Mask
-    from server.engine.llama import Rows
-    from server.engine.vocab import Vocab
+    from qwen_serve.llamacpp import Rows
+    from qwen_serve.server.engine import Engine
+    from qwen_serve.server.engine.constraint import Constraint, Mask
+    from qwen_serve.server.engine.vocab import Vocab
 
 N = 48
 PROMPTS = [random_prompt(random.Random(i), length) for i, length in enumerate((3, 40, 150, 7))]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams
-from server.engine.warmup import rows_are_the_same
+from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine.warmup import rows_are_the_same
 from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, settings
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine import Engine
+    from qwen_serve.server.engine import Engine
 
 MODES: dict[str, dict[str, Any]] = {
     "as it is": {"threads": 2},
@@ -69,9 +69,9 @@ async def test_an_answer_is_the_same_in_any_company(
     rng = random.Random(mode)
     asked = requests(rng)
     if mode == "rows by themselves":
-        monkeypatch.setattr("server.engine.warmup.rows_are_the_same", lambda *_: False)
+        monkeypatch.setattr("qwen_serve.server.engine.warmup.rows_are_the_same", lambda *_: False)
     if mode == "host":
-        monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 64)
+        monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 64)
     options = {"deterministic": True, "parallel": 6, "ctx_size": 6 * 1024, **MODES[mode]}
     with running(nano_q4_k_m, **options, prefix_cache=False) as engine:
         alone = [(await ask(engine, request)).tokens for request in asked]

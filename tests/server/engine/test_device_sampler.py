@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from server.engine.llama import (
+from qwen_serve.llamacpp import (
     N_CANDIDATES,
     Context,
     ContextOptions,
@@ -22,13 +22,13 @@ from server.engine.llama import (
     ggml,
     supports_gpu,
 )
-from server.engine.llama.device_sampler import DeviceSamplers, n_blocks
-from server.engine.llama.devices import _dev_get
-from server.engine.llama.rows import best_but_ends, best_tokens, guesses, log_sums
-from server.engine.logprobs import Logprobs, Scores, log_softmax
-from server.engine.sampling import Sampler, SamplingParams, best_of
-from server.engine.vocab import Vocab
-from server.engine.warmup import time_prompt, warm_up
+from qwen_serve.llamacpp.device_sampler import DeviceSamplers, n_blocks
+from qwen_serve.llamacpp.devices import _dev_get
+from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
+from qwen_serve.server.engine.logprobs import Logprobs, Scores, log_softmax
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams, best_of
+from qwen_serve.server.engine.vocab import Vocab
+from qwen_serve.server.engine.warmup import time_prompt, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,9 +129,9 @@ def test_candidates_are_the_best_tokens_with_their_logits(
     model: Model, logits: npt.NDArray[np.float32], sortable: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sorted as a whole, and by blocks, once, twice or more."""
-    monkeypatch.setattr("server.engine.llama.top_k.SORTABLE", sortable)
+    monkeypatch.setattr("qwen_serve.llamacpp.top_k.SORTABLE", sortable)
     for module in ("device_sampler", "rows"):
-        monkeypatch.setattr(f"server.engine.llama.{module}.N_CANDIDATES", k)
+        monkeypatch.setattr(f"qwen_serve.llamacpp.{module}.N_CANDIDATES", k)
     context = make(model, DeviceSampler.TOP_K)
     rows = decode(context)
     real = allowed(model, logits, ends=True)

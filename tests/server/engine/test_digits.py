@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from server.engine.digits import MOST_DIGITS
-from server.engine.grammar import GrammarCompiler
-from server.engine.llama import Model
-from server.engine.llama.tokenizer import llguidance_tokenizer
+from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
+from qwen_serve.server.engine.digits import MOST_DIGITS
+from qwen_serve.server.engine.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from server.engine.grammar import GrammarConstraint
+    from qwen_serve.server.engine.grammar import GrammarConstraint
 
 N = MOST_DIGITS
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.engine import (
+from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.server.engine import (
     Engine,
     EngineDead,
     Generation,
@@ -23,11 +25,9 @@ from server.engine import (
     QueueFull,
     SamplingParams,
 )
-from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import DeviceSampler
-from server.engine.outputs import OutputQueue
-from server.engine.sampling import Sampler
-from server.engine.speculation.ngram import NgramDrafter
+from qwen_serve.server.engine.outputs import OutputQueue
+from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from server.engine.sequence import Sequence
+    from qwen_serve.server.engine.sequence import Sequence
 
 ENDLESS = SamplingParams(ignore_eos=True)
 PROMPT = list(range(300, 320))
@@ -165,7 +165,7 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
 async def test_a_slot_forgets_what_only_one_request_needed(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.engine.runner.PATIENCE", 30)
+    monkeypatch.setattr("qwen_serve.server.engine.runner.PATIENCE", 30)
     with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
         kinds = engine._parts.context.samplers.kinds
         expected = await ask(engine, Request(PROMPT, 50))
@@ -256,7 +256,7 @@ def test_bad_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch
         engine.prompt([0.5])  # type: ignore[list-item]
     with pytest.raises(InvalidPrompt, match="integers"):
         engine.prompt([[1], [2]])  # type: ignore[list-item]
-    monkeypatch.setattr("server.engine.engine.PIECE", 4)
+    monkeypatch.setattr("qwen_serve.server.engine.engine.PIECE", 4)
     with pytest.raises(InvalidPrompt, match="token 9 of the prompt is -3"):
         engine.prompt([*range(300, 309), -3])
     assert engine.prompt(PROMPT).ids == PROMPT
@@ -413,7 +413,7 @@ async def test_a_request_that_can_not_be_taken_in_fails_alone(
                 raise MemoryError("no room for a sampler")
             super().__init__(params, *how)
 
-    monkeypatch.setattr("server.engine.engine.Sampler", Picky)
+    monkeypatch.setattr("qwen_serve.server.engine.engine.Sampler", Picky)
     healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
     broken = ask_for(engine, 40, params=replace(ENDLESS, seed=13), stream=stream)
     with pytest.raises(GenerationError, match="no room for a sampler"):

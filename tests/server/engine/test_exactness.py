@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams
-from server.engine.llama import supports_gpu
+from qwen_serve.llamacpp import supports_gpu
+from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,

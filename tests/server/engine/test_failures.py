@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.api.metrics import Metrics
-from server.engine.errors import LlamaError
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.api.metrics import Metrics
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from server.engine import Engine
+    from qwen_serve.server.engine import Engine
 
 N = 40
 
@@ -78,7 +78,7 @@ async def test_copies_of_checkpoints_to_the_host_and_back(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": "both", "draft_always": True}
     with running(nano_f32, **EXACT, **host) as engine:
         context = engine._parts.context
@@ -99,7 +99,7 @@ async def test_copies_of_what_a_drafter_has(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:
@@ -179,7 +179,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And whatever goes wrong around it: the answers are those without drafts, and the engine lives."""
-    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.engine import EngineDead, InvalidGrammar, QueueFull
-from server.engine.grammar import WAITING, GrammarCompiler
-from server.engine.grammar_trial import GrammarTrial
-from server.engine.llama import Model
-from server.engine.llama.tokenizer import llguidance_tokenizer
+from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
+from qwen_serve.server.engine import EngineDead, InvalidGrammar, QueueFull
+from qwen_serve.server.engine.grammar import WAITING, GrammarCompiler
+from qwen_serve.server.engine.grammar_trial import GrammarTrial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

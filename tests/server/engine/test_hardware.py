@@ -6,8 +6,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from server.engine import hardware, loading
-from server.engine.loading import decide
+from qwen_serve.server.engine import hardware, loading
+from qwen_serve.server.engine.loading import decide
 from tests.server.engine.helpers import settings
 
 if TYPE_CHECKING:

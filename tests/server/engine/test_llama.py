@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine import Vocab
-from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import (
+from qwen_serve.llamacpp import (
     Context,
     ContextOptions,
     Model,
@@ -22,6 +20,8 @@ from server.engine.llama import (
     takes_rows,
     tapped_log,
 )
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.server.engine import Vocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

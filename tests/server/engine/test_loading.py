@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from server.engine import DoesNotFit
-from server.engine.errors import LlamaError
-from server.engine.gguf import read_header
-from server.engine.llama import Context, Model
-from server.engine.loading import PREFILL_CPU, Parts, decide
-from server.engine.prefill_budget import MIN_PREFILL
-from server.engine.profile import StartProfile, StepProfile
-from server.engine.sizes import plan_memory
+from qwen_serve.llamacpp import Context, Model
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine import DoesNotFit
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, decide
+from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
+from qwen_serve.server.engine.profile import StartProfile, StepProfile
+from qwen_serve.server.engine.sizes import plan_memory
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from server.engine.batch import Batch
+    from qwen_serve.server.engine.batch import Batch
 
 
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
@@ -43,7 +43,7 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
             close(self)
 
         monkeypatch.setattr(kind, "close", close)
-    monkeypatch.setattr("server.engine.loading.MtpContext", refuse)
+    monkeypatch.setattr("qwen_serve.server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
         Parts(plan, StepProfile(), StartProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
@@ -52,7 +52,7 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
 def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu = settings(nano_q4_k_m, n_gpu_layers=-1)
     assert decide(on_a_gpu).speculation == "ngram"
-    monkeypatch.setattr("server.engine.loading.supports_gpu", lambda: True)
+    monkeypatch.setattr("qwen_serve.server.engine.loading.supports_gpu", lambda: True)
     assert decide(on_a_gpu).speculation == "both"
     assert decide(settings(nano_q4_k_m)).speculation == "ngram", "no layers are there"
     assert decide(on_a_gpu.replace(speculation="mtp")).speculation == "mtp"
@@ -75,7 +75,7 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
     tokens = parts.scheduler.prefill_budget.tokens
     assert tokens in range(64, 2048 + 1, 64)
     assert f"a step reads up to {tokens} prompt tokens, " in caplog.text
-    monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
+    monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", lambda *_: 1000.0)
     parts.warm_up()
     assert parts.scheduler.prefill_budget.tokens == MIN_PREFILL, "it is slow"
     parts.close()

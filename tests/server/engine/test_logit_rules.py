@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from server.engine import NoTokenLeft, SamplingParams
-from server.engine.sampling import Sampler
+from qwen_serve.server.engine import NoTokenLeft, SamplingParams
+from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from server.engine import Vocab
+    from qwen_serve.server.engine import Vocab
 
 N = 8
 ENDS = frozenset({6})

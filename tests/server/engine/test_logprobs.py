@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from server.engine import SamplingParams, ThinkingLimits
-from server.engine.llama import N_CANDIDATES, DeviceSampler, Rows
-from server.engine.logprobs import Logprobs, log_softmax
+from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Rows
+from qwen_serve.server.engine import SamplingParams, ThinkingLimits
+from qwen_serve.server.engine.logprobs import Logprobs, log_softmax
 from tests.server.engine.constraints import Fickle
 from tests.server.engine.helpers import (
     EXACT,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine import Engine, Generation
+    from qwen_serve.server.engine import Engine, Generation
 
 TOP = 20
 CLOSE = 2e-4

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine import memory
-from server.engine.gguf import read_header
-from server.engine.loading import PREFILL_CPU, decide
-from server.engine.measured import Buffers, Measured, RecordFile
-from server.engine.model_spec import ModelSpec
-from server.engine.prefill_budget import MIN_PREFILL
-from server.engine.settings import EngineSettings
-from server.engine.sizes import plan_memory
-from server.engine.speculation.timer import StepTimer
-from server.engine.speculation.times import StepTimes
-from server.engine.warmup import time_prompt
+from qwen_serve.server.engine import memory
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.loading import PREFILL_CPU, decide
+from qwen_serve.server.engine.measured import Buffers, Measured, RecordFile
+from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
+from qwen_serve.server.engine.settings import EngineSettings
+from qwen_serve.server.engine.sizes import plan_memory
+from qwen_serve.server.engine.speculation.timer import StepTimer
+from qwen_serve.server.engine.speculation.times import StepTimes
+from qwen_serve.server.engine.warmup import time_prompt
 from tests.server.engine.helpers import Request, ask_all, running
 
 
@@ -41,7 +41,7 @@ def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return time_prompt(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StepTimer, "rehearse", watched_steps)
-    monkeypatch.setattr("server.engine.warmup.time_prompt", watched_prompt)
+    monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", watched_prompt)
     return done
 
 
@@ -63,7 +63,7 @@ def test_what_steps_have_shown_of_prompts_serves_the_next_start(
     nano_q4_k_m: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that something else held up does so once."""
-    monkeypatch.setattr("server.engine.warmup.time_prompt", lambda *_: 1000.0)
+    monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", lambda *_: 1000.0)
     changes = {"speculation": "off", "ubatch_size": 32, "prefill_seconds": 10.0}
     with running(nano_q4_k_m, **changes) as engine:
         budget = engine._scheduler.prefill_budget

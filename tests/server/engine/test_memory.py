@@ -10,18 +10,24 @@ from typing import Any
 
 import pytest
 
-from server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory, sizes
-from server.engine.contexts import context_options, draft_context, head_options, load_draft, uses_mtp
-from server.engine.errors import LlamaError
-from server.engine.gguf import Header, Value, read_header
-from server.engine.llama import Context, Device, Model, supports_gpu
-from server.engine.llama.mtp import MtpContext
-from server.engine.loading import decide
-from server.engine.memory import MemoryPlan
-from server.engine.model_file import ModelFile
-from server.engine.model_spec import ModelSpec
-from server.engine.sequence_ids import SequenceIds
-from server.engine.sizes import plan_memory
+from qwen_serve.llamacpp import Context, Device, Model, supports_gpu
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError, memory, sizes
+from qwen_serve.server.engine.contexts import (
+    context_options,
+    draft_context,
+    head_options,
+    load_draft,
+    uses_mtp,
+)
+from qwen_serve.server.engine.gguf import Header, Value, read_header
+from qwen_serve.server.engine.loading import decide
+from qwen_serve.server.engine.memory import MemoryPlan
+from qwen_serve.server.engine.model_file import ModelFile
+from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.sequence_ids import SequenceIds
+from qwen_serve.server.engine.sizes import plan_memory
 from tests.server.engine.helpers import settings
 
 ON_GPU = [
@@ -677,7 +683,7 @@ def test_a_context_that_llama_cpp_refuses_is_reported(
     def refuse(*_: object) -> None:
         raise LlamaError("failed to allocate compute pp buffers")
 
-    monkeypatch.setattr("server.engine.loading.Context", refuse)
+    monkeypatch.setattr("qwen_serve.server.engine.loading.Context", refuse)
     with pytest.raises(DoesNotFit, match=r"(?s)failed to allocate.*lower ctx_size \(2048\).*The plan was"):
         Engine(settings(nano_f16))
 

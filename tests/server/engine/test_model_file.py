@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from server.engine import Engine, ModelLoadError, contexts, model_file
-from server.engine.llama import Model
-from server.engine.model_file import BLOCK, ModelFile
+from qwen_serve.llamacpp import Model
+from qwen_serve.server.engine import Engine, ModelLoadError, contexts, model_file
+from qwen_serve.server.engine.model_file import BLOCK, ModelFile
 from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
 
 if TYPE_CHECKING:

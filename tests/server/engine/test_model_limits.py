@@ -14,10 +14,10 @@ import gguf
 import numpy as np
 import pytest
 
-from server.engine import Engine, EngineSettings, ModelLoadError
-from server.engine.draft_spec import DraftSpec
-from server.engine.gguf import read_header
-from server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError
+from qwen_serve.server.engine.draft_spec import DraftSpec
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

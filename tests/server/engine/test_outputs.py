@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from server.engine import Generation, GenerationError, Timings
-from server.engine.outputs import OutputQueue
+from qwen_serve.server.engine import Generation, GenerationError, Timings
+from qwen_serve.server.engine.outputs import OutputQueue
 
 
 def generation() -> Generation:

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from server.engine.llama import HAS_RING, SHARES_SNAPSHOTS, patches
-from server.engine.llama.patches import HIDE, RING, SHARED_SNAPSHOTS
+from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches
+from qwen_serve.llamacpp.patches import HIDE, RING, SHARED_SNAPSHOTS
 
 TELL = (
-    "from server.engine.llama import HAS_RING, SHARES_SNAPSHOTS, patches; "
-    "from server.engine.llama.snapshots import n_rs_seq; "
+    "from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches; "
+    "from qwen_serve.llamacpp.snapshots import n_rs_seq; "
     "print(HAS_RING, SHARES_SNAPSHOTS, n_rs_seq(3) == 3, *patches())"
 )
 

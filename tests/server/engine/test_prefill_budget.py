@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.prefill_budget import MIN_PREFILL, PrefillBudget
+from qwen_serve.server.engine.prefill_budget import MIN_PREFILL, PrefillBudget
 
 
 def started(seconds: float, each: float, ubatch: int, most: int, fixed: int = 0) -> PrefillBudget:

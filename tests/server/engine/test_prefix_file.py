@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.engine import SamplingParams
-from server.engine.prefix_cache import PrefixFile, PrefixFileError
+from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
 from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
 from tests.server.engine.test_deterministic import requests
 
@@ -141,7 +141,7 @@ async def test_a_disk_that_refuses_costs_the_file_alone(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("server.engine.prefix_cache.file._put", full)
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.file._put", full)
     with running(nano_f32, **EXACT, prefix_file=file) as engine:
         await ask(engine, Request(random_prompt(random.Random(7), 300), 4))
     assert any("No space left" in line for line in caplog.messages)

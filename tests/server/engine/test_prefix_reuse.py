@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.engine import Engine
-from server.engine.prefix_cache.cache import MIN_GAIN
-from server.engine.sequence import DraftCounts
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
+from qwen_serve.server.engine.sequence import DraftCounts
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -138,7 +138,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 async def test_answers_are_those_without_the_cache(
     configuration: str, nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.engine.prefix_cache.cache.MIN_RESTORE", 32)
+    monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     rng = random.Random(configuration)
     settings = CONFIGURATIONS[configuration]
     keeps_all = ALL.items() <= settings.items()

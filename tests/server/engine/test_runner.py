@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from server.engine.batch import Batch
-from server.engine.llama import DeviceSampler
-from server.engine.profile import StepProfile
-from server.engine.runner import PATIENCE, Runner
-from server.engine.sequence import Sequence
+from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.profile import StepProfile
+from qwen_serve.server.engine.runner import PATIENCE, Runner
+from qwen_serve.server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
-    from server.engine.llama import Context
-    from server.engine.sampling import Sampler
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.sampling import Sampler
 
 
 class Needs:

@@ -9,11 +9,11 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from server.engine.errors import FormatTooComplex
-from server.engine.llama import Context, ContextOptions, DeviceSampler, Model, SamplerChain
-from server.engine.sampling import Penalties, RowNotKept, Sampler, SamplingParams
-from server.engine.thinking import ThinkingLimits
-from server.engine.vocab import Vocab
+from qwen_serve.llamacpp import Context, ContextOptions, DeviceSampler, Model, SamplerChain
+from qwen_serve.server.engine.errors import FormatTooComplex
+from qwen_serve.server.engine.sampling import Penalties, RowNotKept, Sampler, SamplingParams
+from qwen_serve.server.engine.thinking import ThinkingLimits
+from qwen_serve.server.engine.vocab import Vocab
 from tests.server.engine.fake_rows import DeviceRows, HostRows
 from tests.server.engine.fake_rows import SmallVocab as RowVocab
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine.constraint import Constraint
-    from server.engine.llama import Rows
-    from server.engine.thinking import ThinkingWatch
+    from qwen_serve.llamacpp import Rows
+    from qwen_serve.server.engine.constraint import Constraint
+    from qwen_serve.server.engine.thinking import ThinkingWatch
 
 
 class SmallVocab:

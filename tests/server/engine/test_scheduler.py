@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.prefill_budget import PrefillBudget
-from server.engine.scheduler import Reproducible
+from qwen_serve.server.engine.prefill_budget import PrefillBudget
+from qwen_serve.server.engine.scheduler import Reproducible
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
 

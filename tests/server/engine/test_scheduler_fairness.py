@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, used
 
 if TYPE_CHECKING:
-    from server.engine.scheduler import Scheduler
-    from server.engine.sequence import Sequence
+    from qwen_serve.server.engine.scheduler import Scheduler
+    from qwen_serve.server.engine.sequence import Sequence
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine import EngineSettings
+from qwen_serve.server.engine import EngineSettings
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_packed_value_cache_needs_flash_attention() -> None:
 
 
 def test_threads_are_counted_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.engine.settings.physical_cores", lambda: 3)
+    monkeypatch.setattr("qwen_serve.server.engine.settings.physical_cores", lambda: 3)
     EngineSettings(model=Path("a.gguf"), threads=12, threads_batch=12)
     with pytest.raises(ValueError, match=r"(?s)threads.*at most 12, 4 for each physical core"):
         EngineSettings(model=Path("a.gguf"), threads=13)

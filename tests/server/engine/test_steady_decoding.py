@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from server.engine import GenerationError, SamplingParams
-from server.engine.llama import Rows
-from server.engine.runner import Runner
+from qwen_serve.llamacpp import Rows
+from qwen_serve.server.engine import GenerationError, SamplingParams
+from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from server.engine.batch import Batch
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:

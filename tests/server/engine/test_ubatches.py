@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.ubatches import ubatches
+from qwen_serve.server.engine.ubatches import ubatches
 
 
 def test_as_many_tokens_of_each_as_the_shortest_has_left() -> None:

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from server.engine import GenerationError, SamplingParams
+from qwen_serve.server.engine import GenerationError, SamplingParams
 from tests.server.engine.helpers import EXACT, running
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from server.engine import Engine
+    from qwen_serve.server.engine import Engine
 
 PROMPT = [*range(300, 330)]
 POISON = 400
@@ -77,7 +77,7 @@ def test_every_way_to_choose_a_token_says_so(broken: Path, sampling: str) -> Non
     with running(broken, sampling=sampling, speculation="off", remember=False) as engine:
         if sampling == "device":
             # not by its own comparison at the start, which finds the device's rows unusable, too
-            from server.engine.llama import DeviceSampler
+            from qwen_serve.llamacpp import DeviceSampler
 
             engine._parts.context.set_samplers(DeviceSampler.BEST)
         for name, params in PARAMS.items():

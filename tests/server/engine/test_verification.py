@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.batch import Batch
-from server.engine.llama import DeviceSampler
-from server.engine.profile import StepProfile
-from server.engine.runner import Runner
-from server.engine.sequence import Sequence
-from server.engine.verification import sample
+from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.profile import StepProfile
+from qwen_serve.server.engine.runner import Runner
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import sample
 from tests.server.engine.fake_context import FakeContext, FakeRows
 
 if TYPE_CHECKING:
-    from server.engine.batch import Sampled
-    from server.engine.llama import Context, Rows
-    from server.engine.sampling import Sampler
+    from qwen_serve.llamacpp import Context, Rows
+    from qwen_serve.server.engine.batch import Sampled
+    from qwen_serve.server.engine.sampling import Sampler
 
 END = 9_999
 ENDS = frozenset({END})

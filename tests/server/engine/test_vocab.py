@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.engine import InvalidPrompt
-from server.engine.llama import Model
-from server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab, _stands_alone
+from qwen_serve.llamacpp import Model
+from qwen_serve.server.engine import InvalidPrompt
+from qwen_serve.server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab, _stands_alone
 
 ODD = [
     "\n",
@@ -166,7 +166,7 @@ def test_a_text_in_blocks_has_the_ids_of_the_whole(
 def test_random_texts_have_the_ids_of_the_whole(
     model: Model, vocab: Vocab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.engine.vocab.BLOCK", 8)  # so that there are many cuts
+    monkeypatch.setattr("qwen_serve.server.engine.vocab.BLOCK", 8)  # so that there are many cuts
     random = Random(1)
     for _ in range(int(os.environ.get("FUZZ_CASES", "60"))):
         text = "".join(random.choices([*NEAR, *ODD, *vocab.added_tokens, "word", "Ünter"], k=1000))

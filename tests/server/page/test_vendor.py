@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from server.api.page import FOLDER
+from qwen_serve.server.api.page import FOLDER
 
 VERSIONS = {
     "marked.umd.js": "marked v",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from server.chat import Prompter
-from server.engine.prefix_cache.cache import MIN_GAIN
-from server.engine.sequence import Sequence
+from qwen_serve.server.chat import Prompter
+from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
+from qwen_serve.server.engine.sequence import Sequence
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World
 from tests.server.engine.scheduling import NO_SAMPLER
@@ -20,8 +20,8 @@ from tests.server.engine.scheduling import NO_SAMPLER
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from server.engine import Vocab
-    from server.engine.batch import Batch
+    from qwen_serve.server.engine import Vocab
+    from qwen_serve.server.engine.batch import Batch
 
 TEMPLATE = Path(__file__).parents[4] / "chat_templates" / "qwen3_5.jinja"
 ROLES = {"user": 400, "assistant": 401, "system": 402}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.prefix_cache.ghost import BLOCK
-from server.engine.sequence import CacheMiss, Sequence
+from qwen_serve.server.engine.prefix_cache.ghost import BLOCK
+from qwen_serve.server.engine.sequence import CacheMiss, Sequence
 from tests.server.engine.prefix_cache.world import World, nodes_of
 
 COMMON = list(range(1000, 1100))
@@ -427,7 +427,7 @@ def prompt(plan: Plan) -> list[int]:
     draft_rows=st.sampled_from([0, 20]),
     fails=st.sampled_from([0.0, 0.5]),
 )
-@mock.patch("server.engine.prefix_cache.cache.MIN_RESTORE", 20)
+@mock.patch("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 20)
 def test_every_request_computes_on_from_what_it_really_holds(
     mix: list[Plan],
     slots: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from server.engine.prefix_cache.ghost import BLOCK, GhostCache
+from qwen_serve.server.engine.prefix_cache.ghost import BLOCK, GhostCache
 
 
 def test_it_knows_the_beginnings_that_texts_share() -> None:

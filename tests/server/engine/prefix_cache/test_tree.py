@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.prefix_cache import Node, Tree
+from qwen_serve.server.engine.prefix_cache import Node, Tree
 from tests.server.engine.prefix_cache.world import nodes_of
 
 Prefix = tuple[int, ...]

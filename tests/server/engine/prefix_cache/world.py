@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from server.engine.prefix_cache import Node, PrefixCache, Tree
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Sequence
+from qwen_serve.server.engine.prefix_cache import Node, PrefixCache, Tree
+from qwen_serve.server.engine.scheduler import Scheduler
+from qwen_serve.server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
-    from server.engine.batch import Batch
+    from qwen_serve.server.engine.batch import Batch
 
 
 def nodes_of(tree: Tree) -> list[Node]:

@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from server.engine.batch import Batch, Chunk
-from server.engine.sequence import Sequence
-from server.engine.speculation.base import Draft, DraftRequest
-from server.engine.speculation.controller import Controller
-from server.engine.speculation.hidden import HiddenDrafter
-from server.engine.speculation.ngram import NgramDrafter
-from server.engine.speculation.speculator import Speculator
-from server.engine.speculation.times import StepTimes
-from server.engine.states import Backlog
+from qwen_serve.server.engine.batch import Batch, Chunk
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.speculation.base import Draft, DraftRequest
+from qwen_serve.server.engine.speculation.controller import Controller
+from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
+from qwen_serve.server.engine.speculation.ngram import NgramDrafter
+from qwen_serve.server.engine.speculation.speculator import Speculator
+from qwen_serve.server.engine.speculation.times import StepTimes
+from qwen_serve.server.engine.states import Backlog
 from tests.server.engine.speculation.helpers import sequence
 
 Table = Callable[[int, int], float]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.engine.sequence import Sequence
+from qwen_serve.server.engine.sequence import Sequence
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
-    from server.engine.speculation import Drafter, Speculator
+    from qwen_serve.server.engine.speculation import Drafter, Speculator
 
 
 def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:

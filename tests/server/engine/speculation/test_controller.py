@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.batch import Batch
-from server.engine.speculation.controller import (
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.speculation.controller import (
     COOLDOWN_ALONE,
     COOLDOWN_FIRST,
     COOLDOWN_LAST,
@@ -27,8 +27,8 @@ from server.engine.speculation.controller import (
     Option,
     Step,
 )
-from server.engine.speculation.speculator import COLLECT, SPARSE
-from server.engine.speculation.times import StepTimes
+from qwen_serve.server.engine.speculation.speculator import COLLECT, SPARSE
+from qwen_serve.server.engine.speculation.times import StepTimes
 from tests.marks import slow_but
 from tests.server.engine.speculation.card import ANYONE, BUILD, Table, World, faster, h200, on_h200
 

@@ -11,12 +11,12 @@ import pytest
 
 from models.nano.train import heldout
 from models.nano.train.document import prompt_text
-from server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams, contexts, memory
-from server.engine.draft_spec import DraftSpec
-from server.engine.gguf import read_header
-from server.engine.llama import HAS_RING, layers
-from server.engine.model_spec import ModelSpec
-from server.engine.speculation.base import Drafter
+from qwen_serve.llamacpp import HAS_RING, layers
+from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams, contexts, memory
+from qwen_serve.server.engine.draft_spec import DraftSpec
+from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.speculation.base import Drafter
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
 

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.speculation.health import DISABLED_AFTER, DISABLED_FIRST
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.server.engine.speculation.health import DISABLED_AFTER, DISABLED_FIRST
 from tests.server.engine.speculation.card import World, on_h200
 
 if TYPE_CHECKING:
-    from server.engine.batch import Batch
+    from qwen_serve.server.engine.batch import Batch
 
 ERRORS = [
     LlamaError("llama_decode returned -3"),

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from server.engine import contexts, memory
-from server.engine.batch import Batch
-from server.engine.llama import Ring, layers
-from server.engine.sequence import Sequence
-from server.engine.states import Backlog
+from qwen_serve.llamacpp import Ring, layers
+from qwen_serve.server.engine import contexts, memory
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.states import Backlog
 from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.scheduling import NO_SAMPLER
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from server.engine import Engine
-    from server.engine.llama import Context
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine import Engine
 
 WINDOW = 48
 MIXES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from server.engine.errors import LlamaError
-from server.engine.speculation.dflash import DflashDrafter, host_bytes
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.speculation.dflash import DflashDrafter, host_bytes
 
 WINDOW, WIDTH, SLOTS = 32, 6, 2
 

@@ -11,12 +11,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama.mtp import MtpContext
-from server.engine.sequence import Sequence
-from server.engine.sequence_ids import MTP_SEQUENCES
-from server.engine.speculation.base import Drafter, DraftRequest
-from server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.sequence_ids import MTP_SEQUENCES
+from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
+from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
 from tests.server.engine.speculation.helpers import sequence
 
 SLOTS = 3

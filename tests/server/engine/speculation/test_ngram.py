@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.sequence import Sequence
-from server.engine.speculation.base import Draft, Drafter, DraftRequest
-from server.engine.speculation.ngram import MATCHES, Lookup, NgramDrafter
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.speculation.base import Draft, Drafter, DraftRequest
+from qwen_serve.server.engine.speculation.ngram import MATCHES, Lookup, NgramDrafter
 from tests.server.engine.speculation.helpers import sequence
 
 texts = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, n), max_size=80))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from server.engine import Engine
+    from qwen_serve.server.engine import Engine
 
 ALL: dict[str, Any] = {
     **EXACT,

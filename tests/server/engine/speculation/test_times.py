@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from server.engine.speculation.times import FIRST, Mean, StepTimes
+from qwen_serve.server.engine.speculation.times import FIRST, Mean, StepTimes
 
 
 def card(rows: float) -> float:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from server.engine.states import CellAllocator, StreamCells
+from qwen_serve.server.engine.states import CellAllocator, StreamCells
 
 SLOTS, IDS, CELLS = 3, 7, 90
 

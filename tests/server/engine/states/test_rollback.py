@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from server.engine.batch import Batch
-from server.engine.errors import LlamaError
-from server.engine.llama import Context, ContextOptions, Model
-from server.engine.sequence import Sequence
-from server.engine.states import StateStore
+from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.states import StateStore
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT
 from tests.server.engine.scheduling import NO_SAMPLER

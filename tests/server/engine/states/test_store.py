@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from server.engine.batch import Batch
-from server.engine.errors import LlamaError, NoMemorySlot
-from server.engine.llama import Context, ContextOptions, Model
-from server.engine.sequence import Sequence
-from server.engine.states import StateStore
+from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.states import StateStore
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, store
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from server.engine.speculation.hidden import HiddenDrafter
+    from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 
 TOTAL, N_SEQ, SLOTS, N_UBATCH = 512, 8, 4, 64
 

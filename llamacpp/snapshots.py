@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from server.engine.errors import LlamaError
-
+from .errors import LlamaError
 from .patches import SHARED_SNAPSHOTS, brings
 
 if TYPE_CHECKING:

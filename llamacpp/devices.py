@@ -8,9 +8,8 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from server.engine.errors import LlamaError
-
 from . import ggml
+from .errors import LlamaError
 from .log import set_up
 
 CACHE_TYPES = {

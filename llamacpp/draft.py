@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
-from server.engine.errors import LlamaError, NoMemorySlot
-
 from .context import Context
+from .errors import LlamaError, NoMemorySlot
 from .layers import set_ring_rows
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from server.engine.errors import LlamaError, NoMemorySlot
-
 from . import layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
+from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .rows import Rows, matrix
 from .snapshots import Snapshots, n_rs_seq

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
-from server.engine.errors import LlamaError
-
 from . import ggml
+from .errors import LlamaError
 from .top_k import at_places, best_places, top_k
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from server.engine.errors import LlamaError
+from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 """Patches without which the server does something else."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from server.engine.errors import LlamaError
+from .errors import LlamaError
 
 _lib = ctypes.PyDLL(C._lib._name)
 
@@ -80,9 +80,7 @@ supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 F32, I32 = 0, 26
 _OBJECT_HEADER = 32  # sizeof(struct ggml_object)
 if tensor_overhead() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
-    raise LlamaError(
-        "this llama.cpp's struct ggml_tensor is not the one declared in server/engine/llama/ggml.py"
-    )
+    raise LlamaError("this llama.cpp's struct ggml_tensor is not the one declared in llamacpp/ggml.py")
 PAD = next(op for op in range(200) if op_name(op) == b"PAD")
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from server.engine.errors import LlamaError, ModelLoadError
-
 from .devices import buffer_type
+from .errors import LlamaError, ModelLoadError
 from .log import reason, set_up, tapped_log
 from .patches import amx_is_right
 
