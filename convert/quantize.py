@@ -6,15 +6,13 @@ crash in it is an error message here.
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+from qwen_serve.common.children import end_with_parent
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.llama import quantize_file
@@ -106,7 +104,7 @@ def _follow(messages: Connection, what: str, source: Path) -> None:
 def _work(job: Job, parent: Connection) -> None:
     """The child: quantizes, tells the parent of each tensor, and at last how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt too, and ends this process
-    threading.Thread(target=_end_with_parent, args=(job.out,), daemon=True).start()
+    end_with_parent(job.out)
 
     def send(message: Tensor | Outcome) -> None:
         with suppress(BrokenPipeError):  # the parent is gone, and so will be this process
@@ -128,15 +126,6 @@ def _work(job: Job, parent: Connection) -> None:
         send(Outcome(str(error)))
     else:
         send(Outcome(None))
-
-
-def _end_with_parent(out: Path) -> None:
-    """Waits for the parent's death, of SIGKILL too, and ends this process in the middle of its work."""
-    parent = parent_process()
-    assert parent is not None, "this is the child"
-    wait([parent.sentinel])
-    out.unlink(missing_ok=True)
-    os._exit(1)
 
 
 def _provenance(path: Path, imatrix: Imatrix) -> dict[str, str | int]:

@@ -1,19 +1,22 @@
 """What `qwen-serve serve MODEL` names: a GGUF, or a checkpoint that is converted once into the cache.
 
 A checkpoint is a folder, a hub id such as Qwen/Qwen3.5-4B, or `nano`, the tiny model that the package
-brings. The converter is a program of its own and runs as one: what it held in memory is free again before
-anything is served.
+brings. The converter is a program of its own and runs as one, in a process that ends with this one: what it
+held in memory is free again before anything is served.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-import subprocess
+import runpy
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen_serve.common.children import end_with_parent
 from qwen_serve.server.about import cache_folder, data_folder
 
 if TYPE_CHECKING:
@@ -70,13 +73,34 @@ def _converted(source: str, name: str, place: str, weights: tuple[str, str], *ar
     wanted = f"{name}-{level}.gguf"
     if HUB_ID.fullmatch(source) and (target := _file(folder, wanted)):
         return target
-    command = [sys.executable, "-m", "qwen_serve.convert", "--src", source, "--name", name, "--no-kld"]
-    command += [*weights, "--out", str(folder), *arguments]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # tables; progress is on stderr
+    flags = ["--src", source, "--name", name, "--no-kld", *weights, "--out", str(folder), *arguments]
+    status = _convert(flags)
     target = _file(folder, wanted)
-    if done.returncode != 0 or target is None:
+    if status != 0 or target is None:
         raise WeightsError(f"{source} could not be converted to {level}")
     return target
+
+
+def _convert(flags: list[str]) -> int | None:
+    """Runs the converter; its exit status."""
+    child = get_context("spawn").Process(target=_converter, args=(flags,))
+    child.start()
+    try:
+        child.join()
+    except BaseException:
+        child.terminate()
+        child.join()
+        raise
+    return child.exitcode
+
+
+def _converter(flags: list[str]) -> None:
+    """The child: `qwen-convert`, without its tables; progress is on stderr."""
+    end_with_parent()
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    sys.argv = ["convert", *flags]
+    runpy.run_module("convert", run_name="__main__", alter_sys=True)
 
 
 def _file(folder: Path, name: str) -> Path | None:

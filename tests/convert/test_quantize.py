@@ -112,7 +112,7 @@ def test_an_interrupt_leaves_no_file_and_no_process(nano_f16: Path, tmp_path: Pa
     assert process.wait(timeout=30) != 0
     assert not out.exists()
     deadline = time.monotonic() + 10
-    while _alive(process.pid):
+    while alive(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -136,7 +136,7 @@ def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) ->
     process.kill()
     process.wait(timeout=30)
     deadline = time.monotonic() + 30
-    while _alive(process.pid):
+    while alive(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not out.exists()
@@ -158,7 +158,8 @@ qwen_serve.convert.quantize.quantize_file = endless
 """
 
 
-def _alive(group: int) -> bool:
+def alive(group: int) -> bool:
+    """Whether a process group has a process."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
+from tests.convert.test_quantize import alive
+from tests.server.api.conftest import wait_until
 
 
 def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +42,41 @@ def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> Non
         start_new_session=True,
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+STUCK = """
+import sys, time
+if "--no-kld" in sys.argv:  # the converter
+    open({began!r}, "w")
+    time.sleep(600)
+sys.path.remove({folder!r})
+del sys.modules["llama_cpp"]
+import llama_cpp
+sys.path.insert(0, {folder!r})
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_conversion_ends_with_who_wants_to_serve(tmp_path: Path, sent: signal.Signals) -> None:
+    began = tmp_path / "began"
+    (tmp_path / "llama_cpp.py").write_text(STUCK.format(began=str(began), folder=str(tmp_path)))
+    write_checkpoint(tmp_path / "tiny")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qwen_serve.server.cli", "serve", str(tmp_path / "tiny"), "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "QWEN_SERVE_CACHE": str(tmp_path / "cache")},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: began.exists() or process.poll() is not None, 60)
+        assert began.exists()
+        process.send_signal(sent)
+        assert process.wait(60) != 0
+        wait_until(lambda: not alive(process.pid), 60)
+    finally:
+        if alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -159,15 +158,15 @@ def test_a_variant_names_what_a_checkpoint_is_converted_to(
     write_checkpoint(source)
     asked: list[list[str]] = []
 
-    def convert(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
-        level = command[command.index("--quant") + 1] if "--quant" in command else "mine"
-        out = Path(command[command.index("--out") + 1])
+    def convert(flags: list[str]) -> int:
+        asked.append(flags)
+        level = flags[flags.index("--quant") + 1] if "--quant" in flags else "mine"
+        out = Path(flags[flags.index("--out") + 1])
         out.mkdir(parents=True, exist_ok=True)
         (out / f"tiny-{level}.gguf").touch()
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr("qwen_serve.server.weights.subprocess.run", convert)
+    monkeypatch.setattr("qwen_serve.server.weights._convert", convert)
     by_quant = Variant(name="a", quant="Q5_K_S")
     by_recipe = Variant(name="b", recipe=tmp_path / "mine.toml")
     assert resolve(str(source), None, by_quant).name == "tiny-Q5_K_S.gguf"
