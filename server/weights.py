@@ -99,8 +99,8 @@ def _converter(flags: list[str]) -> None:
     end_with_parent()
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    sys.argv = ["convert", *flags]
-    runpy.run_module("convert", run_name="__main__", alter_sys=True)
+    sys.argv = ["qwen-convert", *flags]
+    runpy.run_module("qwen_serve.convert", run_name="__main__", alter_sys=True)
 
 
 def _file(folder: Path, name: str) -> Path | None:

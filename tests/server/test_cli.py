@@ -64,6 +64,7 @@ def test_a_conversion_ends_with_who_wants_to_serve(tmp_path: Path, sent: signal.
     process = subprocess.Popen(
         [sys.executable, "-m", "qwen_serve.server.cli", "serve", str(tmp_path / "tiny"), "--port", "0"],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "QWEN_SERVE_CACHE": str(tmp_path / "cache")},
+        cwd=tmp_path,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
