@@ -16,7 +16,7 @@ from qwen_serve.server.api.translation import noted
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from fastapi import Request, Response
 
@@ -53,7 +53,7 @@ class Answer:
         self._served = served
         self._reply = reply
         logprobs = ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation)
-        self._output = Output(logprobs, summarized=request.wants_summary)
+        self._output = Output(logprobs, request.offered.names, summarized=request.wants_summary)
         self._sent = 0
 
     async def collect(self) -> bytes:
@@ -128,7 +128,7 @@ class Answer:
             "temperature": asked.temperature,
             "text": {"format": (text.format if text else None) or {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-            "tools": [tool for _, tool in asked.functions],
+            "tools": asked.offered.told,
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": asked.truncation or "disabled",
@@ -154,9 +154,13 @@ class Answer:
 class Output:
     """A response's items in the making. What is done to it is told in events, which must be read."""
 
-    def __init__(self, logprobs: ResponseLogprobs, *, summarized: bool) -> None:
-        """`summarized`: the reasoning comes as its summary, too."""
+    def __init__(
+        self, logprobs: ResponseLogprobs, names: Callable[[str], dict[str, str]], *, summarized: bool
+    ) -> None:
+        """`names`: what an item says of a tool that was called; `summarized`: the reasoning comes as its
+        summary, too."""
         self.items: list[Item] = []
+        self._names = names
         self._logprobs = logprobs
         self._summarized = summarized
 
@@ -169,7 +173,7 @@ class Output:
                 yield from self._text("message", text)
             case ToolCall():
                 yield from self.close("completed")
-                names = {"call_id": part.id, "name": part.name, "arguments": ""}
+                names = {"call_id": part.id, **self._names(part.name), "arguments": ""}
                 yield from self._open({"type": "function_call", "id": _id("fc"), **names})
             case Arguments(_, text):
                 self.items[-1]["arguments"] += text

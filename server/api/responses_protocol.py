@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.offered import OfferedTools, called
 from qwen_serve.server.api.translation import (
     FOREIGN,
     LEFT,
@@ -122,16 +124,15 @@ class ResponsesRequest(Sharing):
         """Whether the reasoning is to come as its own summary as well."""
         return self.reasoning is not None and self.reasoning.summary not in (None, "none")
 
-    @property
-    def functions(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tools that a model is offered, each with where it stands."""
-        found = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or [])]
-        return [(where, tool) for where, tool in found if _is_function(tool, where)]
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """What of `tools` the model is offered. Raises ApiError 400."""
+        return OfferedTools(self.tools or [])
 
     @property
     def tools_left_out(self) -> str:
-        """The others, which only OpenAI runs or only its models were taught to call."""
-        return names_of(tool for tool in self.tools or [] if tool.get("type") != "function")
+        """The others, by name."""
+        return self.offered.left_out
 
     def chat(self) -> ChatRequest:
         """The chat request that means the same. Raises ApiError 400."""
@@ -144,7 +145,7 @@ class ResponsesRequest(Sharing):
             "max_tokens": self.max_output_tokens,
             "logprobs": None if self.n_top_logprobs is None else True,
             "top_logprobs": self.n_top_logprobs,
-            "tools": [_tool(tool, where) for where, tool in self.functions] or None,
+            "tools": self.offered.functions or None,
             "tool_choice": self._tool_choice(),
             "response_format": text.response_format(),
             "verbosity": text.verbosity,
@@ -157,7 +158,7 @@ class ResponsesRequest(Sharing):
     def _tool_choice(self) -> Any:
         """The chat request's `tool_choice`, which can force none of the tools that are left out."""
         choice = self.tool_choice
-        if choice in ("required", "any") and self.tools_left_out and not self.functions:
+        if choice in ("required", "any") and self.tools_left_out and not self.offered.functions:
             raise refused(
                 "tool_choice", f"asks for a call, but only {self.tools_left_out} could be called: {LEFT}"
             )
@@ -168,7 +169,13 @@ class ResponsesRequest(Sharing):
             allowed = choice.get("tools")
             if not isinstance(allowed, list):
                 return choice
-            kept = [tool for tool in allowed if not isinstance(tool, dict) or tool.get("type") == "function"]
+            kept = [
+                {**tool, "name": called(tool, f"tool_choice.tools[{index}]")}
+                if isinstance(tool, dict)
+                else tool
+                for index, tool in enumerate(allowed)
+                if not isinstance(tool, dict) or tool.get("type") == "function"
+            ]
             if kept or not allowed:
                 return {**choice, "tools": kept}
             if choice.get("mode") == "auto":
@@ -177,8 +184,7 @@ class ResponsesRequest(Sharing):
         if kind != "function":
             named = names_of([choice])
             raise refused("tool_choice.type", f"asks for a call of {named}: {LEFT}")
-        name = text_in(choice.get("name"), "tool_choice.name")
-        return {"type": "function", "function": {"name": name}}
+        return {"type": "function", "function": {"name": called(choice, "tool_choice")}}
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Messages; neighbouring items of one reply are one."""
@@ -232,8 +238,8 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
             kept = {"reasoning_content": "\n\n".join(texts)} if texts else {}
             return {"role": "assistant", **kept}, {"reasoning_content", "content", "tool_calls"}
         case "function_call":
-            names = ("name", "arguments", "call_id")
-            name, arguments, id_ = (text_in(item.get(key), f"{where}.{key}") for key in names)
+            name = called(item, where)
+            arguments, id_ = (text_in(item.get(key), f"{where}.{key}") for key in ("arguments", "call_id"))
             given = _arguments(arguments, f"{where}.arguments")
             call = {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
             return {"role": "assistant", "tool_calls": [call]}, set()
@@ -265,14 +271,3 @@ def _texts(content: Any, where: str) -> list[str]:
         else:
             raise refused(f"{place}.type", f"{kind!r} is not supported: this server reads text only")
     return texts
-
-
-def _is_function(tool: Mapping[str, Any], where: str) -> bool:
-    return text_in(tool.get("type"), f"{where}.type") == "function"
-
-
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A function as a chat request has it."""
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    text_in(function.get("name"), f"{where}.name")
-    return {"type": "function", "function": function}

@@ -110,7 +110,7 @@ def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str
 
 
 def names_of(tools: Iterable[Any]) -> str:
-    """Tools that are no functions, as a note tells of them: `web_search, multi_agent_v1 (namespace)`. Empty
+    """Tools that are no functions, as a note tells of them: `web_search, apply_patch (custom)`. Empty
     where there are none. Printable ASCII, cut at LONGEST_NOTE: clients choose the names."""
     told: dict[str, None] = {}
     for tool in tools:

@@ -367,18 +367,76 @@ def test_a_call_without_arguments_comes_back(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_codex_sends(start: Start, stream: bool) -> None:
-    """Tools that are no functions are left out, with a note."""
-    server = start("Hello!", context_size=10_000)
+    """Tools that are no functions are left out, with a note; those of a namespace are offered."""
+    server = start("Hello!", context_size=20_000)
     body = {**CODEX, "stream": stream}
     response = events(server, **body)[-1]["response"] if stream else ask(server, **body)
     assert response["status"] == "completed"
-    assert response["metadata"] == {"tools_left_out": "multi_agent_v1 (namespace), web_search"}
-    assert response["tools"] == [tool for tool in CODEX["tools"] if tool["type"] == "function"]
+    assert response["metadata"] == {"tools_left_out": "web_search"}
+    assert response["tools"] == [tool for tool in CODEX["tools"] if tool["type"] != "web_search"]
     text = server.engine.submissions[0].text
-    assert "exec_command" in text
-    assert not any(name in text for name in ("multi_agent", "close_agent", "web_search"))
+    assert '"name": "exec_command"' in text
+    assert '"name": "multi_agent_v1__close_agent"' in text
+    assert "web_search" not in text
     headers = server.post(PATH, **body).headers
-    assert headers["x-tools-left-out"] == "multi_agent_v1 (namespace), web_search"
+    assert headers["x-tools-left-out"] == "web_search"
+
+
+CUSTOM = {"type": "custom", "name": "apply_patch"}
+MEMBERS = {"type": "namespace", "name": "mcp__sky", "description": "Above", "tools": [TOOL, CUSTOM]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace(start: Start, stream: bool) -> None:
+    call = CALL.replace("weather", "mcp__sky__weather")
+    server = start(f"{call}\n{CALL}")
+    tools = [TOOL, MEMBERS, {"type": "custom", "name": "x"}]
+    past = {
+        "type": "function_call",
+        "namespace": "mcp__sky",
+        "name": "weather",
+        "call_id": "1",
+        "arguments": "",
+    }
+    items = [
+        {"role": "user", "content": "x"},
+        past,
+        {"type": "function_call_output", "call_id": "1", "output": "y"},
+    ]
+    fields: dict[str, Any] = {"input": items, "tools": tools}
+    got = events(server, **fields) if stream else []
+    response = got[-1]["response"] if stream else ask(server, **fields)
+    one, other = (item for item in response["output"] if item["type"] == "function_call")
+    assert (one["namespace"], one["name"]) == ("mcp__sky", "weather")
+    assert (other.get("namespace"), other["name"]) == (None, "weather")
+    added = [event["item"] for event in got if event["type"] == "response.output_item.added"]
+    assert not stream or {**one, "arguments": "", "status": "in_progress"} in added
+    assert response["tools"] == [TOOL, {**MEMBERS, "tools": [TOOL]}]
+    assert response["metadata"] == {"tools_left_out": "apply_patch (custom), x (custom)"}
+    prompt = server.engine.submissions[-1].text
+    assert "<function=mcp__sky__weather>" in prompt
+    assert prompt.count('"name": "mcp__sky__weather"') == 1
+    name = {"type": "function", "name": "weather", "namespace": "mcp__sky"}
+    asked = ResponsesRequest(**fields, tool_choice=name).chat()
+    assert asked.tool_choice == {"type": "function", "function": {"name": "mcp__sky__weather"}}
+    asked = ResponsesRequest(**fields, tool_choice={**ALLOWED, "tools": [name]}).chat()
+    assert asked.tool_choice == {"type": "allowed_tools", "mode": "auto", "names": ["mcp__sky__weather"]}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "namespace", "name": "a"}], "tools[0].tools"),
+        ([{"type": "namespace", "tools": []}], "tools[0].name"),
+        ([{"type": "namespace", "name": "a", "tools": [1]}], "tools[0].tools[0]"),
+        ([{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+        ([MEMBERS, {**TOOL, "name": "mcp__sky__weather"}], "tools[1].name"),
+        ([{**TOOL, "name": "mcp__sky__weather"}, MEMBERS], "tools[1].tools[0].name"),
+    ],
+)
+def test_a_namespace_that_is_wrong(start: Start, tools: list[Any], param: str) -> None:
+    error = error_of(start("Hi").post(PATH, input="Hi", tools=tools), 400)
+    assert error["param"] == param
 
 
 def test_tools_that_are_left_out_are_not_called(start: Start) -> None:

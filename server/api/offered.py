@@ -1,0 +1,88 @@
+"""The tools of a Responses request: functions, alone or in a `namespace`, and others, which are left out.
+
+As in vLLM, a model knows a namespace's function by the names of both; clients have each by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.translation import names_of, object_in, text_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Tool = dict[str, Any]
+
+
+class OfferedTools:
+    """What of `tools` a model is offered. Raises ApiError 400."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self.functions: list[Tool] = []
+        """Chat requests' functions."""
+        self.told: list[Tool] = []
+        """The same as the client gave them."""
+        self._split: dict[str, tuple[str, str]] = {}
+        """Namespace and name, by the name that the model knows."""
+        self._known: set[str] = set()
+        left_out = []
+        for index, tool in enumerate(tools):
+            where = f"tools[{index}]"
+            kind = text_in(tool.get("type"), f"{where}.type")
+            if kind == "function":
+                self._add(tool, where)
+                self.told.append(tool)
+            elif kind == "namespace":
+                members = self._members(tool, where)
+                left_out += [member for member in members if member.get("type") != "function"]
+                kept = [member for member in members if member.get("type") == "function"]
+                self.told += [{**tool, "tools": kept}] if kept else []
+            else:
+                left_out.append(tool)
+        self.left_out = names_of(left_out)
+        """The others by name, which only OpenAI runs or only its models were taught to call."""
+
+    def _members(self, tool: Tool, where: str) -> list[Tool]:
+        namespace = text_in(tool.get("name"), f"{where}.name")
+        given = tool.get("tools")
+        if not isinstance(given, list):
+            raise bad_request(f"{where}.tools: must be a list of tools", f"{where}.tools", "invalid_value")
+        members = []
+        for index, one in enumerate(given):
+            place = f"{where}.tools[{index}]"
+            member = dict(object_in(one, place))
+            if text_in(member.get("type"), f"{place}.type") == "function":
+                self._add(member, place, namespace)
+            members.append(member)
+        return members
+
+    def _add(self, tool: Tool, where: str, namespace: str | None = None) -> None:
+        own = text_in(tool.get("name"), f"{where}.name")
+        name = joined(namespace, own)
+        if namespace is not None:
+            self._split[name] = namespace, own
+        if name in self._split and name in self._known:
+            raise bad_request(f"{where}.name: a model would know two tools as {name!r}", f"{where}.name")
+        self._known.add(name)
+        function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        self.functions.append({"type": "function", "function": {**function, "name": name}})
+
+    def names(self, name: str) -> dict[str, str]:
+        """What a call's item says of whom it calls, from the name that the model wrote."""
+        namespace, own = self._split.get(name, (None, name))
+        return {"name": own} if namespace is None else {"name": own, "namespace": namespace}
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """The name that the model knows."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def called(item: Mapping[str, Any], where: str) -> str:
+    """The name that the model knows of whom an item calls. Raises ApiError 400."""
+    namespace = item.get("namespace")
+    if namespace is not None:
+        namespace = text_in(namespace, f"{where}.namespace")
+    return joined(namespace, text_in(item.get("name"), f"{where}.name"))
