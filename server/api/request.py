@@ -157,7 +157,8 @@ async def on_thread(work: Callable[[], Result], size: int) -> Result:
 async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
     """`work(interrupt)`, which makes of the request's body what is answered; on a thread if that is long.
 
-    It may begin twice: a template that takes long on the event loop begins anew on a thread.
+    It may begin twice: where a template takes long on the event loop, it begins anew on a thread. From then
+    on that template is rendered on threads only.
 
     `interrupt` raises once the client has left. Raises ClientLeft then. Whatever `work` leaves of the body is
     not counted any more.

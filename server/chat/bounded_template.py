@@ -80,6 +80,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         # what the optimizer would compute beforehand is computed while it is watched
         super().__init__(optimized=False, **options)
+        self._takes_long = False
+        """A rendering took longer than the event loop waits for: none begins there any more."""
         self._of_thread = threading.local()
         self.filters["_watched"] = self._watched
         self.filters["_concatenated"] = _concatenated
@@ -87,13 +89,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _checked(name, self.filters[name])
 
     def begin(self) -> None:
-        """A rendering begins, on this thread."""
+        """A rendering begins, on this thread. Raises TakesLong."""
+        if self._takes_long and _brief.get():
+            raise TakesLong
         self._of_thread.brief = _brief.get()
         self._of_thread.end = thread_time() + (BRIEFLY if self._of_thread.brief else SECONDS)
 
     def _check_time(self) -> None:
         if thread_time() > getattr(self._of_thread, "end", float("inf")):
             if self._of_thread.brief:
+                self._takes_long = True
                 raise TakesLong
             raise TooMuch(f"the chat template takes more than {SECONDS:g} s")
 
