@@ -47,7 +47,7 @@ $(error brackets mark what may be left out: make TARGET NAME=value, without [ an
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify docs lint clean
+.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify docs lint bump clean
 
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -126,6 +126,7 @@ check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of wha
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --strict patches/bump.py
 	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
 
 fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=625]
@@ -159,7 +160,11 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --strict patches/bump.py
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
+
+bump: llama $(VENV)/.dev ## VERSION=0.3.37: moves the patches to another llama-cpp-python (patches/moving-the-pin.md) [ARGS=--survey|--skip-build|--accept]
+	$(PY) patches/bump.py '$(or $(VERSION),$(error VERSION=? names a release of llama-cpp-python))' $(ARGS)
 
 clean: ## remove .venv/, caches and test output; converted models stay
 	rm -rf $(VENV) .venv-lowest .work .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -26,6 +26,7 @@ PAGES = {
     "server/engine/prefix_cache/README.md": "prefix-caching.md",
     "quant_recipes/README.md": "recipes.md",
     "patches/README.md": "patches.md",
+    "patches/moving-the-pin.md": "moving-the-pin.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",

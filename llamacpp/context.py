@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import layers
+from . import inside, layers
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
@@ -104,6 +104,8 @@ class Context:
         self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
         self._n_reserved = 0
         """Rows of logits that llama.cpp had room for in the last batch; hidden rows lie behind them."""
+        self._hidden_found = False
+        """Hidden rows were where they are expected."""
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.unified = options.unified
         self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
@@ -201,6 +203,9 @@ class Context:
         """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next, or
         as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        if not self._hidden_found:
+            inside.require([inside.hidden_rows(self)])
+            self._hidden_found = True
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:

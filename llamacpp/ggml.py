@@ -11,8 +11,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from .errors import LlamaError
-
 _lib = ctypes.PyDLL(C._lib._name)
 
 
@@ -24,7 +22,7 @@ def quick(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class Tensor(ctypes.Structure):
-    """`struct ggml_tensor` of ggml.h; its size is checked below."""
+    """`struct ggml_tensor` of ggml.h; inside.py checks it."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -78,9 +76,6 @@ device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
 supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 
 F32, I32 = 0, 26
-_OBJECT_HEADER = 32  # sizeof(struct ggml_object)
-if tensor_overhead() != _OBJECT_HEADER + ctypes.sizeof(Tensor):
-    raise LlamaError("this llama.cpp's struct ggml_tensor is not the one declared in llamacpp/ggml.py")
 PAD = next(op for op in range(200) if op_name(op) == b"PAD")
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
+from . import inside
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -39,7 +41,8 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
 
 @cache
 def set_up() -> None:
-    """Start llama.cpp's backends and take over its log, once."""
+    """Start llama.cpp's backends and take over its log, once. Raises LlamaError where inside.py says so."""
+    inside.require(inside.LIBRARY)
     C.llama_log_set(_route_log, ctypes.c_void_p(0))
     C.llama_backend_init()
 

@@ -28,6 +28,16 @@ SHARED = 0x80000000
 """LLAMA_RS_SEQ_SHARED of src/llama-ext.h."""
 
 
+RUNS = (
+    ("--f32 --actions 300", 1e-5),
+    ("--f32 --streams --seed 2", 1e-5),
+    ("--f32 --snapshots 2 --seed 5", 1e-5),
+    ("--flash --seed 3", 2e-3),  # attention in F16: the noise of another batch shape
+    ("--flash --streams --seed 4", 2e-3),
+)
+"""Options, and the largest difference between two builds, in standard deviations of the logits."""
+
+
 class Engine:
     """A context, and which sequence holds how many tokens."""
 

@@ -1,0 +1,209 @@
+"""What the server leans on in llama.cpp that no public interface promises, and whether it is so.
+
+Each is a `Check` that fails by its name: those of the library when llama.cpp is started, that of hidden rows
+when they are first read, all of them with a model (inside_model.py) in the tests and when the pin moves
+(patches/bump.py). What is read in llama.cpp's log fails where it is read: sizes of buffers (engine/memory.py)
+and planned types (convert). What the device samples is compared with the host's at each start
+(engine/warmup.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+from llama_cpp import llama_cpp_ext
+
+from . import ggml
+from .errors import LlamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from .context import Context
+
+
+@dataclass(frozen=True)
+class Check:
+    """`found` says what is different, or nothing."""
+
+    name: str
+    relied_on: str
+    """By what, and for what."""
+    found: Callable[[], str]
+
+
+PARAMETERS = {
+    "llama_model_params": "tensor_buft_overrides n_gpu_layers split_mode load_mode main_gpu tensor_split "
+    "no_alloc load_mtp use_extra_bufts",
+    "llama_context_params": "ctx_other ctx_type n_ctx n_seq_max n_batch n_ubatch n_outputs_max "
+    "n_outputs_max_per_seq n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
+    "offload_kqv no_perf samplers n_samplers cb_eval",
+    "llama_sampler_chain_params": "no_perf",
+    "llama_sampler_seq_config": "seq_id sampler",
+    "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
+    "llama_perf_context_data": "n_reused",
+}
+"""Fields of structures of llama.h that are set or read: ctypes takes an assignment to any other name, too."""
+
+DEFAULTS = {
+    "llama_model_default_params": {"split_mode": 1, "use_extra_bufts": True, "vocab_only": False},
+    "llama_context_default_params": {
+        "n_ctx": 512,
+        "n_batch": 2048,
+        "n_ubatch": 512,
+        "flash_attn_type": -1,
+        "type_k": 1,
+        "type_v": 1,
+        "offload_kqv": True,
+        "n_samplers": 0,
+    },
+}
+"""What is found where the bindings' structures are the library's: a field more or less moves the rest."""
+
+TYPES = {0: b"f32", 1: b"f16", 2: b"q4_0", 3: b"q4_1", 6: b"q5_0", 7: b"q5_1", 8: b"q8_0", 20: b"iq4_nl"}
+TYPES |= {ggml.I32: b"i32", 30: b"bf16"}
+"""`enum ggml_type`, as far as its numbers are used."""
+
+OBJECT_HEADER = 32
+"""Bytes of `struct ggml_object`."""
+
+GREEDY = (1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1)
+"""Which functions of `llama_sampler_i` llama.cpp's greedy sampler has (src/llama-sampler.cpp)."""
+
+
+def tensor_layout() -> str:
+    """Size and fields of `struct ggml_tensor`, by a tensor and a view of it."""
+    size = ggml.tensor_overhead() - OBJECT_HEADER
+    if size != ctypes.sizeof(ggml.Tensor):
+        return f"it has {size} bytes, not {ctypes.sizeof(ggml.Tensor)}"
+    memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
+    try:
+        matrix = ggml.new_tensor(memory, ggml.I32, 6, 5)
+        view = ggml.Tensor.from_address(ggml.view_1d(memory, matrix, 3, 24))
+        one = ggml.Tensor.from_address(matrix)
+        expected = {
+            "type": (one.type, ggml.I32),
+            "ne": (list(one.ne), [6, 5, 1, 1]),
+            "nb": (list(one.nb), [4, 24, 120, 120]),
+            "op": (ggml.op_name(view.op), b"VIEW"),
+            "src": (view.src[0], matrix),
+            "view_src": (view.view_src, matrix),
+            "view_offs": (view.view_offs, 24),
+            "name": (view.name, b" (view)"),
+        }
+    finally:
+        ggml.free(memory)
+    return "; ".join(f"{name} is {is_}, not {want}" for name, (is_, want) in expected.items() if is_ != want)
+
+
+def type_numbers() -> str:
+    """Names of ggml's types by number."""
+    name = ggml.quick("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+    return "; ".join(f"{i} is {name(i)!r}, not {want!r}" for i, want in TYPES.items() if name(i) != want)
+
+
+def fields() -> str:
+    """Fields that the bindings' structures lack."""
+    lacking = [
+        f"{struct}.{field}"
+        for struct, names in PARAMETERS.items()
+        for field in names.split()
+        if field not in {each[0] for each in getattr(C, struct)._fields_}
+    ]
+    return f"there is no {', '.join(lacking)}" if lacking else ""
+
+
+def defaults() -> str:
+    """Defaults that are not where the bindings have them."""
+    found = [
+        f"{field} of {function} is {getattr(made, field)}, not {want}"
+        for function, fields_ in DEFAULTS.items()
+        for made in [getattr(C, function)()]
+        for field, want in fields_.items()
+        if getattr(made, field) != want
+    ]
+    return "; ".join(found)
+
+
+def sampler_interface() -> str:
+    """`struct llama_sampler_i`, by the functions of a sampler of llama.cpp's own."""
+    sampler = ggml.quick("llama_sampler_init_greedy", ctypes.c_void_p)()
+    try:
+        address = ctypes.cast(sampler, ctypes.POINTER(ctypes.c_void_p))[0]
+        functions = (ctypes.c_size_t * len(GREEDY)).from_address(address or 0)
+        there = tuple(int(bool(function)) for function in functions)
+        if there != GREEDY:
+            return f"the greedy sampler has functions {there}, not {GREEDY}"
+        interface = ggml.SamplerInterface.from_address(address or 0)
+        name = interface.name(sampler)
+        return "" if name.lstrip(b"+?") == b"greedy" else f"its name is {name!r}"
+    finally:
+        ggml.sampler_free(sampler)
+
+
+def extensions() -> str:
+    """Functions of src/llama-ext.h, which have C++ names."""
+    names = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
+    lacking = [name for name in names if not hasattr(llama_cpp_ext, name)]
+    return f"llama_cpp_ext has no {', '.join(lacking)}" if lacking else ""
+
+
+def state_flags() -> str:
+    """Flags of `llama_state_seq_get_data_ext`."""
+    names = ("LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY", "LLAMA_STATE_SEQ_FLAGS_ON_DEVICE")
+    values = [getattr(C, name, None) for name in names]
+    return "" if values == [1, 2] else f"{' and '.join(names)} are {values}, not [1, 2]"
+
+
+def system_info() -> str:
+    """The text of `llama_print_system_info`, in which AMX is looked for."""
+    said = C.llama_print_system_info()
+    return "" if b" = 1 | " in said else f"{said!r} has no word like 'AVX2 = 1 | '"
+
+
+LIBRARY = (
+    Check(
+        "struct ggml_tensor",
+        "device samplers, which make tensors and read them",
+        tensor_layout,
+    ),
+    Check("enum ggml_type", "the types of KV caches, and of tensors that are made", type_numbers),
+    Check("fields of parameters", "every context and model", fields),
+    Check("layout of parameters", "every context and model", defaults),
+    Check("struct llama_sampler_i", "device samplers, which are written against it", sampler_interface),
+    Check("src/llama-ext.h", "hidden rows for drafts by the MTP head", extensions),
+    Check("flags of a state's parts", "copies of recurrent states on the device", state_flags),
+    Check("llama_print_system_info", "whether AMX's weights are used", system_info),
+)
+
+
+def require(checks: Iterable[Check]) -> None:
+    """Raises LlamaError with the name of the first that fails."""
+    for check in checks:
+        if different := check.found():
+            raise LlamaError(
+                f"llama-cpp-python {version('llama-cpp-python')} is not as this server expects it: "
+                f"{check.name}: {different}. Relied on by {check.relied_on}; `make setup` builds the right "
+                "one"
+            )
+
+
+# --- with a context ----------------------------------------------------------------------------------------
+
+
+def hidden_rows(context: Context) -> Check:
+    """Where the hidden rows of the last batch are: behind room for `n_reserved` rows of logits, so that they
+    stay where another batch has as much (src/llama-context.cpp)."""
+
+    def found() -> str:
+        logits = ctypes.addressof(C.llama_get_logits(context._handle).contents)
+        hidden = ctypes.addressof(llama_cpp_ext.llama_get_embeddings_nextn(context._handle).contents)
+        expected = 4 * context._n_reserved * context._n_vocab
+        behind = hidden - logits
+        return "" if behind == expected else f"they begin {behind} bytes behind logits, not {expected}"
+
+    return Check("output_reserve", "drafts by the MTP head, which reads hidden rows a step later", found)

@@ -1,0 +1,148 @@
+"""The checks of inside.py that need a model: what a small context does with a batch.
+
+    python -m qwen_serve.llamacpp.inside_model [MODEL.gguf]
+
+says of each check whether it is as expected; 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+
+from . import ggml
+from .context import Context, ContextOptions
+from .inside import LIBRARY, Check, hidden_rows
+from .model import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+EMBEDDED = b"model.input_embed"
+"""A pass's tokens, looked up: the tensor's name in llama.cpp's graphs."""
+
+LENGTHS, N_UBATCH = (1, 5, 3), 6
+"""Tokens of three sequences, and the most of a pass."""
+
+PASSES = [[100, 200, 300], [201, 202, 301, 302], [203, 204]]
+"""In which order they are computed, token by token: as many of each sequence as the shortest has left."""
+
+
+def with_model(path: Path) -> list[Check]:
+    """Checks by a context of this GGUF on the CPU, which has to be a Qwen3.5 with the MTP head."""
+    return [
+        Check(
+            "split_equal", "the order in which prompts are written into a batch", lambda: split_equal(path)
+        ),
+        Check("output_reserve", "drafts by the MTP head", lambda: output_reserve(path)),
+    ]
+
+
+def split_equal(path: Path) -> str:
+    """The passes over a ragged batch (src/llama-batch.cpp)."""
+    found = passes(path)
+    return "" if found == PASSES else f"tokens are computed as {found}, not {PASSES}"
+
+
+def output_reserve(path: Path) -> str:
+    """Where hidden rows are, of one output and of more than there are sequences."""
+    model = Model(path, n_gpu_layers=0, load_mtp=True)
+    context = Context(model, _options())
+    try:
+        context.keep_hidden()
+        for n in (1, 5):
+            context.clear()
+            context.tokens[:n], context.positions[:n], context.sequences[:n] = range(n), range(n), 0
+            context.outputs[:n] = 1
+            context.decode(n)
+            context.wait()
+            if different := hidden_rows(context).found():
+                return different
+    finally:
+        context.close()
+        model.close()
+    return ""
+
+
+def passes(path: Path) -> list[list[int]]:
+    """The tokens of each pass over a batch of `LENGTHS`, sequence by sequence, in the order of computation.
+
+    A token is known by its embedding: a first batch, of one sequence, tells those of all tokens.
+    """
+    model = Model(path, n_gpu_layers=0)
+    seen: list[npt.NDArray[np.float32]] = []
+
+    def look(pointer: int, ask: bool, _: Any) -> bool:
+        tensor = ggml.Tensor.from_address(pointer)
+        if tensor.name == EMBEDDED and not ask:
+            size = tensor.ne[0] * tensor.ne[1]
+            rows = (ctypes.c_float * size).from_address(tensor.data)
+            seen.append(np.frombuffer(rows, np.float32).reshape(tensor.ne[1], tensor.ne[0]).copy())
+        return bool(tensor.name == EMBEDDED) or not ask
+
+    params = C.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 256, 32, N_UBATCH, len(LENGTHS)
+    params.kv_unified, params.n_threads, params.n_threads_batch = True, 1, 1
+    params.cb_eval = callback = C.ggml_backend_sched_eval_callback(look)
+    handle = C.llama_init_from_model(model._handle, params)
+    try:
+        tokens = [[100 * (s + 1) + i for i in range(n)] for s, n in enumerate(LENGTHS)]
+        every = [token for mine in tokens for token in mine]
+        for first in range(0, len(every), N_UBATCH):
+            _decode(handle, [(token, i, 0) for i, token in enumerate(every)][first : first + N_UBATCH])
+        known = {row.tobytes(): token for row, token in zip(np.concatenate(seen), every, strict=True)}
+        seen.clear()
+        C.llama_memory_clear(C.llama_get_memory(handle), False)
+        _decode(handle, [(token, i, s) for s, mine in enumerate(tokens) for i, token in enumerate(mine)])
+    finally:
+        C.llama_free(handle)
+        model.close()
+        del callback
+    return [[known.get(row.tobytes(), -1) for row in rows] for rows in seen]
+
+
+def _decode(handle: Any, batch: Sequence[tuple[int, int, int]]) -> None:
+    """Tokens with their positions and sequences."""
+    made = C.llama_batch_init(len(batch), 0, 1)
+    made.n_tokens = len(batch)
+    for i, (token, position, sequence) in enumerate(batch):
+        made.token[i], made.pos[i], made.n_seq_id[i], made.seq_id[i][0] = token, position, 1, sequence
+        made.logits[i] = 1
+    C.llama_decode(handle, made)
+    C.llama_batch_free(made)
+
+
+def _options() -> ContextOptions:
+    return ContextOptions(
+        n_ctx=64,
+        n_seq=2,
+        n_batch=16,
+        n_ubatch=16,
+        n_outputs=16,
+        threads=1,
+        threads_batch=1,
+        flash_attn="off",
+        type_k="f32",
+        type_v="f32",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One line for each check; 1 if any fails."""
+    failed = 0
+    for check in [*LIBRARY, *(each for path in arguments for each in with_model(Path(path)))]:
+        different = check.found()
+        failed += bool(different)
+        print(f"{check.name}: {different or 'as expected'}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
