@@ -7,7 +7,6 @@ decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTT
 
 from qwen_serve.llamacpp.errors import ModelLoadError
 
-from .constraint import Constraint
 from .engine import Engine
 from .errors import (
     DoesNotFit,
@@ -21,15 +20,21 @@ from .errors import (
     QueueFull,
     RequestFault,
 )
-from .grammar import LONGEST_GRAMMAR, Grammar
-from .logprobs import Logprobs, TokenLogprobs
 from .memory import MemoryPlan
 from .outputs import Generation
-from .sampling import MAX_LOGPROBS, SamplingParams
+from .sampling import (
+    LONGEST_GRAMMAR,
+    MAX_LOGPROBS,
+    Constraint,
+    Grammar,
+    Logprobs,
+    SamplingParams,
+    ThinkingLimits,
+    TokenLogprobs,
+)
 from .sequence import CacheMiss, DraftCounts, FinishReason, Prompt, Timings
 from .settings import EngineSettings
 from .stats import EngineStats
-from .thinking import ThinkingLimits
 from .vocab import TokenBudget, Vocab
 
 __all__ = [

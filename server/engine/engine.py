@@ -19,27 +19,24 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
 from .gguf import read_header
 from .loading import Parts, decide
-from .logprobs import Logprobs
 from .outputs import Generation, OutputQueue
 from .profile import StartProfile, StepProfile
-from .sampling import Sampler
+from .sampling import Logprobs, Sampler, sample
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
 from .sizes import plan_memory
 from .stats import EngineStats
-from .verification import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
 
     from .batch import Batch
-    from .constraint import Constraint
     from .profile import Kind
-    from .sampling import SamplingParams
+    from .sampling import Constraint, SamplingParams, ThinkingLimits
+    from .sampling.thinking import ThinkingWatch
     from .sequence import FinishReason
     from .settings import EngineSettings
-    from .thinking import ThinkingLimits, ThinkingWatch
 
 log = logging.getLogger(__name__)
 

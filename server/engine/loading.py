@@ -26,19 +26,17 @@ from .contexts import (
     verified_rows,
 )
 from .errors import DoesNotFit
-from .grammar import GrammarCompiler
 from .hardware import nvidia_cards, physical_cores
 from .measured import Measured, RecordFile, build
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
-from .sampling import Sampler, SamplingParams
+from .sampling import GrammarCompiler, Sampler, SamplingParams, sample
 from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
 from .sequence_ids import SequenceIds
 from .speculation import build_speculator
 from .states import StateStore
-from .verification import sample
 from .vocab import Vocab
 
 if TYPE_CHECKING:

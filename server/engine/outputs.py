@@ -15,9 +15,9 @@ from .sequence import DraftCounts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .logprobs import Logprobs
+    from .sampling import Logprobs
+    from .sampling.thinking import ThinkingWatch
     from .sequence import CacheMiss, FinishReason, Timings
-    from .thinking import ThinkingWatch
 
 
 class Generation:

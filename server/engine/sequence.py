@@ -7,8 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from .logprobs import Logprobs
-    from .sampling import Sampler
+    from .sampling import Logprobs, Sampler
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -25,7 +25,7 @@ from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.server.chat.errors import PromptError
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import Grammar, InvalidGrammar
-from qwen_serve.server.engine.grammar import GrammarCompiler
+from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

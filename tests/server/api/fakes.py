@@ -31,9 +31,9 @@ from qwen_serve.server.engine import (
     SamplingParams,
     TokenLogprobs,
 )
-from qwen_serve.server.engine.grammar import GrammarCompiler
+from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
+from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 from qwen_serve.server.engine.sequence import Timings
-from qwen_serve.server.engine.thinking import ThinkingWatch
 
 ADDED = (
     "<|endoftext|>",

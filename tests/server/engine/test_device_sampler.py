@@ -25,8 +25,9 @@ from qwen_serve.llamacpp import (
 from qwen_serve.llamacpp.device_sampler import DeviceSamplers, n_blocks
 from qwen_serve.llamacpp.devices import _dev_get
 from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
-from qwen_serve.server.engine.logprobs import Logprobs, Scores, log_softmax
-from qwen_serve.server.engine.sampling import Sampler, SamplingParams, best_of
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams
+from qwen_serve.server.engine.sampling.candidates import best_of
+from qwen_serve.server.engine.sampling.logprobs import Logprobs, Scores, log_softmax
 from qwen_serve.server.engine.vocab import Vocab
 from qwen_serve.server.engine.warmup import time_prompt, warm_up
 

@@ -18,9 +18,10 @@ import numpy as np
 from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits
 
+from qwen_serve.server.engine.errors import EngineDead, FormatTooComplex, InvalidGrammar, QueueFull
+
 from .digits import DigitTokens
-from .errors import EngineDead, FormatTooComplex, InvalidGrammar, QueueFull
-from .grammar_trial import LEXER_STATES, STACK, GrammarTrial
+from .grammar_validator import LEXER_STATES, STACK, GrammarValidator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,7 +180,7 @@ class GrammarCompiler:
         self._jobs: dict[str, _Job] = {}
         self._running: _Job | None = None
         self._stopped = False
-        self._trial = GrammarTrial(special)
+        self._validator = GrammarValidator(special)
         self._thread = ThreadPoolExecutor(1, "grammar")
         usual = threading.stack_size(4 * STACK)
         self._tokenizer: Future[LLTokenizer] = self._thread.submit(make_tokenizer)  # starts the thread
@@ -219,7 +220,7 @@ class GrammarCompiler:
                 return
             del self._jobs[job.text]
             if self._running is job:
-                self._trial.interrupt()
+                self._validator.interrupt()
 
     def _run(self, job: _Job) -> None:
         with self._lock:
@@ -257,7 +258,7 @@ class GrammarCompiler:
         if len(text) > LONGEST_GRAMMAR:
             raise InvalidGrammar(f"it has {len(text)} characters as a grammar; {LONGEST_GRAMMAR} are allowed")
         tokenizer = self._tokenizer.result()
-        if not self._trial.survives(text, lambda: bool(job.waiting)):
+        if not self._validator.compiles(text, lambda: bool(job.waiting)):
             raise InvalidGrammar("it is too complex: too many patterns, or references that lead on and on")
         try:
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
@@ -289,4 +290,4 @@ class GrammarCompiler:
         """Nothing of the model is used afterwards. Idempotent."""
         self.stop()
         self._thread.shutdown(cancel_futures=True)
-        self._trial.close()
+        self._validator.close()

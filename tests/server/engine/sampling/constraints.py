@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qwen_serve.server.engine.constraint import Mask
+    from qwen_serve.server.engine.sampling.constraint import Mask
 
 FIRST, LAST = 256, 2000
 """Ordinary tokens of nano."""

@@ -1,20 +1,20 @@
-"""What a request says about single tokens: which may come, which are the likelier for it."""
+"""What changes rows of logits before a token is chosen: a request's rules about tokens, and its penalties."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import NoTokenLeft
+from qwen_serve.server.engine.errors import NoTokenLeft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from .sampling import SamplingParams
-
+    from .parameters import SamplingParams
 
 NONE_LEFT = (
     "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"
@@ -77,3 +77,57 @@ class LogitRules:
         self._until_end -= 1
         if self._longest:
             self._last = [*self._last, token][-self._longest :]
+
+
+class Penalties:
+    """Of one answer, over the tokens seen.
+
+    Repetition divides positive and multiplies negative logits (Keskar et al. 2019, section 4.1); presence
+    and frequency subtract, as in OpenAI's API.
+    """
+
+    def __init__(self, params: SamplingParams, n_vocab: int, prompt: Sequence[int]) -> None:
+        self._repetition = np.float32(params.repetition_penalty)
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self.only_lower = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
+        """No logit becomes higher."""
+        self._counts: Counter[int] = Counter()
+        """How often each token was generated."""
+        self._less = np.zeros(n_vocab, np.float32)
+        """What presence and frequency take from each token's logit."""
+        self._repeated = np.zeros(n_vocab, bool)
+        """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
+        if self._repetition != 1:
+            in_vocab = np.asarray(prompt, np.intp)
+            self._repeated[in_vocab[in_vocab < n_vocab]] = True
+        self._tokens = np.flatnonzero(self._repeated)
+        """All that have a penalty, once each; room for more behind the first `_n`."""
+        self._n = len(self._tokens)
+
+    def apply(self, logits: npt.NDArray[np.float32]) -> None:
+        """Penalise a row in place, which takes as many operations as there are tokens to penalise."""
+        tokens = self._tokens[: self._n]
+        logits[tokens] = self.applied(tokens, logits[tokens])
+
+    def applied(
+        self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """What becomes of the logits of some tokens."""
+        if self._repetition != 1:
+            penalised = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            logits = np.where(self._repeated[tokens], penalised, logits)
+        lowered: npt.NDArray[np.float32] = logits - self._less[tokens]
+        return lowered
+
+    def accept(self, token: int) -> None:
+        """Count a generated token."""
+        self._counts[token] += 1
+        count = self._counts[token]
+        if count == 1 and not self._repeated[token]:
+            if self._n == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros(self._n + 64, np.intp)])
+            self._tokens[self._n] = token
+            self._n += 1
+        self._less[token] = self._presence + self._frequency * count
+        if self._repetition != 1:
+            self._repeated[token] = True

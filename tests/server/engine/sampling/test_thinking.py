@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import Model
 from qwen_serve.server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
-from qwen_serve.server.engine.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
+from qwen_serve.server.engine.sampling.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
 

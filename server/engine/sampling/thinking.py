@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .vocab import Vocab
+    from qwen_serve.server.engine.vocab import Vocab
 
 STRIDE = 64
 """Tokens between two looks for a circle."""

@@ -11,8 +11,7 @@ import pytest
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Rows
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
-from qwen_serve.server.engine.logprobs import Logprobs, log_softmax
-from tests.server.engine.constraints import Fickle
+from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -24,6 +23,7 @@ from tests.server.engine.helpers import (
     running,
     submit,
 )
+from tests.server.engine.sampling.constraints import Fickle
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compiles grammars where they can do no harm: a process of its own, which `GrammarTrial` starts and feeds.
+"""Compiles grammars first where they can do no harm, in a process that `GrammarValidator` starts and feeds.
 
 llguidance follows references by recursion: a chain of some thousand definitions overflows the stack, which
 ends the process. And though it bounds most of its work, some schemas (a few hundred `patternProperties`) keep
@@ -30,7 +30,7 @@ LEXER_STATES = 50_000
 """At most, for one grammar; each takes up to 2 KB: 100 MB."""
 
 
-class GrammarTrial:
+class GrammarValidator:
     """Tells whether a grammar can be compiled at all. For one thread; the process starts when needed."""
 
     def __init__(self, special: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class GrammarTrial:
         self._special = special
         self._process: subprocess.Popen[bytes] | None = None
 
-    def survives(self, text: str, wanted: Callable[[], bool] = lambda: True) -> bool:
+    def compiles(self, text: str, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Whether compiling `text` ends, with a grammar or with a complaint.
 
         Takes CPU_SECONDS at most. A process that dies of anything else, which may not be the grammar's doing,
@@ -101,7 +101,7 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def main() -> None:
-    """Reads special tokens, then grammars; writes a point for each that it survives."""
+    """Reads special tokens, then grammars; writes a point for each whose compilation ends."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     special = _receive(sys.stdin.buffer).split(b"\n")

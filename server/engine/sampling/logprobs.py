@@ -9,14 +9,14 @@ import numpy as np
 
 from qwen_serve.llamacpp import DeviceSampler
 
-from .sampling import best_of
+from .candidates import best_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Rows
 
-    from .sampling import SamplingParams
+    from .parameters import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,14 +11,14 @@ import pytest
 
 from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
-from qwen_serve.server.engine.digits import MOST_DIGITS
-from qwen_serve.server.engine.grammar import GrammarCompiler
+from qwen_serve.server.engine.sampling.digits import MOST_DIGITS
+from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from qwen_serve.server.engine.grammar import GrammarConstraint
+    from qwen_serve.server.engine.sampling.grammar import GrammarConstraint
 
 N = MOST_DIGITS
 

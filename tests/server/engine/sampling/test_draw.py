@@ -11,11 +11,12 @@ import pytest
 
 from qwen_serve.llamacpp import Context, ContextOptions, DeviceSampler, Model, SamplerChain
 from qwen_serve.server.engine.errors import FormatTooComplex
-from qwen_serve.server.engine.sampling import Penalties, RowNotKept, Sampler, SamplingParams
-from qwen_serve.server.engine.thinking import ThinkingLimits
+from qwen_serve.server.engine.sampling import RowNotKept, Sampler, SamplingParams
+from qwen_serve.server.engine.sampling.processors import Penalties
+from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
 from qwen_serve.server.engine.vocab import Vocab
-from tests.server.engine.fake_rows import DeviceRows, HostRows
-from tests.server.engine.fake_rows import SmallVocab as RowVocab
+from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows
+from tests.server.engine.sampling.fake_rows import SmallVocab as RowVocab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Rows
-    from qwen_serve.server.engine.constraint import Constraint
-    from qwen_serve.server.engine.thinking import ThinkingWatch
+    from qwen_serve.server.engine.sampling.constraint import Constraint
+    from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 
 
 class SmallVocab:

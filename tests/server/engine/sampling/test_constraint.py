@@ -14,14 +14,14 @@ import pytest
 from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.sampling import RowNotKept, Sampler
-from tests.server.engine.constraints import Fickle
-from tests.server.engine.fake_rows import DeviceRows, HostRows, SmallVocab
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
+from tests.server.engine.sampling.constraints import Fickle
+from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, SmallVocab
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.constraint import Constraint, Mask
+    from qwen_serve.server.engine.sampling.constraint import Constraint, Mask
     from qwen_serve.server.engine.vocab import Vocab
 
 N = 48

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sampling import RowNotKept
+from .draw import RowNotKept
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Rows
-
-    from .batch import Batch, Chunk, Sampled
+    from qwen_serve.server.engine.batch import Batch, Chunk, Sampled
 
 
 def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sampled]:

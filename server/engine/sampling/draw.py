@@ -1,21 +1,21 @@
-"""How the next token is chosen: a request's parameters, and the sampler that carries them out."""
+"""The sampler that carries out what a request says: from a row of logits to its next token."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from bisect import bisect_left
-from collections import Counter, deque
-from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from collections import deque
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
+from qwen_serve.server.engine.errors import NoTokenLeft
 
-from .errors import NoTokenLeft
-from .logit_rules import NONE_LEFT, LogitRules
+from .candidates import best_of, is_settled
+from .parameters import SamplingParams
+from .processors import NONE_LEFT, LogitRules, Penalties
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,21 +23,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Rows
+    from qwen_serve.server.engine.vocab import Vocab
 
     from .constraint import Constraint
     from .thinking import ThinkingWatch
-    from .vocab import Vocab
-
-
-MAX_LOGPROBS = 20
-"""Most alternatives to a token whose log-probabilities are told: OpenAI's limit, and vLLM's unless set."""
-
-ALMOST_ZERO = 1e-5
-"""Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
-
-
-MARGIN = 1e-4
-"""What llama.cpp's sums of probabilities, in F32, may be off by."""
 
 
 class RowNotKept(Exception):
@@ -45,69 +34,6 @@ class RowNotKept(Exception):
 
     chosen: list[int]
     """Tokens of a draft that were chosen from the rows before."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """One request's choices; the defaults are greedy. Raises ValueError, naming the field.
-
-    `temperature` 0 takes the best token. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties see what
-    transformers and vLLM let them see, at any distance: `repetition_penalty` the prompt and the output,
-    `presence_penalty` and `frequency_penalty` the output only. (llama-server's look back 64 tokens.)
-    With `ignore_eos` no end-of-generation token is ever chosen. The same `seed` gives the same output;
-    without one every request draws its own. `logprobs` and `prompt_logprobs`, where not None, ask for the
-    log-probabilities of each generated token and each token of the prompt, and for so many of the likeliest
-    ones beside it.
-
-    `logit_bias` is added to the logits of the tokens it names. Only `allowed_token_ids` are chosen, if given;
-    of `bad_words`, token by token, the last token is not chosen where all before it were generated. No end of
-    a generation is chosen before there are `min_tokens` tokens. `stop_token_ids` end a generation as well;
-    with `include_stop` such a token is a part of the answer.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    include_stop: bool = False
-
-    def __post_init__(self) -> None:
-        def require(field: str, ok: bool, wanted: str) -> None:
-            if not ok:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be {wanted}")
-
-        require("temperature", 0 <= self.temperature < math.inf, "a number from 0")
-        require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        require("top_k", self.top_k >= 0, "0 (off) or more")
-        require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        # far from where a float32 overflows: a logit is divided by it
-        require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
-        require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
-        require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
-        for field in ("logprobs", "prompt_logprobs"):
-            top = getattr(self, field)
-            require(field, top is None or 0 <= top <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
-        require("min_tokens", self.min_tokens >= 0, "0 or more")
-        require("allowed_token_ids", self.allowed_token_ids != (), "at least one")
-        require("bad_words", all(self.bad_words), "of at least one token each")
-        require("logit_bias", all(bias < math.inf for _, bias in self.logit_bias), "numbers below infinity")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the choice is the best token, after penalties."""
-        return self.temperature < ALMOST_ZERO or self.top_k == 1
 
 
 class Sampler:
@@ -444,98 +370,3 @@ class Sampler:
         """Free llama.cpp's part. Idempotent."""
         if self._chain is not None:
             self._chain.close()
-
-
-def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
-    """Whether top-k, top-p and min-p keep none but the tokens with the `known` logits, and the same ones,
-    whatever other tokens there are with logits of at most `lowest`, which is below theirs.
-
-    Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because the
-    tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
-    same.
-    """
-    if len(known) >= params.top_k or not len(known):
-        return len(known) > 0
-    logits = sorted(known.tolist(), reverse=True)
-    weights = [math.exp((logit - logits[0]) / params.temperature) for logit in logits]
-    least = math.exp((lowest - logits[0]) / params.temperature)
-    kept = n = len(weights)
-    if params.top_p < 1.0:
-        masses = list(accumulate(weights))
-        reach = (params.top_p + MARGIN) * (masses[-1] + (params.top_k - n) * least)
-        kept = 1 + bisect_left(masses, (params.top_p - MARGIN) * masses[-1])
-        if masses[-1] >= reach and kept == 1 + bisect_left(masses, reach):
-            return True
-    bound = params.min_p * (1 - MARGIN)
-    return least < bound and sum(weight >= bound for weight in weights) <= kept
-
-
-def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
-    """Ids of the `k` highest of many logits [n], in no order; all of them if there are no more.
-
-    The k-th highest of the maxima of blocks is a bound that at least k reach and few pass: one look at
-    everything, where a partial sort would move it.
-    """
-    width = 256
-    n_blocks = len(logits) // width
-    if k >= len(logits):
-        return np.arange(len(logits))
-    ids = np.arange(len(logits))
-    if n_blocks > 4 * k:
-        maxima = logits[: n_blocks * width].reshape(n_blocks, width).max(axis=1)
-        ids = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
-    return ids[np.argpartition(logits[ids], -k)[-k:]] if len(ids) > k else ids
-
-
-class Penalties:
-    """Of one answer, over the tokens seen.
-
-    Repetition divides positive and multiplies negative logits (Keskar et al. 2019, section 4.1); presence
-    and frequency subtract, as in OpenAI's API.
-    """
-
-    def __init__(self, params: SamplingParams, n_vocab: int, prompt: Sequence[int]) -> None:
-        self._repetition = np.float32(params.repetition_penalty)
-        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
-        self.only_lower = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
-        """No logit becomes higher."""
-        self._counts: Counter[int] = Counter()
-        """How often each token was generated."""
-        self._less = np.zeros(n_vocab, np.float32)
-        """What presence and frequency take from each token's logit."""
-        self._repeated = np.zeros(n_vocab, bool)
-        """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
-        if self._repetition != 1:
-            in_vocab = np.asarray(prompt, np.intp)
-            self._repeated[in_vocab[in_vocab < n_vocab]] = True
-        self._tokens = np.flatnonzero(self._repeated)
-        """All that have a penalty, once each; room for more behind the first `_n`."""
-        self._n = len(self._tokens)
-
-    def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Penalise a row in place, which takes as many operations as there are tokens to penalise."""
-        tokens = self._tokens[: self._n]
-        logits[tokens] = self.applied(tokens, logits[tokens])
-
-    def applied(
-        self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32]:
-        """What becomes of the logits of some tokens."""
-        if self._repetition != 1:
-            penalised = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
-            logits = np.where(self._repeated[tokens], penalised, logits)
-        lowered: npt.NDArray[np.float32] = logits - self._less[tokens]
-        return lowered
-
-    def accept(self, token: int) -> None:
-        """Count a generated token."""
-        self._counts[token] += 1
-        count = self._counts[token]
-        if count == 1 and not self._repeated[token]:
-            if self._n == len(self._tokens):
-                self._tokens = np.concatenate([self._tokens, np.zeros(self._n + 64, np.intp)])
-            self._tokens[self._n] = token
-            self._n += 1
-        self._less[token] = self._presence + self._frequency * count
-        if self._repetition != 1:
-            self._repeated[token] = True

@@ -11,8 +11,8 @@ import pytest
 from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.server.engine import EngineDead, InvalidGrammar, QueueFull
-from qwen_serve.server.engine.grammar import WAITING, GrammarCompiler
-from qwen_serve.server.engine.grammar_trial import GrammarTrial
+from qwen_serve.server.engine.sampling.grammar import WAITING, GrammarCompiler
+from qwen_serve.server.engine.sampling.grammar_validator import GrammarValidator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,15 +66,15 @@ def test_what_takes_too_long_is_refused(compiler: GrammarCompiler) -> None:
     assert compiler.compile('start: "a"').result()
 
 
-def test_a_trial_has_no_opinion() -> None:
+def test_a_validator_has_no_opinion() -> None:
     """What is wrong is left for the compiler to tell."""
-    trial = GrammarTrial(["<tool_call>"])
+    validator = GrammarValidator(["<tool_call>"])
     for text in ("", "start: (", "start: missing", 'start: <tool_call> "a"', "start: <[300000]>", "\0", "é"):
-        assert trial.survives(text)
-    trial.close()
-    assert trial.survives('start: "a"')
-    trial.close()
-    trial.close()
+        assert validator.compiles(text)
+    validator.close()
+    assert validator.compiles('start: "a"')
+    validator.close()
+    validator.close()
 
 
 def test_complaints_are_short(compiler: GrammarCompiler) -> None:
@@ -85,15 +85,15 @@ def test_complaints_are_short(compiler: GrammarCompiler) -> None:
 
 @pytest.fixture
 def tried(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What gets as far as the trial."""
+    """What gets as far as the validator."""
     tried: list[str] = []
-    answers = GrammarTrial._answers
+    answers = GrammarValidator._answers
 
-    def counted(trial: GrammarTrial, text: str) -> bool:
+    def counted(validator: GrammarValidator, text: str) -> bool:
         tried.append(text)
-        return answers(trial, text)
+        return answers(validator, text)
 
-    monkeypatch.setattr(GrammarTrial, "_answers", counted)
+    monkeypatch.setattr(GrammarValidator, "_answers", counted)
     return tried
 
 
@@ -138,10 +138,10 @@ def test_a_refusal_is_kept(compiler: GrammarCompiler, tried: list[str]) -> None:
         assert tried.count(text) == 1
 
 
-def test_a_trial_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+def test_a_validator_that_died_is_replaced(compiler: GrammarCompiler) -> None:
     """By the next one's grammar, which is not to blame."""
     assert compiler.compile('start: "before"').result()
-    process = compiler._trial._process
+    process = compiler._validator._process
     assert process is not None
     process.kill()
     process.wait()
