@@ -56,6 +56,7 @@ def test_links_in_the_tree_lead_somewhere() -> None:
     """On the site strict mode sees to that."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
     pages += [ROOT / "models" / "nano" / "README.md", ROOT / "server/engine/prefix_cache/README.md"]
+    pages += (ROOT / "patches").rglob("*.md")
     links = [
         (page, target)
         for page in pages

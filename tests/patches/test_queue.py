@@ -148,3 +148,23 @@ def test_switches_apply_on_top(libraries: dict[str, Path]) -> None:
     command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(PATCHES / "switches.patch")]
     done = subprocess.run(command, cwd=llama_cpp_sources(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+UPSTREAM = sorted((PATCHES / "upstream").glob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", UPSTREAM, ids=lambda path: path.stem)
+def test_what_goes_upstream_has_a_title_and_a_row(patch: Path) -> None:
+    """No description: who sends it writes that."""
+    header = patch.read_text().split("\ndiff --git ")[0]
+    assert re.fullmatch(r"Subject: \[PATCH\] \S.*: \S.+\n", header)
+    assert f"| [{patch.stem}](" in (patch.parent / "README.md").read_text()
+
+
+@pytest.mark.reference
+def test_what_goes_upstream_applies_to_stock_sources(libraries: dict[str, Path]) -> None:
+    subprocess.run(["cmake", libraries["stock"].parent], check=True, capture_output=True)
+    for patch in UPSTREAM:
+        command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(patch)]
+        done = subprocess.run(command, cwd=llama_cpp_sources(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{patch.name}: {done.stdout}"
