@@ -11,11 +11,13 @@ from qwen_serve.bench.models.header import quantized_tensors, write_header
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp import Device
-from qwen_serve.server.engine import DoesNotFit, EngineSettings, memory, sizes
+from qwen_serve.server.engine import DoesNotFit, EngineSettings
 from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.loading import decide
-from qwen_serve.server.engine.memory import MemoryPlan
-from qwen_serve.server.engine.sizes import plan_memory
+from qwen_serve.server.engine.planning import fit, measured
+from qwen_serve.server.engine.planning.fit import plan_memory
+from qwen_serve.server.engine.planning.plan import MemoryPlan
+from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.settings import load_variant
 
 MIB, GIB = 1024**2, 1024**3
@@ -40,15 +42,16 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
         Device("CUDA0", "a card of 4 GB", is_gpu=True, free=FREE, total=4 * GIB),
         Device("CPU", "a processor", is_gpu=False, free=16 * GIB, total=16 * GIB),
     ]
-    rehearse = memory._rehearse
 
-    def on_the_card(settings: EngineSettings, *rest: Any) -> dict[str, int]:
-        return {"CUDA0": sum(rehearse(settings.replace(n_gpu_layers=0), *rest).values())}
+    def on_the_card(settings: EngineSettings, spec: ModelSpec, *_: object) -> dict[str, int]:
+        return {
+            "CUDA0": sum(measured.rehearse(settings.replace(n_gpu_layers=0), spec, places, None).values())
+        }
 
-    monkeypatch.setattr(sizes, "devices", lambda: places)
-    monkeypatch.setattr(sizes, "available_memory", lambda: None)
-    monkeypatch.setattr(memory, "_rehearse", on_the_card)
-    monkeypatch.setattr(memory, "takes_rows", lambda *_: True)
+    monkeypatch.setattr(fit, "devices", lambda: places)
+    monkeypatch.setattr(fit, "available_memory", lambda: None)
+    monkeypatch.setattr("qwen_serve.server.engine.planning.plan.rehearse", on_the_card)
+    monkeypatch.setattr("qwen_serve.server.engine.planning.plan.takes_rows", lambda *_: True)
 
 
 def planned(path: Path, **settings: Any) -> MemoryPlan:

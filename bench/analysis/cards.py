@@ -97,7 +97,9 @@ class Drafts:
         wrong is taken back for nothing."""
         if self.block is not None:
             return self.count
-        from qwen_serve.server.engine.sizes import SNAPSHOTS  # loads llama.cpp, which nothing else here needs
+        from qwen_serve.server.engine.planning.fit import (
+            SNAPSHOTS,  # loads llama.cpp, which nothing else here needs
+        )
 
         return SNAPSHOTS if geometry.draft is not None else 0
 

@@ -25,7 +25,7 @@ from qwen_serve.llamacpp import devices
 from qwen_serve.server.api.metrics import Metrics
 from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
 from qwen_serve.server.engine.gguf import read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import Speculation
 
 ROOM = 256

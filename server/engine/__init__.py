@@ -20,8 +20,8 @@ from .errors import (
     QueueFull,
     RequestFault,
 )
-from .memory import MemoryPlan
 from .outputs import Generation
+from .planning.plan import MemoryPlan
 from .sampling import (
     LONGEST_GRAMMAR,
     MAX_LOGPROBS,

@@ -20,11 +20,11 @@ from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, Q
 from .gguf import read_header
 from .loading import Parts, decide
 from .outputs import Generation, OutputQueue
+from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
 from .sampling import Logprobs, Sampler, sample
 from .scheduler import Output
 from .sequence import Prompt, Sequence, Timings
-from .sizes import plan_memory
 from .stats import EngineStats
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 
 from . import warmup
 from .batch import Batch
-from .contexts import (
+from .errors import DoesNotFit
+from .planning.contexts import (
     context_options,
     draft_context,
     head_options,
@@ -25,16 +26,15 @@ from .contexts import (
     uses_mtp,
     verified_rows,
 )
-from .errors import DoesNotFit
-from .hardware import nvidia_cards, physical_cores
-from .measured import Measured, RecordFile, build
+from .planning.hardware import nvidia_cards, physical_cores
+from .planning.measured import Measured, RecordFile, build
+from .planning.sequence_ids import SequenceIds
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import GrammarCompiler, Sampler, SamplingParams, sample
 from .scheduler import Reproducible, Scheduler
 from .sequence import Sequence
-from .sequence_ids import SequenceIds
 from .speculation import build_speculator
 from .states import StateStore
 from .vocab import Vocab
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Model
     from qwen_serve.llamacpp.draft import DraftContext
 
-    from .memory import MemoryPlan
+    from .planning.plan import MemoryPlan
     from .profile import StartProfile, StepProfile
     from .settings import EngineSettings
 

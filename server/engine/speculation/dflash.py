@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp.draft import DraftContext
-    from qwen_serve.server.engine.draft_spec import DraftSpec
+    from qwen_serve.server.engine.planning.spec import DraftSpec
 
     from .base import DraftRequest
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.server.engine.sequence_ids import MTP_SEQUENCES
+from qwen_serve.server.engine.planning.sequence_ids import MTP_SEQUENCES
 
 from .base import Draft
 from .hidden import DraftCacheState, HiddenDrafter

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.draft import DraftContext
     from qwen_serve.llamacpp.mtp import MtpContext
     from qwen_serve.server.engine.batch import Batch, Chunk, Sampled
-    from qwen_serve.server.engine.draft_spec import DraftSpec
+    from qwen_serve.server.engine.planning.spec import DraftSpec
     from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.settings import EngineSettings
     from qwen_serve.server.engine.states import StateStore

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_serve.server.engine.sequence_ids import LONE_SLOTS
+from qwen_serve.server.engine.planning.sequence_ids import LONE_SLOTS
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context

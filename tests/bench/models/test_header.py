@@ -11,7 +11,7 @@ from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.server.engine.gguf import read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import ModelSpec
 
 NANO = Path(__file__).parents[3] / "models" / "nano"
 

@@ -12,7 +12,7 @@ import pytest
 
 from qwen_serve.server.chat.formats import compose, json_format, regex_format
 from qwen_serve.server.engine import Engine, SamplingParams
-from qwen_serve.server.engine.sequence_ids import SequenceIds
+from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
 from qwen_serve.server.engine.speculation.dflash import DflashDrafter
 from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter

@@ -14,7 +14,7 @@ import pytest
 
 from qwen_serve.server.engine import Engine, ModelLoadError
 from qwen_serve.server.engine.gguf import Value, read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import ModelSpec
 from tests.server.engine.helpers import settings
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def test_whatever_byte_is_flipped_there_is_a_spec_or_an_error(nano_q4_k_m: Path,
 def test_other_architectures_are_refused_before_anything_is_loaded(
     tmp_path: Path, architecture: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qwen_serve.server.engine.contexts.Model", None)
+    monkeypatch.setattr("qwen_serve.server.engine.planning.contexts.Model", None)
     path = tmp_path / "other.gguf"
     key = [text("general.architecture"), struct.pack("<I", 8), text(architecture)] if architecture else []
     path.write_bytes(header_of(*key, bytes(64), n_keys=len(key) and 1))

@@ -15,9 +15,9 @@ from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine import DoesNotFit
 from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, decide
+from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
-from qwen_serve.server.engine.sizes import plan_memory
 from tests.server.engine.helpers import Request, ask_all, running, settings
 
 if TYPE_CHECKING:

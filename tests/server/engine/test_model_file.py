@@ -11,8 +11,9 @@ import gguf
 import pytest
 
 from qwen_serve.llamacpp import Model
-from qwen_serve.server.engine import Engine, ModelLoadError, contexts, model_file
+from qwen_serve.server.engine import Engine, ModelLoadError, model_file
 from qwen_serve.server.engine.model_file import BLOCK, ModelFile
+from qwen_serve.server.engine.planning import contexts
 from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
 
 if TYPE_CHECKING:

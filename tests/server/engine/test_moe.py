@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qwen_serve.server.engine.gguf import read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from tests.marks import slow_but
 from tests.server.engine.helpers import (

@@ -12,10 +12,10 @@ import pytest
 from models.nano.train import heldout
 from models.nano.train.document import prompt_text
 from qwen_serve.llamacpp import HAS_RING, layers
-from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams, contexts, memory
-from qwen_serve.server.engine.draft_spec import DraftSpec
+from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
 from qwen_serve.server.engine.gguf import read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning import contexts, plan
+from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 from qwen_serve.server.engine.speculation.base import Drafter
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
@@ -61,7 +61,7 @@ async def test_rows_that_stay_on_the_device_give_the_same_drafts(
 ) -> None:
     counts = []
     for ring in (True, False):
-        for module in (layers, contexts, memory):
+        for module in (layers, contexts, plan):
             monkeypatch.setattr(module, "HAS_RING", ring)
         with running(nano_f32, **ALONE, **EXACT, draft_model=nano_draft_f32, draft_window=48) as engine:
             assert (engine._parts.context.ring is not None) == ring

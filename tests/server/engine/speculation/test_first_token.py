@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from qwen_serve.llamacpp import Ring, layers
-from qwen_serve.server.engine import contexts, memory
 from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.planning import contexts, plan
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.states import Backlog
 from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
@@ -123,7 +123,7 @@ async def test_they_read_the_same_as_at_once(
     prompts = [random_prompt(rng, length) for length in (20, 60, 150, 300)]
     prompts += [[*prompt, *random_prompt(rng, more)] for prompt in prompts for more in (1, 25, 100)]
     prompts += prompts[2:6]
-    for module in (layers, contexts, memory) if not ring else ():
+    for module in (layers, contexts, plan) if not ring else ():
         monkeypatch.setattr(module, "HAS_RING", False)
     steps: dict[str, Any] = {"batch_size": 128, "ubatch_size": 64, "prefill_budget": 100}
     found = []

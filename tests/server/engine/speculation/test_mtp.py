@@ -13,8 +13,8 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.server.engine.planning.sequence_ids import MTP_SEQUENCES
 from qwen_serve.server.engine.sequence import Sequence
-from qwen_serve.server.engine.sequence_ids import MTP_SEQUENCES
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
 from tests.server.engine.speculation.helpers import sequence

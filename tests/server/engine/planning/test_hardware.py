@@ -6,8 +6,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from qwen_serve.server.engine import hardware, loading
+from qwen_serve.server.engine import loading
 from qwen_serve.server.engine.loading import decide
+from qwen_serve.server.engine.planning import hardware
 from tests.server.engine.helpers import settings
 
 if TYPE_CHECKING:

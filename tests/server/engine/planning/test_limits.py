@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 
 from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.draft_spec import DraftSpec
 from qwen_serve.server.engine.gguf import read_header
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 VALUES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
 
 TIMEOUT = 60

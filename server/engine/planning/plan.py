@@ -6,39 +6,25 @@ from a rehearsal, in which llama.cpp builds its graphs without allocating weight
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Context, Device, takes_rows
-from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
-from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.llamacpp import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Device, takes_rows
+from qwen_serve.server.engine.speculation import dflash
+from qwen_serve.server.engine.speculation.mtp import host_bytes
 
-from .contexts import (
-    context_options,
-    draft_cells,
-    draft_context,
-    draft_ring,
-    head_options,
-    load_draft,
-    load_model,
-    mtp_cells,
-    uses_mtp,
-)
-from .measured import Buffers, RecordFile, build
+from .contexts import draft_cells, draft_ring, mtp_cells, uses_mtp
+from .measured import rehearse
 from .sequence_ids import SequenceIds
-from .speculation import dflash
-from .speculation.mtp import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .draft_spec import DraftSpec
-    from .model_spec import ModelSpec
-    from .settings import EngineSettings
+    from qwen_serve.server.engine.settings import EngineSettings
+
+    from .spec import ModelSpec
 
 MIB = 1024**2
 
@@ -302,69 +288,10 @@ def on_the_line(a: tuple[int, list[int]], b: tuple[int, list[int]], cells: int) 
 
 
 def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
-    sizes = _rehearse(settings, spec, places)
+    sizes = rehearse(settings, spec, places, embedding_place(settings, spec, places))
     # on the host plain ones, or pinned for the GPU's sake (CUDA_Host)
     host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
     return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]
-
-
-_BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
-
-
-def _rehearse(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> dict[str, int]:
-    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them, now
-    or at an earlier start."""
-    file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
-    if file is not None and (known := file.read()) is not None:
-        return known.sizes
-    model = load_model(settings, spec, embedding_place(settings, spec, places), rehearse=True)
-    sizes: Counter[str] = Counter()
-    try:
-        context = Context(model, context_options(settings))
-        sizes += reported(context.log, "the model's context")
-        if spec.draft is not None:
-            sizes += reported(_rehearsed_draft(settings, spec.draft, context), "the draft model's context")
-        context.close()
-        if uses_mtp(settings, spec):
-            head = MtpContext(model, head_options(settings))
-            sizes += reported(head.log, "the MTP head's context")
-            head.close()
-    except LlamaError as error:
-        raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
-    finally:
-        model.close()
-    if file is not None:
-        file.write(Buffers(sizes=sizes))
-    return sizes
-
-
-def reported(lines: Sequence[str], whose: str) -> Counter[str]:
-    """Bytes of compute and output buffers that llama.cpp's log tells of, by ggml's name of the device.
-
-    Raises ModelLoadError where it tells of no compute buffer: no context is without one.
-    """
-    found = [match for line in lines if (match := _BUFFER.search(line))]
-    if not any(kind == "compute" and float(mib) for _, kind, mib in (match.groups() for match in found)):
-        raise ModelLoadError(
-            f"llama.cpp's log does not tell how large the buffers of {whose} are: no line like "
-            f"'CPU compute buffer size = 12.34 MiB' among its {len(lines)}. This build of llama.cpp "
-            f"({build()}) is another than this server was made for; `make setup` builds the right one"
-        )
-    sizes: Counter[str] = Counter()
-    for device, _, mib in (match.groups() for match in found):
-        sizes[device] += int(float(mib) * MIB)
-    return sizes
-
-
-def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) -> list[str]:
-    model = load_draft(settings, spec, rehearse=True)
-    try:
-        context = draft_context(settings, spec, model, trunk)
-        lines = context.log
-        context.close()
-    finally:
-        model.close()
-    return lines
 
 
 def size_text(size: int) -> str:

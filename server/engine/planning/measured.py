@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,18 +18,21 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from qwen_serve.common.files import write_text
-from qwen_serve.llamacpp import patches
+from qwen_serve.llamacpp import Context, patches
+from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
+from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.server.about import cache_folder
+from qwen_serve.server.engine.speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
 
-from .speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
+from .contexts import context_options, draft_context, head_options, load_draft, load_model, uses_mtp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from qwen_serve.llamacpp import Device
+    from qwen_serve.server.engine.settings import EngineSettings
 
-    from .model_spec import ModelSpec
-    from .settings import EngineSettings
+    from .spec import DraftSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -112,3 +117,64 @@ def driver() -> str:
 def build() -> str:
     """llama.cpp, as far as it tells what it is."""
     return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
+
+
+_BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
+
+
+def rehearse(
+    settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], embedding_on: Device | None
+) -> dict[str, int]:
+    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them, now
+    or at an earlier start."""
+    file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
+    if file is not None and (known := file.read()) is not None:
+        return known.sizes
+    model = load_model(settings, spec, embedding_on, rehearse=True)
+    sizes: Counter[str] = Counter()
+    try:
+        context = Context(model, context_options(settings))
+        sizes += reported(context.log, "the model's context")
+        if spec.draft is not None:
+            sizes += reported(_rehearsed_draft(settings, spec.draft, context), "the draft model's context")
+        context.close()
+        if uses_mtp(settings, spec):
+            head = MtpContext(model, head_options(settings))
+            sizes += reported(head.log, "the MTP head's context")
+            head.close()
+    except LlamaError as error:
+        raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
+    finally:
+        model.close()
+    if file is not None:
+        file.write(Buffers(sizes=sizes))
+    return sizes
+
+
+def reported(lines: Sequence[str], whose: str) -> Counter[str]:
+    """Bytes of compute and output buffers that llama.cpp's log tells of, by ggml's name of the device.
+
+    Raises ModelLoadError where it tells of no compute buffer: no context is without one.
+    """
+    found = [match for line in lines if (match := _BUFFER.search(line))]
+    if not any(kind == "compute" and float(mib) for _, kind, mib in (match.groups() for match in found)):
+        raise ModelLoadError(
+            f"llama.cpp's log does not tell how large the buffers of {whose} are: no line like "
+            f"'CPU compute buffer size = 12.34 MiB' among its {len(lines)}. This build of llama.cpp "
+            f"({build()}) is another than this server was made for; `make setup` builds the right one"
+        )
+    sizes: Counter[str] = Counter()
+    for device, _, mib in (match.groups() for match in found):
+        sizes[device] += int(float(mib) * 1024**2)
+    return sizes
+
+
+def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) -> list[str]:
+    model = load_draft(settings, spec, rehearse=True)
+    try:
+        context = draft_context(settings, spec, model, trunk)
+        lines = context.log
+        context.close()
+    finally:
+        model.close()
+    return lines

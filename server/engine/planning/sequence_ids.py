@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from .settings import MAX_SEQUENCES
+from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from .settings import EngineSettings
+    from qwen_serve.server.engine.settings import EngineSettings
 
 MAX_DRAFTING = 16
 """Most sequences that draft from the text at once. A larger batch keeps the device busy with tokens that are

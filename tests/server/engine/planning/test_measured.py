@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine import memory
+from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.loading import PREFILL_CPU, decide
-from qwen_serve.server.engine.measured import Buffers, Measured, RecordFile
-from qwen_serve.server.engine.model_spec import ModelSpec
+from qwen_serve.server.engine.planning import measured
+from qwen_serve.server.engine.planning.fit import plan_memory
+from qwen_serve.server.engine.planning.measured import Buffers, Measured, RecordFile
+from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.settings import EngineSettings
-from qwen_serve.server.engine.sizes import plan_memory
 from qwen_serve.server.engine.speculation.timer import StepTimer
 from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.warmup import time_prompt
@@ -151,7 +153,7 @@ def test_the_next_start_rehearses_nothing(
     plan = plan_memory(settings, header)
     buffers = [usage.compute for usage in plan.usages]
     assert min(buffers) > 0
-    monkeypatch.setattr(memory, "load_model", lambda *_, **__: pytest.fail("a rehearsal"))
+    monkeypatch.setattr(measured, "load_model", lambda *_, **__: pytest.fail("a rehearsal"))
     again = plan_memory(settings, header)
     assert ([usage.compute for usage in again.usages], again.settings) == (buffers, plan.settings)
     with pytest.raises(pytest.fail.Exception):
@@ -179,3 +181,32 @@ def test_times_come_back_as_they_were(added: list[tuple[int, int, float, bool, b
     for n, rows in ((1, 1), (1, 7), (2, 3), (8, 2), (16, 16)):
         assert after.of(n, rows) == before.of(n, rows)
     assert (after.moving, after.leaving) == (before.moving, before.leaving)
+
+
+def test_a_log_that_tells_no_buffers_is_an_error(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Words of another llama.cpp, in which a plan of 0 bytes fits anywhere; nor is that remembered."""
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    other = re.compile(r"(\S+)\s+(compute|output) buffer: ([0-9.]+) MiB")
+    wanted, header = decide(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
+    with monkeypatch.context() as changed:
+        changed.setattr(measured, "_BUFFER", other)
+        with pytest.raises(ModelLoadError, match=r"the model's context are: no line like 'CPU compute"):
+            plan_memory(wanted, header)
+    assert not [*tmp_path.glob("measured/*")]
+    right = [usage.compute for usage in plan_memory(wanted, header).usages]
+    [record] = tmp_path.glob("measured/*")
+    record.write_text('{"sizes": {}}')  # as an earlier server may have left it
+    assert [usage.compute for usage in plan_memory(wanted, header).usages] == right
+    assert min(right) > 0
+
+
+@pytest.mark.parametrize(
+    "lines", [[], ["CPU output buffer size = 1.00 MiB"], ["CPU compute buffer size = 0.00 MiB"]]
+)
+def test_each_context_has_a_compute_buffer(lines: list[str]) -> None:
+    with pytest.raises(ModelLoadError, match="of the head are"):
+        measured.reported(lines, "the head")
+    more = [*lines, "graph_reserve:      CUDA0 compute buffer size =   2.50 MiB"]
+    assert measured.reported(more, "the head")["CUDA0"] == int(2.5 * 1024**2)

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
 from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.server.engine.speculation import dflash
+from qwen_serve.server.engine.speculation.mtp import WIDEST
 
 from .sequence_ids import SequenceIds
-from .speculation import dflash
-from .speculation.mtp import WIDEST
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Device
+    from qwen_serve.server.engine.model_file import ModelFile
+    from qwen_serve.server.engine.settings import EngineSettings
 
-    from .draft_spec import DraftSpec
-    from .model_file import ModelFile
-    from .model_spec import ModelSpec
-    from .settings import EngineSettings
+    from .spec import DraftSpec, ModelSpec
 
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""

@@ -1,0 +1,1 @@
+"""What fits: planned from files' headers and settings, before anything is loaded."""

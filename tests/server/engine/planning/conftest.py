@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qwen_serve.llamacpp import Device
+from qwen_serve.server.engine.planning import fit, plan
+from tests.server.engine.planning.cards import GIB, MIB, NO_ROWS, share_snapshots
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and of the patches that
+    sizes depend on shared-snapshots alone."""
+    share_snapshots(monkeypatch, True)
+    monkeypatch.setattr(plan, "READS_OWN_CELLS", False)
+    monkeypatch.setattr(plan, "takes_rows", lambda name, ggml_type, width: ggml_type != NO_ROWS)
+
+    def pretend(*free: int) -> None:
+        found = [
+            Device(f"CUDA{i}", "NVIDIA A10G", is_gpu=True, free=bytes_, total=24 * GIB)
+            for i, bytes_ in enumerate(free)
+        ]
+        found.append(Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB))
+        buffers = {f"CUDA{i}": 300 * MIB for i in range(len(free))}
+        monkeypatch.setattr(fit, "devices", lambda: found)
+        monkeypatch.setattr(fit, "available_memory", lambda: None)
+        monkeypatch.setattr(plan, "rehearse", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
+
+    return pretend
+
+
+@pytest.fixture
+def own_cells(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps of their own cells take as well."""
+    monkeypatch.setattr(plan, "READS_OWN_CELLS", True)

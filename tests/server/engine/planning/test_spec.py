@@ -1,0 +1,28 @@
+"""A model's fit, of its metadata and tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qwen_serve.server.engine import EngineSettings, ModelLoadError
+from qwen_serve.server.engine.gguf import Header
+from qwen_serve.server.engine.planning.spec import ModelSpec
+from tests.server.engine.planning.cards import FOUND, FOUR_B, MIB, four_b
+
+
+def test_the_spec_of_the_4b() -> None:
+    spec = ModelSpec.from_header(four_b())
+    assert spec.n_embd == 2560
+    assert spec.state == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
+    cell = sum(spec.kv_cell(i, EngineSettings(model=Path("4b.gguf"))) for i in range(32))
+    assert cell == 32 * 1024
+    assert spec.mtp_weights == 70 * MIB
+    assert [keys > 0 for keys, _ in spec.kv_elements] == [False, False, False, True] * 8
+
+
+def test_missing_metadata_is_named() -> None:
+    incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
+    with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
+        ModelSpec.from_header(Header(FOUND, incomplete, {}))
