@@ -9,104 +9,141 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from qwen_serve.bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from cyclopts import App
 
+
+@dataclass(frozen=True)
+class Command:
+    """``where``: module:function, None where only its ``parts`` do something; ``parts``: its own commands."""
+
+    what: str
+    where: str | None = None
+    parts: Mapping[str, Command] = field(default_factory=dict)
+
+
 COMMANDS = {
-    "latency": (
-        "qwen_serve.bench.load.latency:latency",
+    "latency": Command(
         "One request at a time: the same prompt again, and another one each time.",
+        "qwen_serve.bench.load.latency:latency",
     ),
-    "throughput": (
-        "qwen_serve.bench.load.throughput:throughput",
+    "throughput": Command(
         "Many requests: levels of concurrency, or request rates.",
+        "qwen_serve.bench.load.throughput:throughput",
     ),
-    "peers": ("qwen_serve.bench.servers.peers:peers", "Several servers in turns on one model, with ratios."),
-    "start": (
-        "qwen_serve.bench.servers.start:start",
-        "How long servers take to start, in turns; ours by stage.",
+    "peers": Command(
+        "Several servers in turns on one model, with ratios.", "qwen_serve.bench.servers.peers:peers"
     ),
-    "experiment": (
-        "qwen_serve.bench.experiments.run:experiment",
-        "A series of measurements, described in TOML.",
+    "start": Command(
+        "How long servers take to start, in turns; ours by stage.", "qwen_serve.bench.servers.start:start"
     ),
-    "soak": ("qwen_serve.bench.load.soak:soak", "Mixed load for minutes or hours: failures, drift, leaks."),
-    "grammar-cost": (
-        "qwen_serve.bench.engine.grammar:grammar_cost",
-        "The engine alone: answers kept to a schema.",
+    "experiment": Command(
+        "A series of measurements, described in TOML.", "qwen_serve.bench.experiments.run:experiment"
     ),
-    "sampling-cost": (
-        "qwen_serve.bench.engine.sampling:sampling_cost",
-        "The engine alone: ways to the next token.",
+    "soak": Command(
+        "Mixed load for minutes or hours: failures, drift, leaks.", "qwen_serve.bench.load.soak:soak"
     ),
-    "prefix-cost": (
-        "qwen_serve.bench.engine.prefix_cache:prefix_cost",
-        "The engine alone: holding and sharing states.",
-    ),
-    "draft-cost": ("qwen_serve.bench.engine.drafts:draft_cost", "The engine alone: ways to draft, in turns."),
-    "kv-cache": (
-        "qwen_serve.bench.engine.kv_cache:kv_cache",
-        "Types of the KV cache: bytes, time, divergence, retrieval from far back.",
-    ),
-    "build": ("qwen_serve.bench.servers.builds:build", "Build llama.cpp's programs, to compare with."),
-    "compare": ("qwen_serve.bench.report.compare:compare", "Subjects of one run or of several side by side."),
-    "report": (
-        "qwen_serve.bench.report.report:report",
-        "Tables, pictures and one page from what a store holds.",
-    ),
-    "synthetic": (
-        "qwen_serve.bench.models.synthetic:synthetic",
-        "Write a made-up model for measuring speed alone.",
-    ),
-    "roofline": (
-        "qwen_serve.bench.analysis.roofline:roofline",
-        "What a request would take on a card: an estimate.",
-    ),
-    "quality": (
-        "qwen_serve.bench.gates.quality:quality",
-        "Quality gates through lm-eval, with 95% intervals.",
-    ),
-    "paired": (
-        "qwen_serve.bench.gates.paired:paired",
-        "Two models' answers to the same items: which is better, item by item.",
-    ),
-    "perplexity": (
-        "qwen_serve.bench.gates.perplexity:perplexity",
-        "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
-    ),
-    "conformance": (
-        "qwen_serve.bench.checks.conformance:conformance",
+    "conformance": Command(
         "The server's contract as checks, pass or fail a line each.",
+        "qwen_serve.bench.checks.conformance:conformance",
+        {
+            "clients": Command(
+                "The clients people use, each with its snippet of docs/clients.md.",
+                "qwen_serve.bench.clients.run:clients",
+            )
+        },
     ),
-    "clients": (
-        "qwen_serve.bench.clients.run:clients",
-        "The clients people use, each with its snippet of docs/clients.md.",
+    "quality": Command(
+        "Quality gates through lm-eval, with 95% intervals.",
+        "qwen_serve.bench.gates.quality:quality",
+        {
+            "paired": Command(
+                "Two models' answers to the same items: which is better, item by item.",
+                "qwen_serve.bench.gates.paired:paired",
+            ),
+            "perplexity": Command(
+                "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
+                "qwen_serve.bench.gates.perplexity:perplexity",
+            ),
+        },
     ),
-    "sweep": (
-        "qwen_serve.bench.variants.sweep:sweep",
+    "sweep": Command(
         "Which quant to ship: convert, serve, measure and rank the variants of a model.",
+        "qwen_serve.bench.variants.sweep:sweep",
+        {
+            "variants": Command(
+                "What comes with the package: settings, predicted latency, recorded gates.",
+                "qwen_serve.bench.variants.catalogue:variants",
+            )
+        },
     ),
-    "variants": (
-        "qwen_serve.bench.variants.catalogue:variants",
-        "What comes with the package: settings, predicted latency, recorded gates.",
+    "engine": Command(
+        "What parts of our engine cost, without a server; what a card allows at best.",
+        parts={
+            "drafts": Command("Ways to draft, in turns.", "qwen_serve.bench.engine.drafts:drafts"),
+            "grammar": Command("Answers kept to a schema.", "qwen_serve.bench.engine.grammar:grammar"),
+            "sampling": Command("Ways to the next token.", "qwen_serve.bench.engine.sampling:sampling"),
+            "prefix-cache": Command(
+                "Holding and sharing states.", "qwen_serve.bench.engine.prefix_cache:prefix_cache"
+            ),
+            "kv-cache": Command(
+                "Types of the KV cache: bytes, time, divergence, retrieval from far back.",
+                "qwen_serve.bench.engine.kv_cache:kv_cache",
+            ),
+            "roofline": Command(
+                "What a request would take on a card: an estimate.",
+                "qwen_serve.bench.analysis.roofline:roofline",
+            ),
+        },
     ),
-    "submit": (
-        "qwen_serve.bench.submission.submit:submit",
+    "report": Command(
+        "Tables, pictures and one page from a store; runs side by side; what is published.",
+        "qwen_serve.bench.report.report:report",
+    ),
+    "build": Command(
+        "Build llama.cpp's programs, to compare with.",
+        "qwen_serve.bench.servers.builds:build",
+        {
+            "synthetic": Command(
+                "Write a made-up model for measuring speed alone.",
+                "qwen_serve.bench.models.command:synthetic",
+            )
+        },
+    ),
+    "submit": Command(
         "Hand an image in: the competition's rules checked, then uploaded.",
+        "qwen_serve.bench.submission.submit:submit",
     ),
 }
-"""By name: where it is, and what it answers."""
+
+RENAMED = {
+    "compare": "report --compare",
+    "paired": "quality paired",
+    "perplexity": "quality perplexity",
+    "draft-cost": "engine drafts",
+    "grammar-cost": "engine grammar",
+    "sampling-cost": "engine sampling",
+    "prefix-cost": "engine prefix-cache",
+    "kv-cache": "engine kv-cache",
+    "roofline": "engine roofline",
+    "synthetic": "build synthetic",
+    "clients": "conformance clients",
+    "variants": "sweep variants",
+}
+"""What was a command of its own."""
 
 
-def make_app(asked: str | None) -> App:
-    """The command ``asked`` for brings its own help; the others' would import everything there is."""
+def make_app(words: Sequence[str]) -> App:
+    """What ``words`` ask for brings its own help; the others' would import everything there is."""
     from cyclopts import App
 
     app = App(
@@ -116,9 +153,24 @@ def make_app(asked: str | None) -> App:
         version_flags=(),
         suppress_keyboard_interrupt=False,  # main says what it says of it
     )
-    for name, (where, what) in COMMANDS.items():
-        app.command(where, name=name, help=None if name == asked else what)
+    asked, part_asked = (*words[:2], None, None)[:2]
+    for name, command in COMMANDS.items():
+        if command.where is not None and not (command.parts and name == asked):
+            app.command(command.where, name=name, help=None if name == asked else command.what)
+            continue
+        own = App(name=name, help=command.what if command.where is None else None, version_flags=())
+        if command.where is not None:
+            own.default(_function(command.where))
+        for part, one in command.parts.items():
+            own.command(one.where, name=part, help=None if part == part_asked else one.what)
+        app.command(own)
     return app
+
+
+def _function(where: str) -> Callable[..., Any]:
+    module, _, name = where.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
 @contextmanager
@@ -142,18 +194,21 @@ INSTALL = "pip install 'qwen-serve[bench]'"
 def help_without_extras(asked: str | None, missing: str | None) -> str:
     """What there is, where the packages that bring each command's own help are not installed."""
     shown = {asked: COMMANDS[asked]} if asked in COMMANDS else COMMANDS
-    lines = [f"  {name:15} {what}" for name, (_, what) in shown.items()]
+    lines = [f"  {name:15} {command.what}" for name, command in shown.items()]
     need = f"Commands and their options need the extra `bench` ({missing} is missing): {INSTALL}"
     return "\n".join(["Usage: qwen-bench COMMAND", "", *lines, "", need])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with
-    143 after SIGTERM, with 2 for wrong options."""
+    143 after SIGTERM, with 2 for wrong options; returns 2 for a command that has another name now."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in RENAMED:
+        print(f"error: {words[0]}: it is now `qwen-bench {RENAMED[words[0]]}`", file=sys.stderr)
+        return 2
     try:
         with ended_by_sigterm():
-            status = make_app(words[0] if words else None)(words)
+            status = make_app(words)(words)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

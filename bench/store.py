@@ -99,7 +99,7 @@ class Run:
             Manifest(
                 run=folder.name,
                 verb=verb,
-                command=_command_line(verb),
+                command=_command_line(),
                 started=started,
                 commit=provenance.commit(),
                 card=card or found,
@@ -122,7 +122,7 @@ class Run:
         kept = "".join(json.dumps(row) + "\n" for row in _rows_of(folder) if keep(row))
         write_atomically(folder / ROWS, kept)
         manifest.status = "running"
-        manifest.command = _command_line(manifest.verb)
+        manifest.command = _command_line()
         manifest.notes = [note for note in manifest.notes if not note.startswith(STOPPED)]
         return cls(folder, manifest)
 
@@ -223,16 +223,15 @@ def manifests(store: Path) -> dict[Path, Manifest]:
     return dict(sorted(found.items(), key=lambda one: (one[1].started, one[1].run)))
 
 
-def _command_line(verb: str) -> list[str]:
-    """This process's, without the verb that stands before the options and with the API key masked."""
+def _command_line() -> list[str]:
+    """This process's, with the API key masked."""
     words = sys.argv[1:]
-    options = list(words[1:] if words[:1] == [verb] else words)
-    for number, word in enumerate(options):
-        if word == "--api-key" and number + 1 < len(options):
-            options[number + 1] = "***"
+    for number, word in enumerate(words):
+        if word == "--api-key" and number + 1 < len(words):
+            words[number + 1] = "***"
         elif word.startswith("--api-key="):
-            options[number] = "--api-key=***"
-    return ["qwen-bench", verb, *options]
+            words[number] = "--api-key=***"
+    return ["qwen-bench", *words]
 
 
 def write_atomically(path: Path, text: str) -> None:

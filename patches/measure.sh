@@ -12,7 +12,7 @@
 #     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)     about  20 s a round
 #     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                 about  20 s a step
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
-#     drafts      qwen-bench draft-cost: the server's engine, by way to draft (needs the server's packages and
+#     drafts      qwen-bench engine drafts: the server's engine, by way to draft (needs the server's packages and
 #                 DRAFT_MODEL, TEXT: a GGUF that drafts for MODEL and what prompts are cut from); not timed yet
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
@@ -22,7 +22,7 @@
 # parts, STEPS=all has every patch one after the other, STEPS=each leaves one out at a time.
 #
 # SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) are turns of each step in
-# waterfall, prompt and drafts. DRAFT_OPTIONS are for draft-cost (default: --input-tokens 64,2048 --concurrency 1).
+# waterfall, prompt and drafts. DRAFT_OPTIONS are for `engine drafts` (default: --input-tokens 64,2048 --concurrency 1).
 # PYTHON (default python3) is for drafts and logits.
 set -uo pipefail
 
@@ -222,7 +222,7 @@ drafts() {
             # what a start measures of its steps, and keeps, is of this step
             # shellcheck disable=SC2086
             env $set PYTHONPATH="$here/.." LLAMA_CPP_LIB_PATH="$bin" QWEN_SERVE_CACHE="$out/cache-$step" \
-                "$python" -m qwen_serve.bench draft-cost "$model" --draft-model "$DRAFT_MODEL" --text "$TEXT" --rounds 1 \
+                "$python" -m qwen_serve.bench engine drafts "$model" --draft-model "$DRAFT_MODEL" --text "$TEXT" --rounds 1 \
                 --set ctx_size=98304 ${DRAFT_OPTIONS:---input-tokens 64,2048 --concurrency 1} \
                 --out "$out/drafts/$step" --note "patches to $step: ${set//$'\n'/ }" >"$out/drafts.log" 2>&1 ||
                 { echo "$step failed:" >&2; tail -5 "$out/drafts.log" >&2; }

@@ -47,12 +47,12 @@ ELSEWHERE = {
     r"^export SUBMIT|^qwen-bench submit": "hands an image in; tests/bench/submission",
     r"^pip |^qwen-serve setup": "builds llama.cpp; tests/test_packaging.py, tests/server/test_setup_llama.py",
     r"^qwen-bench build|^BIN/|llama-server": "llama.cpp's own programs; tests/bench/servers",
-    r"^qwen-bench synthetic|BF16\.gguf|\bF16\.words|[ =]Q4_K_M\.gguf": "a synthetic 4B of gigabytes",
+    r"^qwen-bench build synthetic|BF16\.gguf|\bF16\.words|[ =]Q4_K_M\.gguf": "a synthetic 4B of gigabytes",
     r"Qwen/Qwen3|z-lab/": "fetches a checkpoint",
     r"^vllm-router|host-a:8080": "a router and more machines; tests/server/test_cluster.py",
     r"server\.cluster": "tests/server/test_cluster.py",
     r"^lm_eval": "fetches a data set; tests/server/test_lm_eval.py",
-    r"^qwen-bench clients": "installs clients from the network; tests/bench/test_clients.py",
+    r"^qwen-bench conformance clients": "installs clients from the network; tests/bench/test_clients.py",
     r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
     r"stock\.toml": "recipes that the page tells how to write, and an hour",
     r"--publish": "a record that was made on a card; tests/bench/report",
@@ -77,7 +77,7 @@ SMALLER = {
     r"/tmp/out": "out",
     r"^(qwen-bench throughput (?!.*--workload).*)": r"\1 --requests 4 --input-tokens 16 --output-tokens 8",
     r"^(qwen-bench sweep .*)": r"\1 --rounds 0 --limit 2 --threads 1",
-    r"^(qwen-bench kv-cache (?!.*--types).*)": r"\1 --types q8_0 --chunks 1",
+    r"^(qwen-bench engine kv-cache (?!.*--types).*)": r"\1 --types q8_0 --chunks 1",
 }
 SERVES = re.compile(r"^(python -m qwen_serve.server |qwen-serve serve )")
 
@@ -165,7 +165,7 @@ def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPat
             for name in (variable.partition("=")[0] for variable in variables):
                 assert re.search(rf"\b{name}\b", makefile), name
         case ["qwen-bench", name, *options]:
-            unused = make_app(name).parse_known_args([name, *options])[2]
+            unused = make_app([name, *options]).parse_known_args([name, *options])[2]
             assert not unused
         case ["qwen-convert", *options]:
             convert_parser().parse_args(options)

@@ -150,12 +150,17 @@ class Spread:
 
 def percentiles(frame: pd.DataFrame, metric: str, *keys: str) -> dict[tuple[str, ...], Spread]:
     """Of all values of a metric, by the values of the columns ``keys``, in the order they were measured."""
-    rows = frame[frame["metric"] == metric]
-    found = {}
-    for key, values in rows.groupby(list(keys), sort=False)["value"]:
-        p10, p50, p90, p99 = (float(at) for at in np.percentile(values, (10, 50, 90, 99)))
-        found[tuple(map(str, key))] = Spread(p10, p50, p90, p99, len(values))
-    return found
+    groups = frame[frame["metric"] == metric].groupby(list(keys), sort=False)["value"]
+    counts = groups.size()
+    if counts.empty:
+        return {}
+    spread = groups.quantile(np.array([0.1, 0.5, 0.9, 0.99])).unstack().reindex(counts.index)
+    return {
+        tuple(map(str, key if isinstance(key, tuple) else (key,))): Spread(p10, p50, p90, p99, count)
+        for key, (p10, p50, p90, p99), count in zip(
+            counts.index, spread.to_numpy().tolist(), counts.tolist(), strict=True
+        )
+    }
 
 
 def _log_medians(frame: pd.DataFrame, metric: str) -> pd.DataFrame:

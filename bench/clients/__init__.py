@@ -1,1 +1,1 @@
-"""Whether the clients people use work with a server: `qwen-bench clients`."""
+"""Whether the clients people use work with a server: `qwen-bench conformance clients`."""

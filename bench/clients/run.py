@@ -1,4 +1,4 @@
-"""``qwen-bench clients``: every snippet of docs/clients.md, run by the client it is for, against a server."""
+"""``qwen-bench conformance clients``: each snippet of docs/clients.md, run by its client."""
 
 import contextlib
 import os

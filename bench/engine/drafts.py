@@ -74,7 +74,7 @@ def make_cells(input_tokens: Positives, concurrency: Positives, requests: int) -
     return [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
 
 
-def draft_cost(
+def drafts(
     gguf: Path,
     /,
     *,
@@ -99,7 +99,7 @@ def draft_cost(
     gguf
         The model.
     text
-        UTF-8, from which prompts are cut, nothing of it twice: such as `synthetic` leaves beside a model.
+        UTF-8, from which prompts are cut, nothing twice: such as `build synthetic` leaves beside a model.
     draft_model
         GGUF file of a model that drafts for it.
     speculation
@@ -142,7 +142,7 @@ def draft_cost(
         "set": set,
         "text": text.name,
     }
-    with begun(gguf, "draft-cost", store, settings) as run, ExitStack() as stack:
+    with begun(gguf, "drafts", store, settings) as run, ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for way in dict.fromkeys(speculation or _possible_ways(gguf, draft_model)):
             engines[way] = engine = _start(way, given, draft_model, stack)

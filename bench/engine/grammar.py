@@ -43,7 +43,7 @@ DRAWS = {
 }
 
 
-def grammar_cost(
+def grammar(
     gguf: Path,
     /,
     *,
@@ -66,7 +66,7 @@ def grammar_cost(
         Turns.
     """
     settings = {"sequences": sequences, "tokens": tokens, "times": times}
-    with recorded(gguf, "grammar-cost", "grammar", store, settings) as (_, recorder):
+    with recorded(gguf, "grammar", "grammar", store, settings) as (_, recorder):
         options: dict[str, Any] = {"parallel": max(sequences), "ctx_size": max(sequences) * (tokens + 128)}
         engine = Engine(EngineSettings(model=gguf, speculation="off", prefix_cells=0, **options))
         engine.start()

@@ -1,4 +1,4 @@
-"""``qwen-bench kv-cache``: what a type of the KV cache costs and saves, beside f16.
+"""``qwen-bench engine kv-cache``: what a type of the KV cache costs and saves, beside f16.
 
 Every type reads the same tokens of the same model, so that all that differs is how keys and values are kept.
 """

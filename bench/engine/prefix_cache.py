@@ -83,7 +83,7 @@ class Bench:
         self._lengths[sequence] = 0
 
 
-def prefix_cost(
+def prefix_cache(
     gguf: Path,
     /,
     *,
@@ -112,7 +112,7 @@ def prefix_cost(
         Timed steps of each.
     """
     settings = {"resident": resident, "piece": piece, "ubatch": ubatch, "times": times}
-    with recorded(gguf, "prefix-cost", "prefix cache", store, settings) as (model, recorder):
+    with recorded(gguf, "prefix-cache", "prefix cache", store, settings) as (model, recorder):
         _measure(model, recorder, sorted(resident), piece, ubatch, times)
     return 0
 

@@ -12,7 +12,7 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.report.views import show
 from qwen_serve.bench.store import Run
 from qwen_serve.llamacpp import Context, ContextOptions, Model, devices, supports_gpu
-from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.server.engine.errors import EngineError
 
 UNTIMED = 3
@@ -58,7 +58,7 @@ def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) 
     with store.begin(verb, {"gguf": gguf.name, **settings}) as run:
         try:
             yield run
-        except (EngineError, LlamaError) as error:
+        except (EngineError, LlamaError, ModelLoadError) as error:
             raise BenchError(f"{gguf}: {error}") from error
         show(run)
 

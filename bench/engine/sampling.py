@@ -26,7 +26,7 @@ DRAWS = {
 """What is drawn by, at temperature 1: from candidates, and the last from whole rows."""
 
 
-def sampling_cost(
+def sampling(
     gguf: Path,
     /,
     *,
@@ -50,7 +50,7 @@ def sampling_cost(
         Timed steps of each.
     """
     settings, most = {"rows": rows, "times": times}, max(rows)
-    with recorded(gguf, "sampling-cost", "sampling", store, settings) as (model, recorder):
+    with recorded(gguf, "sampling", "sampling", store, settings) as (model, recorder):
 
         def each(what: str, step: Callable[[int], object]) -> None:
             for n in sorted(rows):

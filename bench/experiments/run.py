@@ -40,7 +40,8 @@ Option = bool | int | float | str | list[str | int | float]
 
 
 class Part(BaseModel):
-    """One command. ``peers``: names of the experiment's peers, for the command of that name."""
+    """One command, such as "latency" or "engine drafts". ``peers``: names of the experiment's peers, for the
+    command of that name."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,7 +85,7 @@ class Experiment(BaseModel):
         """The part's command line, but for --out."""
         common = self.options if part.command == "peers" else {}
         options = {**common, **part.options, **(changed if part.command == "peers" else {})}
-        words = [part.command]
+        words = part.command.split()
         for name, value in options.items():
             words += _flag(name.replace("_", "-"), value, variables)
         for name in part.peers:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm
 
-Z = 1.959964  # of the normal distribution, two-sided 95%
+Z = float(norm.ppf(0.975))  # two-sided 95%
 
 # one item's outcomes, each 0 to 1: a single one, or one an instruction in IFEval
 Outcomes = Sequence[float]

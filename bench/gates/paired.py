@@ -1,4 +1,4 @@
-"""``qwen-bench paired``: two models' answers to the same items, item by item."""
+"""``qwen-bench quality paired``: two models' answers to the same items, item by item."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``qwen-bench perplexity``: perplexity, KL divergence and top-1 agreement of a GGUF and its reference."""
+"""``qwen-bench quality perplexity``: perplexity, KL divergence and top-1 agreement with a reference."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model l
 import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
+from scipy.stats import sem
 
 from qwen_serve.bench.arguments import Natural, Positive, StoreOptions
 from qwen_serve.bench.errors import BenchError
@@ -193,7 +194,7 @@ def histogram(scores: Scores) -> dict[str, int]:
 def estimate(values: NDArray[np.float64]) -> Estimate:
     """The mean over [chunks, positions], its error from the spread between chunks; one chunk shows none."""
     means = values.mean(axis=1)
-    error = float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
+    error = float(sem(means)) if len(means) > 1 else None
     return Estimate(value=float(means.mean()), error=error)
 
 

@@ -1,16 +1,13 @@
-"""Subjects side by side, from one run or from several."""
+"""``qwen-bench report --compare``: subjects side by side, from one run or from several."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
-from cyclopts import Parameter
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.client import clip
 from qwen_serve.bench.report.tables import compared_metrics, own_reference, subjects_table
-from qwen_serve.bench.store import Manifest, Results, load
+from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 
 HOW = {"verb", "commit", "card", "driver", "host", "versions", "settings"}
@@ -19,50 +16,32 @@ LONGEST = 60
 """Characters of a setting that are shown."""
 
 
-def compare(
-    *paths: Path,
-    reference: str | None = None,
-    metric: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    subject: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-) -> int:
-    """Compare subjects of one run or of several: medians, and times as good as the reference.
+def print_comparison(
+    results: Results, *, reference: str | None = None, metrics: Sequence[str] = (), only: Sequence[str] = ()
+) -> None:
+    """Medians, and times as good as ``reference``; then what differs in how the runs were made.
 
-    Within a run rounds are paired, so that drift of the machine hits both alike. Across runs they are not:
-    what drifted between the runs is in the ratio, which the table says.
-
-    Parameters
-    ----------
-    paths
-        Stores, or folders of single runs.
-    reference
-        The subject to compare with, as the table names it (the first run's own reference, else its first
-        subject).
-    metric
-        Only this metric; may be repeated.
-    subject
-        Only this subject, as the table names it; may be repeated.
+    Subjects are named as the table names them. Within a run rounds are paired, across runs they are not,
+    which the table says. Raises BenchError: an unknown subject or metric, or one subject alone.
     """
-    if not paths:
-        raise BenchError("want at least one store or run, such as results/")
-    results = named_apart(load(list(paths)))
+    results = named_apart(results)
     subjects = list(dict.fromkeys(results.frame["subject"]))
-    for name in (*subject, *([reference] if reference is not None else [])):
+    for name in (*only, *([reference] if reference is not None else [])):
         if name not in subjects:
             raise BenchError(f"{name}: not measured; there are {', '.join(subjects)}")
     if len(subjects) < 2:
         raise BenchError(f"one subject alone, {''.join(subjects)}: want two or more to compare")
     first = reference or own_reference(results)
-    if subject:
-        wanted = {first, *subject}
+    if only:
+        wanted = {first, *only}
         results = Results(results.of(subject=sorted(wanted)), results.manifests)
     known = compared_metrics(results.frame)
-    if unknown := [name for name in metric if name not in known]:
+    if unknown := [name for name in metrics if name not in known]:
         raise BenchError(f"--metric {unknown[0]}: not measured; there are {', '.join(known)}")
-    subjects_table(results, metric or None, reference=first).print()
+    subjects_table(results, metrics or None, reference=first).print()
     differing = differences(list(results.manifests.values()))
     if differing is not None:
         differing.print()
-    return 0
 
 
 def named_apart(results: Results) -> Results:

@@ -1,12 +1,14 @@
-"""From a store: tables, pictures and one HTML page; and what is published."""
+"""``qwen-bench report``: tables, pictures and one page of a store, runs side by side, what is published."""
 
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from jinja2 import Environment, FileSystemLoader
 
 from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.report.compare import print_comparison
 from qwen_serve.bench.report.publish import publish_results
 from qwen_serve.bench.report.views import pictures_of, tables_of
 from qwen_serve.bench.store import Results, load, write_atomically
@@ -15,17 +17,30 @@ from qwen_serve.bench.terminal import show
 
 def report(
     *paths: Path,
+    compare: Annotated[bool, Parameter(negative=())] = False,
+    metric: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    subject: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     out: Path | None = None,
     publish: Path | None = None,
     page: Path | None = None,
     reference: str | None = None,
 ) -> int:
-    """Tables, pictures and one page of everything in a store.
+    """Tables, pictures and one page of everything in a store; or its subjects side by side.
+
+    With --compare: medians, and times as good as the reference. Within a run rounds are paired, so that
+    drift of the machine hits both alike. Across runs they are not: what drifted between the runs is in the
+    ratio, which the table says.
 
     Parameters
     ----------
     paths
         Stores, or folders of single runs.
+    compare
+        Print subjects of one run or of several side by side, and write nothing.
+    metric
+        With --compare: only this metric; may be repeated.
+    subject
+        With --compare: only this subject, as the table names it; may be repeated.
     out
         Where report.html and the pictures go (the first store).
     publish
@@ -35,12 +50,18 @@ def report(
         With --publish: put the headline table into this Markdown file, between its lines
         <!-- headline --> and <!-- end -->.
     reference
-        With --publish: the subject that ratios are against (the first run's own reference, else its
-        first subject).
+        With --compare or --publish: the subject that ratios are against (the first run's own reference, else
+        its first subject).
     """
     if not paths:
         raise BenchError("want at least one store or run, such as results/")
+    for flag, given in (("--metric", metric), ("--subject", subject)):
+        if given and not compare:
+            raise BenchError(f"{flag} {given[0]}: goes with --compare alone")
     results = load(list(paths))
+    if compare:
+        print_comparison(results, reference=reference, metrics=metric, only=subject)
+        return 0
     folder = publish or out or paths[0]
     try:
         if publish is not None:

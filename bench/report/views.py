@@ -16,7 +16,7 @@ TABLES = {
     "quality": "qwen_serve.bench.report.quality:quality_tables",
     "perplexity": "qwen_serve.bench.report.perplexity:perplexity_tables",
     "conformance": "qwen_serve.bench.checks.conformance:conformance_tables",
-    "draft-cost": "qwen_serve.bench.report.drafts:draft_cost_tables",
+    "drafts": "qwen_serve.bench.report.drafts:draft_cost_tables",
     "kv-cache": "qwen_serve.bench.report.kv_cache:kv_cache_tables",
     "soak": "qwen_serve.bench.load.soak:soak_tables",
     "start": "qwen_serve.bench.servers.start:start_tables",

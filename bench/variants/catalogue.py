@@ -1,4 +1,4 @@
-"""``qwen-bench variants``: what comes with the package, as a table and as docs/variants.md.
+"""``qwen-bench sweep variants``: what comes with the package, as a table and as docs/variants.md.
 
 Predictions are computed from the variants' files; scores of gates are those that were recorded with the very
 weights and settings that a file says today. What was not measured is not there.
@@ -41,8 +41,9 @@ ELSEWHERE = {"threads", "threads_batch"}
 TITLE = "Qwen3.5-4B by {what}: predicted on {card}, gates recorded on nano"
 PREDICTED = (
     "Predicted: milliseconds of a request of the official categories (64, 2,048 and 8,192 tokens in; 128, "
-    "256 and 256 out), alone, its prompt read whole and nothing drafted, by `qwen-bench roofline`: the sizes "
-    "of the tensors and the datasheet's rates. No engine reaches them, and none of them was measured."
+    "256 and 256 out), alone, its prompt read whole and nothing drafted, by `qwen-bench engine roofline`: "
+    "the sizes of the tensors and the datasheet's rates. No engine reaches them, and none of them was "
+    "measured."
 )
 GATES = (
     "Gates: share of nano's held-out items answered rightly, with the very weights and settings, and the "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PATIENCE = 400
 """Rows that may tell more than is needed before slots get narrower device samplers: what a change
 costs (all graphs are planned anew, 33 to 40 ms on an H200's host) over what a whole row costs
-(`qwen-bench sampling-cost`)."""
+(`qwen-bench engine sampling`)."""
 
 
 class Runner:

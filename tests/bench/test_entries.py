@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.bench.cli import COMMANDS, main
+from qwen_serve.bench.cli import COMMANDS, RENAMED, main
 from tests.marks import slow_but
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem in COMMANDS)
+NAMES = [*COMMANDS, *(f"{name} {part}" for name, one in COMMANDS.items() for part in one.parts)]
 
 
 def test_the_documented_files_are_there() -> None:
-    assert {"conformance", "latency", "throughput", "quality", "sweep", "peers", "compare"} <= set(ENTRIES)
+    assert set(ENTRIES) == {"latency", "throughput", "quality", "sweep"}
 
 
-@pytest.mark.parametrize("name", slow_but(["conformance", "latency"], ENTRIES))
+@pytest.mark.parametrize("name", slow_but(["latency"], ENTRIES))
 def test_a_file_is_its_command(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -25,12 +26,21 @@ def test_a_file_is_its_command(name: str, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"Usage: qwen-bench {name} ")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_has_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
+    assert main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"Usage: qwen-bench {name}")
     assert len(shown.splitlines()) > 5
+    parts = COMMANDS[name].parts if name in COMMANDS else {}
+    assert all(one.what[:40] in shown for one in parts.values())
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_says_the_new_one(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([old, "models/nano.gguf"]) == 2
+    assert f"error: {old}: it is now `qwen-bench {RENAMED[old]}`" in capsys.readouterr().err
+    assert RENAMED[old].partition(" --")[0] in NAMES
 
 
 def test_help_names_all_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ async def test_the_texts_to_be_made_for_one_are_long_enough(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As long as its file says: no part comes to the end of one, from which it would get no more prompts."""
-    found = re.search(r"qwen-bench synthetic .*--words (\d+)", (FOLDER / f"{name}.toml").read_text())
+    found = re.search(r"qwen-bench build synthetic .*--words (\d+)", (FOLDER / f"{name}.toml").read_text())
     assert found is not None
     text = tmp_path / "words.txt"
     text.write_text("x " * int(found[1]))

@@ -178,4 +178,4 @@ def test_another_vocabulary_is_refused(
 def command(gguf: object, reference: object, text: object, *flags: object) -> int:
     """The command's exit status."""
     arguments = [gguf, "--reference", reference, "--text", text, *flags]
-    return main(["perplexity", *map(str, arguments)])
+    return main(["quality", "perplexity", *map(str, arguments)])

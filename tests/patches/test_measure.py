@@ -140,7 +140,7 @@ def test_drafts_by_step(tmp_path: Path) -> None:
     for path in told:
         step = path.parts[-3]
         command, environment = json.loads(path.read_text())
-        assert command[1:5] == ["-m", "qwen_serve.bench", "draft-cost", str(tmp_path / "model.gguf")]
+        assert command[1:6] == ["-m", "qwen_serve.bench", "engine", "drafts", str(tmp_path / "model.gguf")]
         assert ("LLAMA_SEQ_ALL_CELLS" in environment) == (step == "-seq-own-cells")
         assert ("LLAMA_PATCHES_HIDE" in environment) == (step in {"moe-grouped", "layer-inputs-ring"})
         assert environment["LLAMA_CPP_LIB_PATH"] == str(tmp_path / "bin")

@@ -79,12 +79,12 @@ def test_an_estimate_is_the_sum_of_its_terms_and_above_the_bound(small: Path) ->
 
 def test_the_command_prints_every_card(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--draft", "4", "--acceptance", "0.7", "--drafter", "mtp", "--launch-us", "2"]
-    assert main(["roofline", "--model", str(small), *flags]) == 0
+    assert main(["engine", "roofline", "--model", str(small), *flags]) == 0
     shown = capsys.readouterr().out
     assert all(f"{card}: computed from the tensors of small.gguf, not measured" in shown for card in CARDS)
     assert "decode of 64 sequences at 512" in shown
     assert "no engine reaches" not in shown
-    assert main(["roofline", "--model", str(small), "--cards", "a10g"]) == 0
+    assert main(["engine", "roofline", "--model", str(small), "--cards", "a10g"]) == 0
     assert "which no engine reaches" in capsys.readouterr().out
 
 
@@ -99,7 +99,7 @@ def test_a_wrong_flag_is_named(
     flags: list[str], message: str, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = [] if "--model" in flags else ["--model", str(small)]
-    assert main(["roofline", *model, *flags]) == 1
+    assert main(["engine", "roofline", *model, *flags]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_flag_is_named(
 )
 def test_a_flag_beyond_its_values_is_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["roofline", "--model", "x", *flags])
+        main(["engine", "roofline", "--model", "x", *flags])
 
 
 def test_a_model_of_experts_is_refused() -> None:

@@ -21,9 +21,8 @@ def cells(results: Results, metric: str) -> dict[str, int]:
 
 
 def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["sampling-cost", str(nano_f32), "--rows", "1,2", "--times", "2", "--out", str(tmp_path)]) == 0
-    )
+    options = ["--rows", "1,2", "--times", "2", "--out", str(tmp_path)]
+    assert main(["engine", "sampling", str(nano_f32), *options]) == 0
     results = load([tmp_path])
     found, drawn = cells(results, "step_time"), cells(results, "sample_time")
     for way in ("whole rows, argmax on the host", "device sampler BEST", "llama.cpp's greedy sampler"):
@@ -36,7 +35,7 @@ def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_prefix_cache(nano_f32: Path, tmp_path: Path) -> None:
     options = ["--resident", "64,128", "--piece", "64", "--ubatch", "64", "--times", "2"]
-    assert main(["prefix-cost", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
+    assert main(["engine", "prefix-cache", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
     results = load([tmp_path])
     steps, copies = cells(results, "step_time"), cells(results, "copy_time")
     assert all(steps[f"1 sequence beside {resident} cells"] == 2 for resident in (0, 64, 128))
@@ -51,13 +50,13 @@ def test_prefix_cache(nano_f32: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     for name, message in (("no.gguf", "no.gguf: no such file"), ("x.gguf", "error: ")):
-        assert main(["sampling-cost", str(tmp_path / name), "--out", str(tmp_path / "store")]) == 1
+        assert main(["engine", "sampling", str(tmp_path / name), "--out", str(tmp_path / "store")]) == 1
         assert message in capsys.readouterr().err
 
 
 def test_grammar(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--sequences", "1,2", "--tokens", "8", "--times", "2"]
-    assert main(["grammar-cost", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
+    assert main(["engine", "grammar", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
     results = load([tmp_path])
     found = cells(results, "step_time")
     ways = ("free", "a text", "nested lists")
@@ -70,7 +69,7 @@ def test_drafts(
 ) -> None:
     options = ["--draft-model", str(nano_draft_f32), "--text", str(TEXT), "--set", "draft_always=true"]
     options += ["--input-tokens", "24", "--output-tokens", "12", "--concurrency", "1,2", "--requests", "2"]
-    assert main(["draft-cost", str(nano_f32), *options, "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert main(["engine", "drafts", str(nano_f32), *options, "--rounds", "1", "--out", str(tmp_path)]) == 0
     results = load([tmp_path])
     ways = ["off", "mtp", "draft", "mtp+draft"]
     one, two = "24 in, 1 at once", "24 in, 2 at once"
@@ -117,7 +116,7 @@ def test_prompts_of_drafts_are_the_same_for_all_and_never_come_again(
     options = ["--text", str(text), "--input-tokens", "8,16", "--output-tokens", "2", "--concurrency", "2"]
     options += ["--speculation", "off,ngram", "--rounds", "2", "--requests", "3"]
     options += ["--out", str(tmp_path / "store")]
-    assert main(["draft-cost", str(nano_f32), *options]) == 0
+    assert main(["engine", "drafts", str(nano_f32), *options]) == 0
     first, second = asked.values()
     assert sorted(first) == sorted(second)
     assert len(first) == len(set(first)) == 2 * 2 * (1 + 2) * 2, "lengths, rounds, waves, at once"
@@ -145,7 +144,7 @@ def test_mistakes_about_drafts(
     )
     words = [word for pair in given.items() for word in pair]
     try:
-        assert main(["draft-cost", str(nano_f32), *words, "--out", str(tmp_path)]) == 1
+        assert main(["engine", "drafts", str(nano_f32), *words, "--out", str(tmp_path)]) == 1
     except SystemExit as error:  # of an option
         assert error.code
     shown = capsys.readouterr()

@@ -29,7 +29,9 @@ def test_fewer_bits_diverge_more(nano_f16: Path, tmp_path: Path, capsys: pytest.
     text.write_text("\n".join(story(rng) for _ in range(8)), encoding="utf-8")
     options = ["--text", str(text), "--types", "q8_0,q8_0/q4_0,q4_0,q4_0:plain", "--context", "256"]
     sizes = ["--chunks", "2", "--passages", "2", "--times", "2", "--threads", "1"]
-    assert main(["kv-cache", str(nano_f16), *options, *sizes, "--out", str(tmp_path / "store")]) == 0
+    assert (
+        main(["engine", "kv-cache", str(nano_f16), *options, *sizes, "--out", str(tmp_path / "store")]) == 0
+    )
     results = load([tmp_path / "store"])
     rows = results.frame
 
@@ -54,5 +56,8 @@ def test_fewer_bits_diverge_more(nano_f16: Path, tmp_path: Path, capsys: pytest.
 def test_a_text_that_is_too_short(nano_f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A word.")
-    assert main(["kv-cache", str(nano_f16), "--text", str(text), "--out", str(tmp_path / "store")]) == 1
+    assert (
+        main(["engine", "kv-cache", str(nano_f16), "--text", str(text), "--out", str(tmp_path / "store")])
+        == 1
+    )
     assert "--context 2048 wants one chunk" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_items_that_one_model_alone_gets_right(tmp_path: Path, capsys: pytest.Ca
     append_samples(second, [reply("sums", n, 1) for n in reversed(range(10))])
     append_samples(first, [reply("orders", 0, 1, 1), reply("orders", 1, 0, 0), reply("orders", 2, 1)])
     append_samples(second, [reply("orders", 0, 1, 0), reply("orders", 1, 1, 0)])
-    assert main(["paired", str(first), str(second)]) == 0
+    assert main(["quality", "paired", str(first), str(second)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "sums 10 10.0 100.0 0 9 0.0039 second is better" in lines
     assert "orders 2 50.0 50.0 1 1 1 not told apart" in lines
@@ -47,5 +47,5 @@ def test_items_that_one_model_alone_gets_right(tmp_path: Path, capsys: pytest.Ca
 def test_files_without_a_shared_item_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_samples(tmp_path / "a", [reply("sums", 1, 1)])
     append_samples(tmp_path / "b", [reply("sums", 2, 1)])
-    assert main(["paired", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["quality", "paired", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "no item that both were asked" in capsys.readouterr().err

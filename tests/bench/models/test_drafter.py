@@ -8,9 +8,10 @@ import pytest
 
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.command import draft_path
 from qwen_serve.bench.models.drafter import Drafter, draft_config
 from qwen_serve.bench.models.shapes import SHAPES
-from qwen_serve.bench.models.synthetic import Synthetic, draft_path
+from qwen_serve.bench.models.synthetic import Synthetic
 from qwen_serve.server.engine import SamplingParams
 from tests.server.engine.helpers import Request, ask, running
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = ",".join(map(str, LENGTHS.values()))
     shares = ",".join(LENGTHS)
     wanted = ["--out", str(out), "--shape", "small", "--mtp-acceptance", shares, "--block-lengths", lengths]
-    assert main(["synthetic", *wanted, "--words", "1000", "--outtype", "F32"]) == 0
+    assert main(["build", "synthetic", *wanted, "--words", "1000", "--outtype", "F32"]) == 0
     return out.parent
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -59,7 +61,7 @@ def f16(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("synthetic") / "small.gguf"
     command = ["--out", str(path), "--shape", shape, "--words", "20000", "--threads", "2"]
     command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
-    assert main(["synthetic", *command]) == 0
+    assert main(["build", "synthetic", *command]) == 0
     return path
 
 
@@ -164,7 +166,7 @@ def test_the_text_never_tells_what_follows_a_word(f16: Path, made: Synthetic) ->
 def test_each_share_holds_for_a_region_with_a_text_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "two.gguf"
     command = ["--out", str(out), "--shape", "small", "--words", "500", "--mtp-acceptance", "1.0,0.3"]
-    assert main(["synthetic", *command]) == 0
+    assert main(["build", "synthetic", *command]) == 0
     chain = Synthetic.make(SHAPES["small"], mtp_acceptance=[1, 0.3], seed=0).chain
     assert chain.drafted[chain.tokens[:FILLER_TOKENS]].all()
     for share, region in zip(("1.0", "0.3"), chain.regions, strict=True):
@@ -216,7 +218,7 @@ def test_same_seed_same_bytes(shape: str, f16: Path, tmp_path: Path) -> None:
     }.items():
         path = tmp_path / f"{name}.gguf"
         command = ["--out", str(path), "--shape", shape, "--words", "20000", *flags]
-        assert main(["synthetic", *command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
+        assert main(["build", "synthetic", *command, "--mtp-acceptance", str(ACCEPTANCE)]) == 0
         files[name] = path
     assert files["again"].read_bytes() == f16.read_bytes()
     assert files["again"].with_suffix(".words.txt").read_bytes() == f16.with_suffix(".words.txt").read_bytes()
@@ -257,7 +259,7 @@ def test_matrices_of_another_type_hold_the_same_values(outtype: str, tmp_path: P
     for kind in ("F16", outtype):
         path = tmp_path / f"{kind}.gguf"
         command = ["--out", str(path), "--shape", "small-moe", "--words", "0", "--outtype", kind]
-        assert main(["synthetic", *command]) == 0
+        assert main(["build", "synthetic", *command]) == 0
         values[kind] = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     other = values[outtype]["blk.0.ffn_down_exps.weight"]
     assert other.tensor_type.name == outtype
@@ -334,14 +336,14 @@ def test_a_wrong_flag_is_named(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.gguf"
-    assert main(["synthetic", "--out", str(out), "--shape", "small", *flags]) == 1
+    assert main(["build", "synthetic", "--out", str(out), "--shape", "small", *flags]) == 1
     assert f"error: {message}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert main(["synthetic", "--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
+    assert main(["build", "synthetic", "--out", f"{tmp_path}/file/x.gguf", "--shape", "small"]) == 1
     assert f"error: --out {tmp_path}/file/x.gguf: " in capsys.readouterr().err
 
 
@@ -353,3 +355,14 @@ def test_a_full_disk_is_told_before_anything_is_written(
     with pytest.raises(BenchError, match="MB will be written, 1 MB are free"):
         made.write(tmp_path / "x.gguf", threads=1)
     assert not list(tmp_path.iterdir())
+
+
+NOT_NEEDED = ("pandas", "aiohttp", "cyclopts", "scipy", "matplotlib", "rich", "requests")
+
+
+@pytest.mark.parametrize("module", ["synthetic", "drafter", "header"])
+def test_making_a_model_needs_numpy_and_gguf_alone(module: str) -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED})); "
+    code += f"import qwen_serve.bench.models.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

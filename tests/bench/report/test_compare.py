@@ -68,7 +68,7 @@ def test_what_has_no_better_side_or_no_shared_cell_is_not_compared(tmp_path: Pat
 def test_the_command_sets_a_run_beside_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = made_run(tmp_path, rows("server", 1.0), quant="Q4_K_M")
     after = made_run(tmp_path, rows("server", 0.5), quant="Q2_K")
-    assert main(["compare", str(before), str(after)]) == 0
+    assert main(["report", "--compare", str(before), str(after)]) == 0
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if f"{after.name}: server" in line]
     assert all("2x [2, 2], unpaired" in line for line in lines)
@@ -86,7 +86,7 @@ def test_the_reference_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFix
         ([first, "--reference", "a"], "times as good as a"),
         ([first, second], f"times as good as {first.name}: b"),
     ):
-        assert main(["compare", *map(str, words)]) == 0
+        assert main(["report", "--compare", *map(str, words)]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert expected in shown
 
@@ -98,8 +98,9 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.Capture
         ([], "want at least one store or run"),
         ([alone], "one subject alone, a: want two or more"),
         ([both, "--reference", "c"], "c: not measured; there are a, b"),
+        ([both, "--subject", "c"], "c: not measured; there are a, b"),
         ([both, "--metric", "ttft"], "--metric ttft: not measured; there are latency"),
         ([tmp_path / "nothing"], "no run there"),
     ):
-        assert main(["compare", *map(str, words)]) == 1
+        assert main(["report", "--compare", *map(str, words)]) == 1
         assert message in capsys.readouterr().err

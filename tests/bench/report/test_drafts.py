@@ -10,7 +10,7 @@ STEPS = {"steps": 10.0, "step_tokens": 80.0, "draft_time": 10.0, "device_time": 
 
 def test_ratios_and_shares(tmp_path: Path) -> None:
     cell = "64 in, 1 at once"
-    with Run.begin(tmp_path, "draft-cost", settings={"gguf": "m.gguf", "output_tokens": 41}) as run:
+    with Run.begin(tmp_path, "drafts", settings={"gguf": "m.gguf", "output_tokens": 41}) as run:
         for way in ("off", "mtp"):
             run.describe(way)
         for round in range(1, 9):

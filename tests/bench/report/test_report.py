@@ -126,6 +126,8 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path, capsys: pytest.Capture
     for words, message in (
         ([], "want at least one store or run"),
         ([tmp_path / "nothing"], "no run there"),
+        ([run, "--metric", "latency"], "--metric latency: goes with --compare alone"),
+        ([run, "--subject", "ours"], "--subject ours: goes with --compare alone"),
         ([*publish, "--reference", "x"], "--reference x: not measured; there are ours"),
         ([*publish, "--page", page], f"--page {page}: want a line <!-- headline -->"),
         ([*publish, "--page", tmp_path / "none"], f"--page {tmp_path}/none: cannot be read"),

@@ -27,9 +27,9 @@ def test_the_page_is_what_the_command_makes(tmp_path: Path, capsys: pytest.Captu
     page = tmp_path / "variants.md"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- headline -->")
     page.write_text(f"{before}<!-- headline -->\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
-    assert main(["variants", "--page", str(page)]) == 0
+    assert main(["sweep", "variants", "--page", str(page)]) == 0
     assert page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), (
-        "made again by qwen-bench variants --page docs/variants.md"
+        "made again by qwen-bench sweep variants --page docs/variants.md"
     )
     assert "predicted" in capsys.readouterr().out
 

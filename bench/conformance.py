@@ -1,9 +1,0 @@
-"""``python bench/conformance.py``: another spelling of ``qwen-bench conformance``."""
-
-import runpy
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.argv.insert(1, Path(__file__).stem)
-    runpy.run_path(str(Path(__file__).parent), run_name="__main__")

@@ -1,0 +1,106 @@
+"""``qwen-bench build synthetic``: write a made-up model and the texts that its prompts are cut from."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Literal
+
+from qwen_serve.bench.arguments import Natural, Positive, comma_separated
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.models.drafter import Drafter
+from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.synthetic import Synthetic
+from qwen_serve.common.files import replacing
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.progress import duration, size
+
+CORES = os.cpu_count() or 1
+WORDS = 1_200_000  # enough for `latency --protocol both --runs 50`: 106 prompts of 64, 2,048 and 8,192 tokens
+
+
+def synthetic(
+    *,
+    out: Path,
+    mtp_acceptance: Annotated[tuple[str, ...], comma_separated(str)] = ("0.7",),
+    seed: Natural = 0,
+    block_lengths: Annotated[tuple[float, ...], comma_separated(float)] | None = None,
+    words: Natural = WORDS,
+    threads: Positive = CORES,
+    shape: Literal["4b", "35b-a3b", "small", "small-moe"] = "4b",
+    outtype: Literal["F16", "BF16", "F32"] = "F16",
+) -> int:
+    """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
+
+    Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths
+    (`latency --text`). With several shares for the MTP block, each holds for a region of the vocabulary and
+    has a text of its own, NAME.words-SHARE.txt: the last word of a prompt decides which region its answer
+    goes through.
+
+    Parameters
+    ----------
+    out
+        The GGUF; the words go beside it as .words.txt.
+    mtp_acceptance
+        Share of tokens that the MTP block drafts rightly; several shares: one for each region.
+    seed
+        The same seed and options give the same bytes.
+    block_lengths
+        Write a block drafter (DFlash) too, NAME-dflash.gguf, that is right on so many tokens of a block on
+        average: one number, or one for each share of the MTP block's.
+    words
+        Of the text beside the GGUF; 0 for none.
+    threads
+        That make and write tensors.
+    shape
+        Those of Qwen3.5-4B (8.7 GB in F16) or of Qwen3.5-35B-A3B (71 GB), or a few megabytes for tests.
+    outtype
+        Type of matrices.
+    """
+    began = perf_counter()
+    shares = read_shares(mtp_acceptance)
+    model = Synthetic.make(SHAPES[shape], mtp_acceptance=list(shares.values()), seed=seed)
+    texts = dict(enumerate(text_path(out, name, alone=len(shares) == 1) for name in shares)) if words else {}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        n_elements = model.write(out, threads, outtype)
+        if block_lengths is not None:
+            drafter = Drafter.make(model.config, model.vocab.vocab, model.chain, block_lengths, seed)
+            drafter.write(draft_path(out), threads, outtype)
+        for region, text in texts.items():
+            with replacing(text) as part:
+                part.write_text(model.words_text(region, words), encoding="utf-8")
+    except (ConvertError, OSError) as error:
+        raise BenchError(f"--out {out}: {error}") from error
+    took = duration(perf_counter() - began)
+    print(f"wrote {out}: {n_elements / 1e9:.3g} B weights, {size(out.stat().st_size)}, in {took}")
+    chain = model.chain.tokens.size - len(model.vocab.filler)
+    print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
+    if block_lengths is not None:
+        print(f"wrote {draft_path(out)}: {size(draft_path(out).stat().st_size)}")
+    for text in texts.values():
+        print(f"wrote {text}: {words:,} words, one token each")
+    return 0
+
+
+def draft_path(out: Path) -> Path:
+    return out.with_name(f"{out.stem}-dflash.gguf")
+
+
+def text_path(out: Path, share: str, *, alone: bool) -> Path:
+    """Where the text of one region goes: beside the GGUF."""
+    return out.with_suffix(".words.txt" if alone else f".words-{share}.txt")
+
+
+def read_shares(texts: Sequence[str]) -> dict[str, float]:
+    """Shares as they are spelt (the texts' names), and their values.
+
+    Raises BenchError: none is given, or one twice.
+    """
+    try:
+        found = {text: float(text) for text in texts}
+    except ValueError as error:
+        raise BenchError(f"--mtp-acceptance: {error}; want shares from 0 to 1") from error
+    if not found or len(set(found.values())) < len(texts):
+        raise BenchError(f"--mtp-acceptance {','.join(texts)}: want at least one share, none of them twice")
+    return found
