@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from qwen_serve.server.api.metrics import Metrics  # noqa: E402
+from qwen_serve.server.api.observe.metrics import Metrics  # noqa: E402
 from qwen_serve.server.engine import EngineStats  # noqa: E402
 from qwen_serve.server.settings import described_settings  # noqa: E402
 
@@ -33,7 +33,7 @@ PAGES = {
 }
 """File of the tree -> page of the site."""
 
-MADE = {"server/engine/settings.py": "settings.md", "server/api/metrics.py": "metrics.md"}
+MADE = {"server/engine/settings.py": "settings.md", "server/api/observe/metrics.py": "metrics.md"}
 """Where a page is made from code, the file that a link names in the tree."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")

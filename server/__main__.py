@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(settings: Settings) -> Backend:
     """Loads and warms up the model; blocks for seconds to minutes."""
-    from qwen_serve.server.api.sampling import sampling_defaults
+    from qwen_serve.server.api.fields.sampling import sampling_defaults
     from qwen_serve.server.chat import Prompter
     from qwen_serve.server.engine import Engine
 

@@ -11,14 +11,14 @@ from fastapi import FastAPI
 
 from qwen_serve.server.about import own_version
 from qwen_serve.server.api import errors, page
-from qwen_serve.server.api.metrics import Metrics
 from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
+from qwen_serve.server.api.observe.metrics import Metrics
+from qwen_serve.server.api.observe.throughput import report_throughput
+from qwen_serve.server.api.observe.tracing import configured_tracer
 from qwen_serve.server.api.openapi import describe
 from qwen_serve.server.api.origin import AllowedSites, KnownSites
 from qwen_serve.server.api.routes import ROUTERS, endpoints
 from qwen_serve.server.api.service import Backend, Service
-from qwen_serve.server.api.throughput import report_throughput
-from qwen_serve.server.api.tracing import configured_tracer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

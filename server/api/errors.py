@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from qwen_serve.server.api.absent import what_is_absent
-from qwen_serve.server.api.record import record_of, shown_path
+from qwen_serve.server.api.observe.record import record_of, shown_path
+from qwen_serve.server.api.unsupported import unsupported_endpoint
 from qwen_serve.server.chat import PromptError
 from qwen_serve.server.engine import (
     EngineDead,
@@ -161,7 +161,7 @@ async def error_response(http: Request, error: Exception) -> JSONResponse:
 def unknown_path(http: Request) -> ApiError:
     """Whether other servers have something there, or what there is here."""
     asked = f"{http.method} {shown_path(http.scope)}"
-    if what := what_is_absent(http.scope["path"]):
+    if what := unsupported_endpoint(http.scope["path"]):
         return ApiError(501, f"{asked}: {what}: not supported by this server", code="not_supported")
     return ApiError(404, f"{asked}: there is no such path; there are {', '.join(http.app.state.paths)}")
 

@@ -12,7 +12,8 @@ from qwen_serve.server.api.sse import Lazily
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from qwen_serve.server.api.protocol import CompletionRequest, GenerationRequest
+    from qwen_serve.server.api.fields.generation import GenerationRequest
+    from qwen_serve.server.api.formats.completions import CompletionRequest
     from qwen_serve.server.chat import TextGeneration
     from qwen_serve.server.engine import TokenLogprobs, Vocab
 

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
 from qwen_serve.server.api.errors import ApiError, error_response
+from qwen_serve.server.api.observe.record import RequestRecord, record_of, shown_path
 from qwen_serve.server.api.page import is_page
-from qwen_serve.server.api.record import RequestRecord, record_of, shown_path
 from qwen_serve.server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from qwen_serve.server.api.observe.tracing import Tracer
     from qwen_serve.server.api.service import Service
-    from qwen_serve.server.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

@@ -11,29 +11,26 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from qwen_serve.server.api import tokens
-from qwen_serve.server.api.chat import chat
-from qwen_serve.server.api.completions import complete
 from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.api.formats.chat import ChatRequest, chat
+from qwen_serve.server.api.formats.completions import CompletionRequest, complete
+from qwen_serve.server.api.formats.messages import CountTokensRequest, MessagesRequest, count_tokens, messages
+from qwen_serve.server.api.formats.responses import ResponsesRequest, respond
 from qwen_serve.server.api.limits import stopped
-from qwen_serve.server.api.messages import count_tokens, messages
-from qwen_serve.server.api.messages_protocol import CountTokensRequest, MessagesRequest
 from qwen_serve.server.api.openapi import AnthropicErrorAnswer, documented, errors
-from qwen_serve.server.api.protocol import (
-    ChatRequest,
-    CompletionRequest,
+from qwen_serve.server.api.request import request_of
+from qwen_serve.server.api.service import Service, service_of
+from qwen_serve.server.api.tokens import (
     DetokenizeRequest,
-    GenerationRequest,
     TokenizeChatRequest,
     TokenizePromptRequest,
     TokenizeRequest,
 )
-from qwen_serve.server.api.request import request_of
-from qwen_serve.server.api.responses import respond
-from qwen_serve.server.api.responses_protocol import ResponsesRequest
-from qwen_serve.server.api.service import Service, service_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from qwen_serve.server.api.fields.generation import GenerationRequest
 
 
 class PlainRoute(APIRoute):

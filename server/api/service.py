@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from fastapi import Request
 
-    from qwen_serve.server.api.metrics import Metrics
-    from qwen_serve.server.api.sampling import SamplingDefaults
+    from qwen_serve.server.api.fields.sampling import SamplingDefaults
+    from qwen_serve.server.api.observe.metrics import Metrics
     from qwen_serve.server.api.serving import ServedRequest
     from qwen_serve.server.chat import Prompter
     from qwen_serve.server.engine import Engine

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Response
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.sampling import of_choice
 from qwen_serve.server.api.limits import in_thread, stopped
-from qwen_serve.server.api.record import record_of
+from qwen_serve.server.api.observe.record import record_of
 from qwen_serve.server.api.request import until_gone
-from qwen_serve.server.api.sampling import of_choice, sampling_params
 from qwen_serve.server.api.sse import OPENAI, Dialect, EventStream
 from qwen_serve.server.api.tenant import salt_of
 from qwen_serve.server.chat import StopStrings, TextGeneration, generate
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fastapi import Request
 
-    from qwen_serve.server.api.protocol import GenerationRequest
+    from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.engine import Constraint, Prompt, ThinkingLimits
 
@@ -66,7 +66,12 @@ class ServedRequest:
         salt = salt_of(own, by_key=service.settings.prefix_by_key)
         self.generations: list[TextGeneration] = []
         mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
-        params = sampling_params(request, backend.defaults, self.vocab, mode=mode)
+        params = request.sampling_params(
+            backend.defaults.of(mode),
+            self.vocab,
+            logprobs=request.answer_logprobs,
+            prompt_logprobs=request.scored_prompt,
+        )
         service.open.add(self)
         try:
             for prompt in prompts:

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from qwen_serve.server.api.errors import ApiError, from_exception
-from qwen_serve.server.api.record import record_of
+from qwen_serve.server.api.observe.record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence

@@ -9,17 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
-from qwen_serve.server.api.chat import prompt_of
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.protocol import (
-    ChatRequest,
-    TokenizeChatRequest,
-    TokenizePromptRequest,
-    TokenizeRequest,
-)
+from qwen_serve.server.api.formats.chat import ChatRequest, prompt_of
+from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.api.request import on_thread, prepared
-from qwen_serve.server.api.responses_protocol import ResponsesRequest
 from qwen_serve.server.api.service import service_of
 from qwen_serve.server.api.serving import truncated
 from qwen_serve.server.engine import TokenBudget
@@ -29,13 +24,50 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
-    from qwen_serve.server.api.protocol import CompletionRequest, DetokenizeRequest
+    from qwen_serve.server.api.formats.completions import CompletionRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.engine import Vocab
 
 
 MAX_TOKENS = 2**18
 """What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
+
+
+class TokenizeRequest(BaseModel):
+    """Text to ids, as llama-server has it. `add_special` puts the beginning-of-sequence token first, where
+    the model has one."""
+
+    model_config = ConfigDict(strict=True)
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class TokenizePromptRequest(BaseModel):
+    """A text to ids, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Ids to text."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: list[int] = Field(fail_fast=True)
 
 
 def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest]:

@@ -124,7 +124,7 @@ def in_parser(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
                 raise RuntimeError("a fault was injected: secret detail")
             return super().feed(text)
 
-    patch.setattr("qwen_serve.server.api.chat.ReplyParser", Faulty)
+    patch.setattr("qwen_serve.server.api.formats.chat.ReplyParser", Faulty)
     return chat("Hi", tools=[{"type": "function", "function": {"name": MARK, "parameters": {}}}])
 
 

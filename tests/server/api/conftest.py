@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from qwen_serve.server.api import Backend, BoundedConfig, Service, create_app
-from qwen_serve.server.api.sampling import sampling_defaults
+from qwen_serve.server.api.fields.sampling import sampling_defaults
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import Engine
 from qwen_serve.server.settings import Settings

@@ -7,8 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from qwen_serve.server.api.absent import ABSENT
 from qwen_serve.server.api.routes import endpoints
+from qwen_serve.server.api.unsupported import UNSUPPORTED
 from tests.server.api.conftest import TEMPLATE, Server, Start
 from tests.server.api.test_bad_input import error_of
 
@@ -43,7 +43,9 @@ def test_one_model(server: Server) -> None:
         client.models.retrieve("gpt-9")
 
 
-PATHS = [path.replace("{rest:path}", "some/thing") for paths in ABSENT.values() for path in paths.split()]
+PATHS = [
+    path.replace("{rest:path}", "some/thing") for paths in UNSUPPORTED.values() for path in paths.split()
+]
 
 
 @pytest.mark.parametrize("path", PATHS)

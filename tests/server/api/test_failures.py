@@ -12,8 +12,8 @@ import pytest
 
 from qwen_serve.server.engine import EngineDead, GenerationError, QueueFull
 from tests.server.api.conftest import Start, wait_until
+from tests.server.api.formats.test_completions import events
 from tests.server.api.test_bad_input import error_of
-from tests.server.api.test_completions import events
 
 LONG = "word " * 400
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.api.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
+from qwen_serve.server.api.formats.chat import ChatRequest
+from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.chat.structural_tags import KEYS as STRUCTURAL
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.fields.generation import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
 from qwen_serve.server.api.limits import LARGE, Bodies
-from qwen_serve.server.api.protocol import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
 from qwen_serve.server.api.request import MAX_VALUES
 from qwen_serve.server.chat.tool_calls import ToolSchemas
 from tests.server.api.conftest import Server, Start, wait_until
@@ -234,7 +234,7 @@ def test_a_scheme_has_no_case(start_shared: Start, scheme: str) -> None:
 
 
 def test_a_path_is_one_line_of_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "server"):
+    with caplog.at_level("INFO", "qwen_serve.server"):
         server.http.get("/%0aFAKE%1b[31m%e2%80%a8x")
     wait_until(lambda: "FAKE" in caplog.text)
     [line] = [record.getMessage() for record in caplog.records if "FAKE" in record.getMessage()]

@@ -11,7 +11,7 @@ import pytest
 
 from qwen_serve.server.api.sse import Lazily, encode
 from tests.server.api.conftest import Start
-from tests.server.api.test_completions import events
+from tests.server.api.formats.test_completions import events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from qwen_serve.server.api import Backend, Service
-from qwen_serve.server.api.metrics import Metrics
-from qwen_serve.server.api.sampling import sampling_defaults
+from qwen_serve.server.api.fields.sampling import sampling_defaults
+from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import Engine
 from qwen_serve.server.settings import Settings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError
-from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.api.observe.metrics import Metrics
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.server.api.sampling import SamplingDefaults, sampling_defaults
+from qwen_serve.server.api.fields.sampling import SamplingDefaults, sampling_defaults
 from qwen_serve.server.engine import SamplingParams
 from tests.server.api.conftest import Start
 

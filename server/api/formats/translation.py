@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
 from qwen_serve.server.api.errors import ApiError, bad_request, from_validation
-from qwen_serve.server.api.protocol import UNSUPPORTED, ChatRequest, Refusing
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
+from qwen_serve.server.api.formats.chat import ChatRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

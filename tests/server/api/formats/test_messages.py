@@ -10,10 +10,10 @@ import anthropic
 import httpx
 import pytest
 
-from qwen_serve.server.api.messages_protocol import reminded
+from qwen_serve.server.api.formats.messages.request import reminded
 from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
-from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
+from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]

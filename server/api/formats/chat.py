@@ -4,27 +4,173 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import GenerationRequest
+from qwen_serve.server.api.fields.structured import (
+    WantedGrammar,
+    calls_format,
+    check_tool_choice,
+    wanted_grammar,
+)
+from qwen_serve.server.api.fields.thinking import ThinkingFields
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import prepared
 from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from qwen_serve.server.api.sse import encode, ending, event, merge
-from qwen_serve.server.api.structured import WantedGrammar, wanted_grammar
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
+from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from fastapi import Request, Response
 
-    from qwen_serve.server.api.protocol import ChatRequest
+    from qwen_serve.server.api.fields.sampling import Mode
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
+    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
     from qwen_serve.server.engine import Prompt
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+
+
+def described_as(kind: Any) -> BeforeValidator:
+    """For a field that is checked later: what its insides must be, for the description."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=kind)
+
+
+class MessageInput(BaseModel):
+    """One turn; more fields as the chat template reads them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class TextPart(BaseModel):
+    """A piece of a message's text."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionInput(BaseModel):
+    """What can be called."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolInput(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionInput
+
+
+class ChatRequest(ThinkingFields, GenerationRequest):
+    """A conversation. The insides of messages and tools are checked where they are rendered."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: values
+        for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    }
+
+    messages: Annotated[
+        list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
+    ] = Field(fail_fast=True, max_length=MAX_MESSAGES)
+    tools: Annotated[list[dict[str, Any]] | None, described_as(list[ToolInput] | None)] = Field(
+        None, fail_fast=True, max_length=MAX_TOOLS
+    )
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        BeforeValidator(check_tool_choice, json_schema_input_type=str | dict[str, Any] | None),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+
+    def inlines_reasoning(self, default: bool) -> bool:
+        """Whether the think block stays in the content; `default` is what the server does."""
+        if self.include_reasoning is False:
+            return False
+        asked = self.reasoning_format == "none" or self.separate_reasoning is False
+        return asked or (default and self.reasoning_format != "deepseek" and not self.separate_reasoning)
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> Self:
+        """Raises ApiError 400 as vLLM does."""
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: add_generation_prompt must be false, or left out, beside it"
+            raise bad_request(message, "continue_final_message", "invalid_value")
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the reply goes on from the last message: asked for, or an assistant's text stands there."""
+        if self.continue_final_message is not None or self.add_generation_prompt is not None:
+            return bool(self.continue_final_message)
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and not last.get("tool_calls")
+
+    @model_validator(mode="after")
+    def _top_only_with_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs", "invalid_value")
+        return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else super().answer_logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        return super().by_n_probs and not self.logprobs
+
+    def mode(self, *, thinking: bool, can_think: bool) -> Mode:
+        return "thinking" if can_think and self.thinks(thinking) else "instruct"
+
+    @property
+    def whole(self) -> bool:
+        """As everywhere, but a single tool call ends an answer that may have only one."""
+        return super().whole and self.parallel_tool_calls is not False
+
+    def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
+        """What the answer, or its calls, must look like. Raises PromptError and ApiError 400."""
+        answer = self.answer_format(special)
+        parallel = self.parallel_tool_calls is not False
+        tools = self.offered_tools
+        calls = calls_format(self.tool_choice, tools, parallel=parallel, beside=answer)
+        if (wanted := calls or answer) is not None and self.continues:
+            message = f"{wanted.param} and a message that the reply continues contradict each other"
+            raise bad_request(message, wanted.param, "invalid_value")
+        return self._with_an_end(wanted)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools the model is told of."""
+        return None if self.tool_choice == "none" else self.tools or None
 
 
 async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:

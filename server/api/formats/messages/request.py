@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.translation import (
+from qwen_serve.server.api.formats.translation import (
     FOREIGN,
     LEFT,
     Sharing,
@@ -24,7 +24,7 @@ from qwen_serve.server.chat import plain_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from qwen_serve.server.api.protocol import ChatRequest
+    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "stop": "stop_sequences",

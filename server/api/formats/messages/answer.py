@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
-from qwen_serve.server.api.chat import begin, prompt_of
+from qwen_serve.server.api.formats.chat import begin, prompt_of
+from qwen_serve.server.api.formats.translation import noted
 from qwen_serve.server.api.request import on_thread, prepared
 from qwen_serve.server.api.sse import Dialect, encode, typed_event
 from qwen_serve.server.api.tokens import bounded
-from qwen_serve.server.api.translation import noted
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fastapi import Request, Response
 
-    from qwen_serve.server.api.messages_protocol import CountTokensRequest, MessagesRequest
+    from qwen_serve.server.api.formats.messages.request import CountTokensRequest, MessagesRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.serving import ServedRequest
     from qwen_serve.server.chat import Part, Reply

@@ -5,26 +5,101 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import GenerationRequest
+from qwen_serve.server.api.fields.structured import WantedGrammar, wanted_grammar
+from qwen_serve.server.api.fields.thinking import BUDGETS
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import prepared
 from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
 from qwen_serve.server.api.sse import encode, ending, event, merge
-from qwen_serve.server.api.structured import WantedGrammar, wanted_grammar
+from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from fastapi import Request, Response
 
-    from qwen_serve.server.api.protocol import CompletionRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import StopStrings, TextGeneration
     from qwen_serve.server.engine import Prompt, Vocab
 
 KIND = "text_completion"
+
+MAX_PROMPTS = 2048
+
+PromptInput = str | list[int]
+
+
+NonEmptyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
+AnyPrompt = (
+    NonEmptyText
+    | NonEmptyIds
+    | Annotated[list[NonEmptyText | NonEmptyIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _prompt_list(value: Any) -> list[PromptInput]:
+    """The four forms of `prompt` as one: a list of texts or of token ids."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not prompts or not all(prompts):
+        raise ValueError("must not be empty")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS:,} prompts can be sent at once")
+    return prompts
+
+
+class CompletionRequest(GenerationRequest):
+    """Text in, text out: no template, no thinking."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "top_logprobs": (0,),
+        "enable_thinking": (False,),
+        "thinking": (False, {"type": "disabled"}),
+        "reasoning": ({"effort": "none"},),
+        "reasoning_effort": ("none",),
+        **dict.fromkeys(BUDGETS, (-1, 0)),
+        "reasoning_budget_message": ("",),
+        "thinking_repetition_penalty": (1,),
+    }
+
+    prompt: Annotated[list[PromptInput], BeforeValidator(_prompt_list, json_schema_input_type=AnyPrompt)]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _nothing_only_with_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens: must be at least 1, or 0 with echo", "max_tokens", "invalid_value")
+        return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return super().answer_logprobs if self.logprobs is None else self.logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        return super().by_n_probs and self.logprobs is None
+
+    @property
+    def scored_prompt(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        wanted = [number for number in (self.prompt_logprobs, echoed) if number is not None]
+        return max(wanted, default=None)
 
 
 async def complete(http: Request, service: Service, request: CompletionRequest, size: int) -> Response:

@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from qwen_serve.server.api.responses_protocol import ResponsesRequest
+from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.fakes import FakeVocab
+from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 from tests.server.api.test_bad_input import error_of
-from tests.server.api.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
 PATH = "/v1/responses"
 TOOL: Any = {

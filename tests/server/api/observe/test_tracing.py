@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.server.api.tracing import configured_tracer
+from qwen_serve.server.api.observe.tracing import configured_tracer
 from tests.server.api.conftest import Start, wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -11,7 +11,7 @@ import pytest
 
 from qwen_serve.server.chat import bounded_template
 from tests.server.api.conftest import TEMPLATE, Start, wait_until
-from tests.server.api.test_completions import events
+from tests.server.api.formats.test_completions import events
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]

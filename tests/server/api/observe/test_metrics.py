@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen_serve.server.api.metrics import Metrics
+from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.engine import EngineStats
 from qwen_serve.server.engine.prefix_cache import PrefixStats
 from qwen_serve.server.engine.profile import PHASES, StepProfile

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.offered import OfferedTools, called
-from qwen_serve.server.api.translation import (
+from qwen_serve.server.api.formats.responses.offered import OfferedTools, called
+from qwen_serve.server.api.formats.translation import (
     FOREIGN,
     LEFT,
     Sharing,
@@ -26,7 +26,7 @@ from qwen_serve.server.engine import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from qwen_serve.server.api.protocol import ChatRequest
+    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "messages": "input",

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.server.api.sampling import spellings
+from qwen_serve.server.api.fields.sampling import spellings
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
-from tests.server.api.test_completions import events
+from tests.server.api.formats.test_completions import events
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import compile_path
 
-ABSENT = {
+UNSUPPORTED = {
     "embeddings": "/v1/embeddings /embeddings /embedding /pooling",
     "reranking, scoring and classification": "/v1/rerank /v2/rerank /rerank /v1/reranking /reranking "
     "/v1/score /score /classify",
@@ -20,9 +20,9 @@ ABSENT = {
 }
 """What -> the paths that are for it, unless an endpoint of ours has one of them."""
 
-_PATTERNS = [(compile_path(path)[0], what) for what, paths in ABSENT.items() for path in paths.split()]
+_PATTERNS = [(compile_path(path)[0], what) for what, paths in UNSUPPORTED.items() for path in paths.split()]
 
 
-def what_is_absent(path: str) -> str | None:
+def unsupported_endpoint(path: str) -> str | None:
     """What a path without an endpoint is for on other servers; None where they have nothing there either."""
     return next((what for pattern, what in _PATTERNS if pattern.match(path)), None)

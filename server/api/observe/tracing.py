@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from qwen_serve.server.api.record import RequestRecord
+    from qwen_serve.server.api.observe.record import RequestRecord
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.server.api.messages_protocol import MessagesRequest
-from qwen_serve.server.api.responses_protocol import ResponsesRequest
+from qwen_serve.server.api.formats.messages.request import MessagesRequest
+from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_fuzz import anything, many, text
 

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from qwen_serve.server.api.chat import begin
+from qwen_serve.server.api.formats.chat import begin
+from qwen_serve.server.api.formats.translation import noted
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.sse import Dialect, encode, typed_event
-from qwen_serve.server.api.translation import noted
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi import Request, Response
 
     from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.responses_protocol import ResponsesRequest
+    from qwen_serve.server.api.formats.responses.request import ResponsesRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.serving import ServedRequest
     from qwen_serve.server.chat import Part, Reply

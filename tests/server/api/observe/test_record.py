@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from qwen_serve.server.api.throughput import report_throughput, throughput_line
+from qwen_serve.server.api.observe.throughput import report_throughput, throughput_line
 from qwen_serve.server.engine import EngineStats
 from qwen_serve.server.engine.prefix_cache import PrefixStats
 from qwen_serve.server.engine.speculation import DrafterStats

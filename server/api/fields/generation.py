@@ -1,0 +1,164 @@
+"""What every request that generates may say; each format adds its own fields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.sampling import SamplingFields
+from qwen_serve.server.api.fields.structured import StructuredFields
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
+from qwen_serve.server.engine import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qwen_serve.server.api.fields.sampling import Mode
+    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
+"""What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
+
+LONGEST_NAME = 256
+"""Of a model, which every event of a stream repeats."""
+
+
+def _stop_list(value: Any) -> list[str]:
+    """`stop` as a list; by hand, since a union type complains once for each of its branches."""
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if not all(stops):
+        raise ValueError("a stop string cannot be empty")
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"must be at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS:,} characters together"
+        )
+    return stops
+
+
+StopInput = (
+    Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+)
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's, and vLLM's."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, the tokens so far in every chunk."""
+
+
+class GenerationRequest(SamplingFields, StructuredFields, Refusing):
+    """How to generate. Unknown fields are ignored, null counts as absent, and types are not coerced."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    model: str | None = Field(None, max_length=LONGEST_NAME)
+    request_id: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=StopInput | None)] = Field(
+        []
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = None
+    n_predict: int | None = Field(None, ge=-1)
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    # log-probabilities, beside the `logprobs` of each endpoint
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_prompt: bool | None = None
+    cache_report: bool | None = None
+    timings_per_token: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs: not in a stream; leave stream out", "prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Raises ApiError 400 for fields that contradict each other."""
+        if self.best_of not in (None, self.choices):
+            message = f"best_of: must be n, which is {self.choices}: all answers are returned"
+            raise bad_request(message, "best_of", "unsupported_parameter")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens: must be at least 1, or -1 for what fits"
+            raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+        limit = self.token_limit
+        if limit is not None and (self.min_tokens or 0) > limit:
+            message = f"min_tokens: must be at most max_tokens, which is {limit}"
+            raise bad_request(message, "min_tokens", "invalid_value")
+        return self
+
+    def mode(self, *, thinking: bool, can_think: bool) -> Mode:
+        """What is answered; `thinking` is what the server does where a request does not say."""
+        return "text"
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many alternatives to each token of the answer are told with their log-probabilities; None if
+        not even those of the token are."""
+        return self.n_probs or None
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def by_n_probs(self) -> bool:
+        """Whether they were asked for in llama-server's way."""
+        return bool(self.n_probs)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate for a choice; None is all that the context holds."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return None if self.n_predict == -1 else self.n_predict
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
+        return not self.stream and not self.stop
+
+    def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
+        """What the answer must look like; `special` are the vocabulary's added tokens, by their texts. Raises
+        PromptError and ApiError 400."""
+        return self._with_an_end(self.answer_format(special))
+
+    def _with_an_end(self, wanted: AnswerFormat | ToolFormat | None) -> AnswerFormat | ToolFormat | None:
+        if wanted is not None and self.ignore_eos:
+            message = f"ignore_eos and {wanted.param} contradict each other: what is complete must end"
+            raise bad_request(message, "ignore_eos", "invalid_value")
+        return wanted
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has it."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -1,0 +1,231 @@
+"""Request fields -> SamplingParams; the model's own values decide what a request leaves out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from qwen_serve.server.engine import Vocab
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+MAX_TOKEN_RULES = 16_384
+"""Tokens that a field names. Every answer goes through them as it begins, in some milliseconds."""
+
+MAX_WORDS = 1024
+MAX_WORD_CHARACTERS = 16_384
+"""Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
+
+Mode = Literal["text", "instruct", "thinking"]
+"""A text that is continued, and a chat whose reply begins with the answer, or with reasoning."""
+
+Source = Literal["file", "card", "card-coding"]
+"""Where the values are from that requests leave out."""
+
+THINKING = SamplingParams(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5)
+THINKING_CODING = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+INSTRUCT = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
+"""The model card of Qwen3.5 (4B and others), "Best Practices": thinking in general and for precise coding
+tasks, and its instruct mode for general tasks."""
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What requests leave out, by mode."""
+
+    text: SamplingParams
+    instruct: SamplingParams
+    thinking: SamplingParams
+
+    def of(self, mode: Mode) -> SamplingParams:
+        """Those of a mode."""
+        found: SamplingParams = getattr(self, mode)
+        return found
+
+
+def sampling_defaults(
+    metadata: Mapping[str, str], *, greedy: bool, source: Source = "file"
+) -> SamplingDefaults:
+    """The model's own values: those of its file or, for chats, of its card; with `greedy`, temperature 0.
+
+    Raises ValueError for a value in the file that is out of range.
+    """
+    text = instruct = thinking = from_file(metadata)
+    if source != "file":
+        instruct, thinking = INSTRUCT, THINKING_CODING if source == "card-coding" else THINKING
+    modes = (text, instruct, thinking)
+    return SamplingDefaults(*(replace(mode, temperature=0.0) if greedy else mode for mode in modes))
+
+
+def from_file(metadata: Mapping[str, str]) -> SamplingParams:
+    """`general.sampling.*`, llama.cpp's LLM_KV_GENERAL_SAMPLING_*. Raises ValueError."""
+
+    def number(key: str, neutral: float) -> float:
+        return float(metadata.get(f"general.sampling.{key}", neutral))
+
+    try:
+        return SamplingParams(
+            temperature=number("temp", 0.0),
+            top_p=number("top_p", 1.0),
+            top_k=max(0, int(number("top_k", 0))),
+            min_p=number("min_p", 0.0),
+            repetition_penalty=number("penalty_repeat", 1.0),
+        )
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"the GGUF's general.sampling.* cannot be used: {error}") from error
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
+    pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    if isinstance(pairs, list) and len(pairs) > MAX_TOKEN_RULES:
+        raise ValueError(f"must be at most {MAX_TOKEN_RULES:,} tokens")
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) for pair in pairs):
+        raise ValueError("must be an object of token ids and numbers")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        token, bias = pair if len(pair) == 2 else (None, None)
+        if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 10:
+            token = int(token)
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{str(token)[:40]!r} is not a token's id; texts are not taken apart here")
+        if bias is False and not isinstance(value, dict):
+            bias = -math.inf
+        elif not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of {token} must be a number from -100 to 100")
+        found[token] = float(bias)
+    return found
+
+
+def _words(value: Any) -> list[str]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise ValueError("must be a list of strings, none of them empty")
+    if len(words) > MAX_WORDS or sum(map(len, words)) > MAX_WORD_CHARACTERS:
+        raise ValueError(
+            f"must be at most {MAX_WORDS:,} strings of {MAX_WORD_CHARACTERS:,} characters together"
+        )
+    return words
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKEN_RULES)]
+
+
+class SamplingFields(BaseModel):
+    """How to choose tokens, and which."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    seed: int | None = Field(None, ge=-INT64_MAX - 1, le=INT64_MAX)
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[str], BeforeValidator(_words)] = Field([])
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    repeat_last_n: int | None = Field(None, ge=-1)
+    include_stop_str_in_output: bool | None = None
+
+    @model_validator(mode="after")
+    def _penalties_look_back_on_everything(self) -> Self:
+        factors = self.repeat_penalty, self.repetition_penalty
+        amounts = self.presence_penalty, self.frequency_penalty
+        penalised = any(factor not in (None, 1) for factor in factors) or any(amounts)
+        if penalised and self.repeat_last_n not in (None, -1):
+            message = "repeat_last_n: must be -1 beside a penalty, all of which look back on the whole text"
+            raise bad_request(message, "repeat_last_n", "unsupported_parameter")
+        return self
+
+    def sampling_params(
+        self, defaults: SamplingParams, vocab: Vocab, *, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """How to sample the first answer; see `of_choice` for the others. `defaults`: what is left out.
+
+        A greedy answer has the penalty of the card, which is there to vary what is drawn, only if it is
+        asked for. A seed of -1 counts as none. Raises ApiError 400.
+        """
+        repetition = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "min_p": self.min_p,
+            "repetition_penalty": repetition,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed == -1 else self.seed,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            **self._token_rules(vocab),
+        }
+        params = replace(defaults, **{name: value for name, value in fields.items() if value is not None})
+        if params.temperature == 0 and self.presence_penalty is None:
+            return replace(params, presence_penalty=0.0)
+        return params
+
+    def _token_rules(self, vocab: Vocab) -> dict[str, Any]:
+        """The fields that are about single tokens. Raises ApiError 400 for ids that there are not."""
+        rules: dict[str, Any] = {}
+        if self.logit_bias:
+            rules["logit_bias"] = tuple(self.logit_bias.items())
+            _check_ids("logit_bias", self.logit_bias, vocab)
+        if self.allowed_token_ids is not None:
+            rules["allowed_token_ids"] = tuple(self.allowed_token_ids)
+            _check_ids("allowed_token_ids", self.allowed_token_ids, vocab)
+        if self.stop_token_ids:
+            rules["stop_token_ids"] = frozenset(self.stop_token_ids)
+            rules["include_stop"] = bool(self.include_stop_str_in_output)
+            _check_ids("stop_token_ids", self.stop_token_ids, vocab)
+        if self.bad_words:
+            rules["bad_words"] = tuple(word for text in self.bad_words for word in spellings(text, vocab))
+        if self.min_tokens:
+            rules["min_tokens"] = self.min_tokens
+        return rules
+
+
+def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """For the answer number `choice`: its seed is moved on, so that the n answers to one prompt differ."""
+    return params if params.seed is None or not choice else replace(params, seed=params.seed + choice)
+
+
+def spellings(text: str, vocab: Vocab) -> list[tuple[int, ...]]:
+    """A word in tokens, as it is and, as in vLLM, without spaces before it and behind one, where that only
+    makes its first token another."""
+    as_it_is = tuple(vocab.tokenize(text, special=True))
+    bare = tuple(vocab.tokenize(text.lstrip(), special=True))
+    spaced = tuple(vocab.tokenize(" " + text.lstrip(), special=True)) if bare else ()
+    found = [as_it_is]
+    if bare and bare != as_it_is:
+        found.append(bare)
+    if spaced and spaced not in found and len(spaced) == len(bare) and spaced[0] != bare[0]:
+        found.append(spaced)
+    return found
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab: Vocab) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab.n_real), None)
+    if wrong is not None:
+        raise bad_request(
+            f"{field}: {wrong} is not a token's id; they run from 0 to {vocab.n_real - 1}",
+            field,
+            "invalid_value",
+        )

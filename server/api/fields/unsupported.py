@@ -1,0 +1,109 @@
+"""Known fields that this server does not act on: refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from qwen_serve.server.api.errors import bad_request
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    # llama-server
+    "post_sampling_probs": (False,),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "top_n_sigma": (-1,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "samplers": (),
+    "n_keep": (0,),
+    "n_indent": (0,),
+    "n_cmpl": (1,),
+    "min_keep": (0, 1),
+    "adaptive_target": (-1,),
+    "t_max_predict_ms": (0, -1),
+    "return_tokens": (False,),
+    "return_progress": (False,),
+    "response_fields": ([],),
+    "lora": ([],),
+    "parse_tool_calls": (True,),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "reasoning_control": (False,),
+    # vLLM
+    "prompt_embeds": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "truncation_side": ("left",),
+    "logprob_token_ids": (),
+    "return_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "watermarking": (False,),
+    "priority": (0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "routed_experts_prompt_start": (0,),
+    # SGLang
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "min_new_tokens": (0,),
+    "stream_reasoning": (True,),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "lora_path": (),
+    "return_hidden_states": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,),
+    "input_ids": (),
+    "session_params": ({},),
+}
+"""Fields that would change the answer -> the values that ask for nothing special, besides null."""
+
+
+class Refusing(BaseModel):
+    """A body whose fields are acted on or refused; those that nobody knows are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Field -> the values that ask for nothing special, besides null."""
+    instead: ClassVar[dict[str, str]] = {}
+    """Some of these -> what says the same here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        """Raises ApiError 400 naming the first field that asks for something this server cannot do."""
+        for field, value in body.items() if isinstance(body, dict) else ():
+            if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
+                what = "not supported by this server; leave it out"
+                if field in cls.instead:
+                    what = f"this endpoint has {cls.instead[field]} for it"
+                raise bad_request(f"{field}: {what}", field, "unsupported_parameter")
+        return body
+
+
+def _in(value: Any, allowed: tuple[Any, ...]) -> bool:
+    # 0 == False in Python, but "logprobs": 0 asks for the chosen token's
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)

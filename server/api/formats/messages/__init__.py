@@ -1,0 +1,6 @@
+"""Anthropic's Messages."""
+
+from .answer import count_tokens, messages
+from .request import CountTokensRequest, MessagesRequest
+
+__all__ = ["CountTokensRequest", "MessagesRequest", "count_tokens", "messages"]
