@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "models/nano/README.md"]
+PAGES += [ROOT / "models/nano/train/README.md"]
 PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "bash", "sh", "console")
@@ -56,7 +57,7 @@ ELSEWHERE = {
     r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
     r"stock\.toml": "recipes that the page tells how to write, and an hour",
     r"--publish": "a record that was made on a card; tests/bench/report",
-    r"^python -m models\.nano\.train": "trains or writes the bundled model; tests/models",
+    r"^python -m models\.nano\.train": "trains or writes the bundled model",
 }
 SMALLER = {
     r"Qwen3\.5-4B(-DFlash)?-Q4_K_M\.gguf": lambda found: f"nano{(found[1] or '').lower()}-Q4_K_M.gguf",

@@ -6,10 +6,10 @@ from shutil import copytree
 
 import pytest
 
-from models.nano.train import heldout
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.gate import NANO_FOLDER, NANO_NAMES
 from qwen_serve.bench.load.tasks import read_tasks
+from tests import heldout
 
 
 def test_tasks_are_drawn_from_every_gate() -> None:
@@ -24,13 +24,13 @@ def test_tasks_are_drawn_from_every_gate() -> None:
 
 def test_prompts_shots_and_thinking_are_those_of_the_reference() -> None:
     """Every item of the gates; shots stand before the question as messages of their own."""
-    tasks, files = read_tasks(NANO_FOLDER, 1_000, seed=0), NANO_FOLDER / "heldout"
+    tasks = read_tasks(NANO_FOLDER, 1_000, seed=0)
     recorded = json.loads((NANO_FOLDER / "reference.json").read_text(encoding="utf-8"))
-    shots = heldout.read(files, heldout.SHOTS_FILE)
+    shots = heldout.read(heldout.SHOTS)
     for gate in NANO_NAMES:
         family = gate.removeprefix("nano_")
         asked = [[*job.before, {"role": "user", "content": job.turns[0]}] for job in tasks[gate]]
-        known = [heldout.messages(row, family, shots) for row in heldout.read(files, family)]
+        known = [heldout.messages(row, family, shots) for row in heldout.read(family)]
         assert sorted(map(json.dumps, asked)) == sorted(map(json.dumps, known))
         thinking = {"chat_template_kwargs": {"enable_thinking": recorded[family]["thinking"]}}
         assert all(job.fields == thinking for job in tasks[gate])

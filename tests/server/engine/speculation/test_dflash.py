@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nano.train import heldout
-from models.nano.train.document import prompt_text
 from qwen_serve.llamacpp import HAS_RING, layers
 from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
 from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.planning import contexts, plan
 from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 from qwen_serve.server.engine.speculation.base import Drafter
+from tests import heldout
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
 
-HELDOUT = Path(__file__).parents[4] / "models" / "nano" / "heldout"
 ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
 
 
 def prompts(family: str, count: int) -> list[str]:
-    shots, rows = heldout.read(HELDOUT, heldout.SHOTS_FILE), heldout.read(HELDOUT, family)
+    shots, rows = heldout.read(heldout.SHOTS), heldout.read(family)
     found = []
     for row in rows[:: max(1, len(rows) // count)][:count]:
         messages = heldout.messages(row, family, shots)
-        found.append(row["prompt"] if messages is None else prompt_text(messages, family == "reasoning"))
+        found.append(
+            row["prompt"] if messages is None else heldout.prompt_text(messages, family == "reasoning")
+        )
     return found
 
 
