@@ -178,7 +178,7 @@ waterfall() {
 prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps none kv-window ssm-conv-ids dequantize-wide gdn-chunked); do
+        for step in $(steps none kv-window reserve-in-place dequantize-wide gdn-chunked); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,30 @@ def test_what_goes_upstream_has_a_title_and_a_row(patch: Path) -> None:
     header = patch.read_text().split("\ndiff --git ")[0]
     assert re.fullmatch(r"Subject: \[PATCH\] \S.*: \S.+\n", header)
     assert f"| [{patch.stem}](" in (patch.parent / "README.md").read_text()
+
+
+COMPILED = re.compile(r"(src|tests|ggml/src/ggml-cpu)/.*\.cpp")
+FOLDERS = ("include", "ggml/include", "ggml/src", "ggml/src/ggml-cpu", "src", "common", "vendor", "tests")
+
+
+@pytest.mark.reference
+@pytest.mark.timeout(3600)
+def test_each_patch_compiles_on_those_before_it(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """What it touches; where that is a header, each source of libllama that some patch touches. No CUDA."""
+    subprocess.run(["cmake", libraries["stock"].parent], check=True, capture_output=True)
+    for folder in ("include", "ggml", "src", "common", "vendor", "tests"):
+        shutil.copytree(llama_cpp_sources() / folder, tmp_path / folder)
+    touched = {patch: re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE) for patch in QUEUE}
+    some = {path for paths in touched.values() for path in paths if path.startswith("src/")}
+    flags = ["-std=c++17", "-fsyntax-only", "-w", *(f"-I{folder}" for folder in FOLDERS)]
+    for patch, paths in touched.items():
+        subprocess.run(["patch", "-p1", "-s", "-F0", "-i", patch], cwd=tmp_path, check=True)
+        wanted = {*paths, *(some if any(path.endswith(".h") for path in paths) else ())}
+        for path in sorted(path for path in wanted if COMPILED.fullmatch(path)):
+            if (tmp_path / path).is_file():
+                command = [os.environ.get("CXX", "c++"), *flags, path]
+                done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{patch.stem}: {done.stderr[:2000]}"
 
 
 @pytest.mark.reference
