@@ -23,6 +23,7 @@ from qwen_serve.convert.search.target import parse_size, spell_size
 from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
 from qwen_serve.convert.whole_model import WholeModel
+from qwen_serve.llamacpp.errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,12 +72,13 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the converter; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("llama.cpp").setLevel(logging.CRITICAL)  # what ends a run is in its error
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
     try:
         arguments = _parser().parse_args(argv)
         _convert(arguments)
-    except (ConvertError, OSError) as error:  # OSError: a full disk, a folder that may not be written
+    except (ConvertError, LlamaError, OSError) as error:  # OSError: a full disk, say
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.vocab import Vocab
+from qwen_serve.llamacpp.gguf import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 
-ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 CHUNK_ELEMENTS = 1 << 18  # buffers of half a megabyte: in cache, and reused rather than mapped anew each time
 DEFAULT_THREADS = min(4, os.cpu_count() or 1)
 

@@ -8,19 +8,19 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
 from qwen_serve.convert.kld import Divergence, measure_divergence
 from qwen_serve.convert.llama import LLAMA_VERSION
 from qwen_serve.convert.progress import BYTES, Progress, size
+from qwen_serve.llamacpp.gguf import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from qwen_serve.convert.gguf_header import TensorInfo
     from qwen_serve.convert.llama import Runtime
     from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.llamacpp.gguf import TensorInfo
 
 READ_BYTES = 16 * 2**20
 SHOWN = 8  # blocks whose experts are named on the terminal
@@ -87,9 +87,9 @@ def tensor_groups(gguf: Path) -> tuple[Group, ...]:
     """Tensors by role and type, largest first; the MTP block's roles are told apart by `mtp` for the number.
 
     Raises:
-        ConvertError: not a GGUF file.
+        ModelLoadError: not a GGUF file.
     """
-    tensors = read_tensors(gguf)
+    tensors = read_header(gguf).tensors.values()
     mtp_blocks = {t.name.split(".")[1] for t in tensors if ".nextn." in t.name}
     found: dict[tuple[str, str], list[TensorInfo]] = {}
     for tensor in tensors:
@@ -97,7 +97,7 @@ def tensor_groups(gguf: Path) -> tuple[Group, ...]:
         name = tensor.name
         if block:
             name = f"blk.{'mtp' if block[1] in mtp_blocks else '*'}.{name[block.end() :]}"
-        found.setdefault((name, tensor.type.name), []).append(tensor)
+        found.setdefault((name, tensor.type_name), []).append(tensor)
     groups = (
         Group(name, kind, len(ts), sum(t.n_elements for t in ts), sum(t.n_bytes for t in ts))
         for (name, kind), ts in found.items()

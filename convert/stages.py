@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_serve.common import files
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import size
+from qwen_serve.llamacpp.errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """As `common.files.replacing`; a ConvertError names `path`, too, and not what is written in its place."""
+    """As `common.files.replacing`; an error names `path`, too, and not what is written in its place."""
     with files.replacing(path) as part:
         try:
             yield part
-        except ConvertError as error:
+        except (ConvertError, LlamaError) as error:
             error.args = tuple(str(arg).replace(str(part), str(path)) for arg in error.args)
             raise
 

@@ -14,17 +14,17 @@ from qwen_serve.convert.draft import ARCH as DRAFTER
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.floats import first_not_finite, to_f32
 from qwen_serve.convert.gguf_file import CHUNK_ELEMENTS, not_finite
-from qwen_serve.convert.gguf_header import read_head
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.stages import fingerprint
 from qwen_serve.convert.tensors import EMBEDDING, FLOAT_TYPES
+from qwen_serve.llamacpp.gguf import read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from qwen_serve.convert.gguf_header import Head
     from qwen_serve.convert.tensors import FloatType
+    from qwen_serve.llamacpp.gguf import Header
 
 
 @dataclass(frozen=True)
@@ -44,39 +44,41 @@ class WholeModel:
         """Reads the file's head.
 
         Raises:
-            ConvertError: not a GGUF, or not one that holds all of a Qwen3.5 in whole precision.
+            ModelLoadError: not a GGUF file.
+            ConvertError: not one that holds all of a Qwen3.5 in whole precision.
         """
-        head = read_head(path)
-        arch = _check(path, head)
+        header = read_header(path)
+        arch = _check(path, header)
         counts: Counter[FloatType] = Counter()
-        for tensor in head.tensors:
-            kind = next((kind for kind in FLOAT_TYPES if kind == tensor.type.name), None)
+        for tensor in header.tensors.values():
+            kind = next((kind for kind in FLOAT_TYPES if kind == tensor.type_name), None)
             if kind is None:
                 raise ConvertError(
-                    f"--src {path}: tensor {tensor.name} is {tensor.type.name}; want a file of F16, BF16 or "
+                    f"--src {path}: tensor {tensor.name} is {tensor.type_name}; want a file of F16, BF16 or "
                     "F32, from which a quantized one was made"
                 )
             if len(tensor.shape) > 1:
                 counts[kind] += tensor.n_elements
-        used = head.values.get(f"{arch}.expert_used_count")
+        used = header.metadata.get(f"{arch}.expert_used_count")
         return cls(
             path=path,
             type=counts.most_common(1)[0][0],
-            n_elements=sum(tensor.n_elements for tensor in head.tensors),
-            used_experts=int(used) if used else None,
+            n_elements=sum(tensor.n_elements for tensor in header.tensors.values()),
+            used_experts=used if isinstance(used, int) and used else None,
         )
 
     def check_weights(self) -> None:
         """Reads every weight once.
 
         Raises:
-            ConvertError: one is not finite, or the file ends before it.
+            ModelLoadError: the file ends before one.
+            ConvertError: one is not finite.
         """
-        tensors = read_head(self.path).tensors
+        tensors = read_header(self.path).tensors.values()
         n_bytes = sum(tensor.n_bytes for tensor in tensors)
         with self.path.open("rb") as file, Progress(f"Checking {self.path.name}", n_bytes, BYTES) as progress:
             for tensor in tensors:
-                where, kind = f"{self.path}: tensor {tensor.name}", tensor.type.name
+                where, kind = f"{self.path}: tensor {tensor.name}", tensor.type_name
                 file.seek(tensor.offset)
                 left = tensor.n_elements
                 while left:
@@ -93,12 +95,12 @@ class WholeModel:
         return fingerprint({"gguf": [self.path.stat().st_size, content_or_time(self.path)]})
 
 
-def _check(path: Path, head: Head) -> str:
+def _check(path: Path, header: Header) -> str:
     """The architecture, of a file that holds a whole model and its tokenizer."""
-    values = head.values
-    if int(values.get("split.count", 0)) > 1:
+    values = header.metadata
+    if isinstance(parts := values.get("split.count"), int) and parts > 1:
         raise ConvertError(
-            f"--src {path}: one of {values['split.count']} parts of a file; join them with "
+            f"--src {path}: one of {parts} parts of a file; join them with "
             "llama-gguf-split --merge FIRST-PART OUT.gguf"
         )
     arch = values.get("general.architecture")
@@ -106,8 +108,8 @@ def _check(path: Path, head: Head) -> str:
         raise ConvertError(f"--src {path}: a block drafter; they are made from checkpoints, with --target")
     if arch not in ARCHS:
         raise ConvertError(f"--src {path}: general.architecture is {arch}; want {' or '.join(ARCHS)}")
-    if not values.get("tokenizer.ggml.tokens"):
+    if not header.lengths.get("tokenizer.ggml.tokens"):
         raise ConvertError(f"--src {path}: no tokenizer (tokenizer.ggml.tokens); want a file with its own")
-    if all(tensor.name != EMBEDDING.target for tensor in head.tensors):
+    if EMBEDDING.target not in header.tensors:
         raise ConvertError(f"--src {path}: no tensor {EMBEDDING.target}: not a whole model")
     return str(arch)

@@ -53,6 +53,7 @@ _dev_buffer_type = _ggml("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes
 _dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
 _row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
 _block_size = _ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
+_type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
 
 
 def devices() -> list[Device]:
@@ -103,3 +104,8 @@ def row_bytes(ggml_type: int, elements: int) -> int:
     if not 0 <= ggml_type < C.GGML_TYPE_COUNT or not _block_size(ggml_type):  # it divides by that
         return 0
     return int(_row_size(ggml_type, elements))
+
+
+def type_name(ggml_type: int) -> str:
+    """`Q4_K`, of a type that this ggml knows."""
+    return str(_type_name(ggml_type).decode().upper())

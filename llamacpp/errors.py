@@ -11,5 +11,5 @@ class NoMemorySlot(LlamaError):
     """The batch found no room in the cache. Nothing was computed, the cache is as it was."""
 
 
-class ModelLoadError(Exception):
+class ModelLoadError(LlamaError):
     """The file is missing, damaged or of a kind that llama.cpp refuses."""

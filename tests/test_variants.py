@@ -11,8 +11,8 @@ from qwen_serve.bench.models.header import quantized_tensors, write_header
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp import Device
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.loading import decide
 from qwen_serve.server.engine.planning import fit, measured
 from qwen_serve.server.engine.planning.fit import plan_memory

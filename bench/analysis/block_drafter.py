@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.bench.analysis.geometry import F32_BYTES, FLOATS, HEAD_KERNELS, Geometry, Work
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.gguf_header import TensorInfo, read_tensors
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +29,9 @@ class BlockDrafter:
 
     def __init__(self, path: Path, target: Geometry) -> None:
         try:
-            tensors = {tensor.name: tensor for tensor in read_tensors(path)}
+            tensors = read_header(path).tensors
             self._fuse, self._head = tensors["fc.weight"], tensors.get("output.weight", target.head)
-        except (OSError, ConvertError, KeyError) as error:
+        except (LlamaError, KeyError) as error:
             raise BenchError(f"{path}: not a block drafter's tensors: {error}") from error
         self._layers = [tensor for name, tensor in tensors.items() if name.startswith("blk.")]
         self._keys = [

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from gguf import GGMLQuantizationType
 
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.gguf_header import TensorInfo, read_tensors
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
 F32_BYTES = 4
@@ -69,7 +69,7 @@ class Geometry:
         BenchError: the tensors are not those of a dense Qwen3.5 model.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo], *, kv_bytes: float = 2.0) -> None:
+    def __init__(self, tensors: Collection[TensorInfo], *, kv_bytes: float = 2.0) -> None:
         self.kv_bytes = kv_bytes
         by_name = {tensor.name: tensor for tensor in tensors}
         if any("_exps." in name for name in by_name):
@@ -99,8 +99,8 @@ class Geometry:
     def load(cls, path: Path, *, kv_bytes: float = 2.0) -> Geometry:
         """Of a GGUF file. Raises BenchError: unreadable, or of another architecture."""
         try:
-            return cls(read_tensors(path), kv_bytes=kv_bytes)
-        except (OSError, ConvertError, BenchError) as error:
+            return cls(read_header(path).tensors.values(), kv_bytes=kv_bytes)
+        except (LlamaError, BenchError) as error:
             raise BenchError(f"{path}: {error}") from error
 
     @property

@@ -22,9 +22,9 @@ from qwen_serve.bench.servers.counters import Counters, parse_counters, record_g
 from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 from qwen_serve.llamacpp import devices
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import Speculation
 

@@ -23,7 +23,7 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.report.kv_cache import WORKLOAD
 from qwen_serve.bench.terminal import Bar
 from qwen_serve.llamacpp import CACHE_TYPES, Context, ContextOptions, Model
-from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import EngineSettings
 

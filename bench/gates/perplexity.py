@@ -24,9 +24,10 @@ from qwen_serve.bench.report.perplexity import (
 from qwen_serve.bench.store import Run
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.kld import MAX_BATCH, Scores, compare, shared_tokens
 from qwen_serve.convert.llama import Model, Runtime
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import read_header
 
 LOWEST, HIGHEST, BINS_A_DECADE = -8, 2, 8  # of the histogram, powers of ten in nats
 QUANTILES = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1.0}
@@ -133,7 +134,7 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
     runtime = Runtime(reading.threads, reading.gpu_layers)
     try:
         for path in (reference, gguf):
-            read_tensors(path)
+            read_header(path)
         with Model(reference, runtime) as theirs, Model(gguf, runtime) as ours:
             columns = shared_tokens(theirs, ours)
             chunks = read_chunks(ours, text, reading.context)
@@ -142,7 +143,7 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
             scores = compare(
                 theirs, ours, chunks, columns=columns, skip=reading.unscored, max_batch=reading.batch
             )
-    except ConvertError as error:
+    except (ConvertError, LlamaError) as error:
         raise BenchError(str(error)) from error
     except OSError as error:
         raise BenchError(f"{error.filename}: cannot be read: {error.strerror}") from error

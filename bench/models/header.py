@@ -18,12 +18,12 @@ from qwen_serve.bench.models.vocab import make_vocab
 from qwen_serve.bench.models.weights import SHARED
 from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.gguf_file import ALIGNMENT
-from qwen_serve.convert.gguf_header import TensorInfo
 from qwen_serve.convert.llama import quantized_types
 from qwen_serve.convert.metadata import add_hyperparameters, add_tokenizer
 from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.tensors import FloatType, TensorPlan, expected_tensors
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import ALIGNMENT, TensorInfo
 
 
 def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[TensorInfo]:
@@ -47,7 +47,7 @@ def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
         write_header(path, config, whole, vocab=False)
         try:
             types = quantized_types(path, file_type=recipe.file_type, overrides=recipe.overrides)
-        except ConvertError as error:
+        except (ConvertError, LlamaError) as error:
             raise BenchError(str(error)) from error
     return [TensorInfo(tensor.name, tensor.shape, types[tensor.name]) for tensor in whole]
 
@@ -67,7 +67,11 @@ def write_header(
         add_tokenizer(writer, make_vocab(config.vocab_size, np.random.default_rng(0)).vocab)
     for tensor in tensors:
         writer.add_tensor_info(
-            tensor.name, tensor.shape[::-1], np.dtype(np.float16), tensor.n_bytes, raw_dtype=tensor.type
+            tensor.name,
+            tensor.shape[::-1],
+            np.dtype(np.float16),
+            tensor.n_bytes,
+            raw_dtype=GGMLQuantizationType(tensor.type),
         )
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()

@@ -29,9 +29,9 @@ from qwen_serve.bench.terminal import Cell, Table
 from qwen_serve.bench.variants.plan import recipe_of
 from qwen_serve.bench.variants.stages import GATES as ASKED
 from qwen_serve.bench.variants.variant import of_quants, read_variant
-from qwen_serve.convert.gguf_header import TensorInfo
 from qwen_serve.convert.recipes import known_recipes
 from qwen_serve.convert.tensors import FLOAT_TYPES
+from qwen_serve.llamacpp.gguf import TensorInfo
 from qwen_serve.server.variant import VARIANTS, Variant, known_variants
 
 RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"

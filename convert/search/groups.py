@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.gguf_file import ALIGNMENT
-from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.tensors import ALWAYS_F32
+from qwen_serve.llamacpp.gguf import ALIGNMENT, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from qwen_serve.convert.gguf_header import TensorInfo
+    from qwen_serve.llamacpp.gguf import TensorInfo
 
 Type: TypeAlias = GGMLQuantizationType
 
@@ -110,9 +109,10 @@ def read_layout(gguf: Path, *, extra: int, used_experts: int | None) -> Layout:
         used_experts: routed experts that a token reads; None for a dense model.
 
     Raises:
-        ConvertError: not a GGUF file, or one without matrices.
+        ModelLoadError: not a GGUF file.
+        ConvertError: one without matrices.
     """
-    tensors = read_tensors(gguf)
+    tensors = read_header(gguf).tensors.values()
     mtp_blocks = {t.name.split(".")[1] for t in tensors if ".nextn." in t.name}
     chosen = [t for t in tensors if _is_decided(t)]
     if not chosen:

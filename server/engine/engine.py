@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.gguf import read_header
 
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
-from .gguf import read_header
 from .loading import Parts, decide
 from .outputs import Generation, OutputQueue
 from .planning.fit import plan_memory
@@ -53,7 +53,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         stages = StartProfile()
         settings = decide(settings)
-        self.plan = plan_memory(settings, read_header(settings.model))
+        self.plan = plan_memory(settings, read_header(settings.model, "model"))
         self.settings = self.plan.settings
         """The settings with every choice made; a `prefill_budget` of 0 is measured."""
         log.info("memory for %s:\n%s", settings.model, self.plan)

@@ -155,9 +155,9 @@ def test_files_that_will_not_do(files: Files, tmp_path: Path, capsys: pytest.Cap
 
     text = files.text
     (no_gguf := tmp_path / "no.gguf").write_text("once upon a time")
-    assert f"error: {no_gguf}: not a whole GGUF file" in error(no_gguf, files.reference, text)
+    assert f"error: {no_gguf} is not a GGUF file" in error(no_gguf, files.reference, text)
     missing = tmp_path / "none.gguf"
-    assert f"error: {missing}: cannot be read: No such file" in error(files.other, missing, text)
+    assert f"error: {missing} does not exist" in error(files.other, missing, text)
     assert f"error: {missing}: no such file" in error(files.other, files.reference, missing)
     (short := tmp_path / "short.txt").write_text("too short")
     assert "tokens; at least one chunk of 512 is needed" in error(files.other, files.reference, short)

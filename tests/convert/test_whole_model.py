@@ -86,7 +86,7 @@ def test_a_file_that_ends_early_is_named(
 ) -> None:
     whole.write_bytes(whole.read_bytes()[:-5000])
     assert run(whole, tmp_path / "out", "--quant", "Q8_0", *QUICK) == 1
-    assert "the file ends before it does; copy it again" in capsys.readouterr().err
+    assert "bytes of weights are missing; copy it again" in capsys.readouterr().err
 
 
 def test_what_it_is_made_from_is_the_content(whole: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_other_files_are_refused(
 def test_what_is_no_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
     assert run(tmp_path / "model.safetensors", tmp_path / "out") == 1
-    assert "model.safetensors: not a whole GGUF file" in capsys.readouterr().err
+    assert "model.safetensors is not a GGUF file (it starts with" in capsys.readouterr().err
     assert run(tmp_path / "typo.gguf", tmp_path / "out") == 1
     assert "typo.gguf: no such file or folder" in capsys.readouterr().err
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.llamacpp import SHARES_SNAPSHOTS, Device, devices
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
 from .contexts import CELL_PADDING, padded, uses_mtp
@@ -25,7 +25,7 @@ from .spec import DraftSpec, ModelSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from qwen_serve.server.engine.gguf import Header
+    from qwen_serve.llamacpp.gguf import Header
     from qwen_serve.server.engine.settings import EngineSettings, Speculation
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine.gguf import Header, Metadata
+    from qwen_serve.llamacpp.gguf import Header, Metadata
 
 MAX_LAYERS = 512
 """`LLAMA_MAX_LAYERS`."""

@@ -10,7 +10,8 @@ import numpy as np
 
 from qwen_serve.llamacpp import CACHE_TYPES, row_bytes
 from qwen_serve.llamacpp.errors import ModelLoadError
-from qwen_serve.server.engine.gguf import Metadata
+from qwen_serve.llamacpp.gguf import Metadata
+from qwen_serve.server.engine.model_file import ModelFile
 
 from .limits import (
     MAX_HEADS,
@@ -23,8 +24,7 @@ from .limits import (
 )
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine.gguf import Header
-    from qwen_serve.server.engine.model_file import ModelFile
+    from qwen_serve.llamacpp.gguf import Header
     from qwen_serve.server.engine.settings import EngineSettings
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
@@ -36,7 +36,7 @@ DRAFT_ARCHITECTURE = "dflash"
 MAX_BLOCK = 256
 """Tokens of a block: every one is a row of one pass."""
 
-TOKENS = "tokenizer.ggml.tokens"
+TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
@@ -107,13 +107,13 @@ class ModelSpec:
         n_trunk = n_blocks - n_mtp
         blocks: dict[int, int] = {}
         input_weights = output_weights = 0
-        for name, size in header.tensors.items():
+        for name, tensor in header.tensors.items():
             if match := _BLOCK.match(name):
-                blocks[int(match[1])] = blocks.get(int(match[1]), 0) + size
+                blocks[int(match[1])] = blocks.get(int(match[1]), 0) + tensor.n_bytes
             elif name.startswith("token_embd"):
-                input_weights += size
+                input_weights += tensor.n_bytes
             else:
-                output_weights += size
+                output_weights += tensor.n_bytes
         if n_blocks != len(blocks) or n_blocks != max(blocks) + 1 or n_trunk < 1:
             raise ModelLoadError(
                 f"{header.name}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
@@ -142,14 +142,14 @@ class ModelSpec:
         layer_state = 4 * ((metadata.integer("ssm.conv_kernel", 1, least=1) - 1) * channels + inner * state)
         is_tied = "output.weight" not in header.tensors
         return cls(
-            file=header.file,
+            file=ModelFile.of(header.path, header.status),
             n_blocks=n_blocks,
             n_embd=n_embd,
             n_vocab=header.lengths.get(TOKENS, 0),
             n_ctx_train=n_ctx_train,
             layer_weights=tuple(blocks[layer] for layer in range(n_trunk)),
             input_weights=input_weights,
-            embedding_type=header.types.get("token_embd.weight", 0),
+            embedding_type=embedding.type if (embedding := header.tensors.get(EMBEDDING)) else 0,
             output_weights=output_weights + (input_weights if is_tied else 0),
             output_is_tied=is_tied,
             mtp_weights=sum(blocks[layer] for layer in range(n_trunk, n_blocks)),
@@ -244,8 +244,8 @@ class DraftSpec:
         keys = metadata.integer("attention.key_length", size)
         values = metadata.integer("attention.value_length", size)
         return cls(
-            file=header.file,
-            weights=sum(header.tensors.values()),
+            file=ModelFile.of(header.path, header.status),
+            weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
             block=metadata.integer("block_size", 16, least=2, most=MAX_BLOCK),
             mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id", most=max(0, n_vocab - 1)),
             layers=layers,

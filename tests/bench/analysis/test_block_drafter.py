@@ -10,7 +10,7 @@ from qwen_serve.bench.analysis.block_drafter import WINDOW, BlockDrafter
 from qwen_serve.bench.analysis.cards import Drafts, decode_passes, prefill_passes
 from qwen_serve.bench.analysis.geometry import Geometry
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.convert.gguf_header import read_tensors
+from qwen_serve.llamacpp.gguf import read_header
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ CACHE = 2 * 3 * 2 * 2 * 64  # F16, layers, keys and values, heads, elements
 
 def test_one_pass_injects_the_newest_rows_and_fills_a_block(target: Geometry, nano_draft_f32: Path) -> None:
     drafter = BlockDrafter(nano_draft_f32, target)
-    tensors = {tensor.name: tensor.n_bytes for tensor in read_tensors(nano_draft_f32)}
+    tensors = {tensor.name: tensor.n_bytes for tensor in read_header(nano_draft_f32).tensors.values()}
     layers = sum(n_bytes for name, n_bytes in tensors.items() if name.startswith("blk."))
     work = drafter.draft(16, 64)
     weights = tensors["fc.weight"] + layers + target.head.n_bytes

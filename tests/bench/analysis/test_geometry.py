@@ -16,7 +16,7 @@ from qwen_serve.bench.analysis.geometry import (
     Work,
 )
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.convert.gguf_header import TensorInfo
+from qwen_serve.llamacpp.gguf import TensorInfo
 
 HIDDEN, FFN, VOCAB = 32, 64, 100
 

@@ -15,8 +15,8 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.protocol import CATEGORIES
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.bench.models.synthetic import Synthetic
-from qwen_serve.convert.gguf_header import TensorInfo
 from qwen_serve.convert.tensors import TensorPlan
+from qwen_serve.llamacpp.gguf import TensorInfo
 
 
 def big(plan: TensorPlan, kind: Type) -> Geometry:

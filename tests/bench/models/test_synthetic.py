@@ -29,13 +29,13 @@ from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.calibration.prompts import load_prompts
 from qwen_serve.convert.cli import main as convert
 from qwen_serve.convert.config import Experts
-from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.llama import Batch, Context, Model, Runtime
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.search import measure
 from qwen_serve.convert.tensors import expected_tensors
+from qwen_serve.llamacpp.gguf import read_header
 
 ACCEPTANCE, SEED = 0.6, 3
 RUNTIME = Runtime(threads=1)
@@ -268,7 +268,7 @@ def test_matrices_of_another_type_hold_the_same_values(outtype: str, tmp_path: P
 
 
 def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> None:
-    shapes = {tensor.name: tuple(reversed(tensor.shape)) for tensor in read_tensors(f16)}
+    shapes = {tensor.name: tuple(reversed(tensor.shape)) for tensor in read_header(f16).tensors.values()}
     wanted = {
         target: tuple(n for n in rule.shape(made.config) if n != 1)
         for _, target, rule in expected_tensors(made.config, "", range(made.config.n_layers), has_mtp=True)

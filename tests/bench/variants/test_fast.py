@@ -33,7 +33,7 @@ def passes(variant: Variant) -> bool:
 
 def is_verified_fast(variant: Variant) -> bool:
     """Whether nearly all of its bytes have such kernels."""
-    sizes = {tensor.name: (tensor.type.name, tensor.n_bytes) for tensor in tensors_of(variant)}
+    sizes = {tensor.name: (tensor.type_name, tensor.n_bytes) for tensor in tensors_of(variant)}
     return sum(n for kind, n in sizes.values() if kind in KERNELS) > 0.99 * sum(n for _, n in sizes.values())
 
 

@@ -11,13 +11,13 @@ from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert import calibration, cli, kld, report
 from qwen_serve.convert.calibration import text as writing
-from qwen_serve.convert.gguf_header import read_tensors
 from qwen_serve.convert.llama import Runtime
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.search import Paths, Target, measure, search
 from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
+from qwen_serve.llamacpp.gguf import read_header
 from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
@@ -103,8 +103,10 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
         "--no-kld",
     ]
     assert cli.main([str(word) for word in wanted]) == 0
-    types = {t.name: t.type for t in read_tensors(gguf)}
-    assert types == {t.name: t.type for t in read_tensors(again / f"Random-1B-{gguf.stem}.gguf")}
+    types = {t.name: t.type for t in read_header(gguf).tensors.values()}
+    assert types == {
+        t.name: t.type for t in read_header(again / f"Random-1B-{gguf.stem}.gguf").tensors.values()
+    }
     assert {kind for name, kind in types.items() if name.endswith("ffn_up.weight")} <= set(NARROW)
 
     # nothing is measured or made again
@@ -166,7 +168,7 @@ def test_experts_are_groups_and_are_read_by_share(tmp_path: Path, monkeypatch: p
     out = tmp_path / "out"
     assert run(source, out, "--target-bpw", "7", "--no-kld") == 0
     gguf = next(out.glob("*-auto-7bpw.gguf"))
-    types = {t.name: t.type for t in read_tensors(gguf)}
+    types = {t.name: t.type for t in read_header(gguf).tensors.values()}
     layout = read_layout(next(out.glob("*-F16.gguf")), extra=1024, used_experts=EXPERTS_USED)
     by_name = {m.name: m for m in layout.matrices}
     assert by_name["blk.0.ffn_up_exps.weight"].read == EXPERTS_USED / EXPERTS

@@ -12,8 +12,8 @@ import pytest
 
 from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, decide
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from tests.marks import slow_but
@@ -87,5 +87,5 @@ def test_sizes_are_those_of_the_file(nano_moe_f32: Path, nano_f32: Path) -> None
         dense.layer_state,
         dense.mtp_kv_elements,
     )
-    experts = sum(size for name, size in header.tensors.items() if "_exps" in name)
+    experts = sum(tensor.n_bytes for name, tensor in header.tensors.items() if "_exps" in name)
     assert sum(spec.layer_weights) + spec.mtp_weights > experts > 7 * sum(dense.layer_weights) / 2

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qwen_serve.llamacpp.gguf import Header, TensorInfo, Value
 from qwen_serve.server.engine import EngineSettings, MemoryPlan
-from qwen_serve.server.engine.gguf import Header, Value
-from qwen_serve.server.engine.model_file import ModelFile
 from qwen_serve.server.engine.planning import fit, plan
 from qwen_serve.server.engine.planning.fit import plan_memory
 from tests.server.engine.helpers import settings
@@ -37,15 +38,22 @@ FOUR_B: dict[str, Value] = {
 PLAN = "qwen_serve.server.engine.planning.plan"
 
 FILE = Path("4b.gguf")
-FOUND = ModelFile(FILE, 0, 0, 0, 0)
+STATUS = os.stat_result([0] * 10)
+
+LAYERS = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
 
 NO_ROWS = 35
 """TQ2_0, of which CUDA takes no rows."""
 
 
 def four_b() -> Header:
-    layers = {f"blk.{i}.ffn_up.weight": 70 * MIB for i in range(33)}
-    return Header(FOUND, FOUR_B, {"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **layers})
+    return header_of({"token_embd.weight": 500 * MIB, "output_norm.weight": 10240, **LAYERS})
+
+
+def header_of(sizes: Mapping[str, int]) -> Header:
+    """Of F32 tensors of so many bytes."""
+    tensors = {name: TensorInfo(name, (size // 4,), 0) for name, size in sizes.items()}
+    return Header(FILE, STATUS, FOUR_B, tensors)
 
 
 def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qwen_serve.llamacpp import Device
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.gguf import Header, read_header
 from qwen_serve.server.engine.planning import fit, measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from tests.server.engine.planning.cards import (
-    FOUND,
     FOUR_B,
     GIB,
     MIB,
@@ -25,6 +25,7 @@ from tests.server.engine.planning.cards import (
     decided,
     four_b,
     four_b_plan,
+    header_of,
     share_snapshots,
 )
 
@@ -201,8 +202,9 @@ def test_a_file_without_a_head_is_named_once(
     card: Any, caplog: pytest.LogCaptureFixture, wanted: Any, left: str
 ) -> None:
     card(23 * GIB)
-    tensors = {name: size for name, size in four_b().tensors.items() if "blk.32" not in name}
-    header = Header(FOUND, {**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}, tensors)
+    tensors = {name: tensor for name, tensor in four_b().tensors.items() if "blk.32" not in name}
+    metadata = {**FOUR_B, "qwen35.block_count": 32, "qwen35.nextn_predict_layers": 0}
+    header = replace(four_b(), metadata=metadata, tensors=tensors)
     plan = plan_memory(
         EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, speculation=wanted), header
     )
@@ -270,7 +272,7 @@ def test_checkpoints_give_way_to_what_must_fit_unless_they_are_asked_for(card: A
 
 def test_a_large_model_may_hold_more_cells_for_the_same_slowdown(card: Any) -> None:
     card(23 * GIB)
-    header = Header(FOUND, FOUR_B, {name: size * 3 for name, size in four_b().tensors.items()})
+    header = header_of({name: 3 * tensor.n_bytes for name, tensor in four_b().tensors.items()})
     plan = plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, parallel=2), header)
     weights = 3 * ((32 * 70 + 500) * MIB + 10240)
     assert plan.settings.prefix_cells == pytest.approx(0.1 * weights / (32 * 1024), abs=256)

@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_serve.llamacpp.errors import ModelLoadError
-from qwen_serve.server.engine.gguf import read_header
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.loading import PREFILL_CPU, decide
 from qwen_serve.server.engine.planning import measured
 from qwen_serve.server.engine.planning.fit import plan_memory

@@ -11,9 +11,9 @@ import pytest
 
 from qwen_serve.llamacpp import Context, Model, supports_gpu
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.planning import fit
 from qwen_serve.server.engine.planning.contexts import (
     context_options,
@@ -175,10 +175,12 @@ def test_the_token_embedding_is_on_the_host_where_that_is_wanted(card: Any) -> N
 
 def test_an_embedding_of_a_type_that_the_gpu_does_not_look_up_is_on_the_host(card: Any) -> None:
     card(23 * GIB)
-    header = replace(four_b(), types={"token_embd.weight": NO_ROWS})
+    header, name = four_b(), "token_embd.weight"
+    embedding = TensorInfo(name, (256 * 2**20,), NO_ROWS)
+    header = replace(header, tensors={**header.tensors, name: embedding})
     plan = plan_memory(EngineSettings(model=FILE, speculation="off"), header)
     assert plan.embedding_on is None
-    assert plan.usages[-1].weights == 500 * MIB
+    assert plan.usages[-1].weights == embedding.n_bytes
 
 
 def test_a_copy_of_the_token_embedding_is_the_first_to_go(card: Any) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.llamacpp.gguf import Header
 from qwen_serve.server.engine import EngineSettings, ModelLoadError
-from qwen_serve.server.engine.gguf import Header
 from qwen_serve.server.engine.planning.spec import ModelSpec
-from tests.server.engine.planning.cards import FOUND, FOUR_B, MIB, four_b
+from tests.server.engine.planning.cards import FILE, FOUR_B, MIB, STATUS, four_b
 
 
 def test_the_spec_of_the_4b() -> None:
@@ -25,4 +25,4 @@ def test_the_spec_of_the_4b() -> None:
 def test_missing_metadata_is_named() -> None:
     incomplete = {key: value for key, value in FOUR_B.items() if "context_length" not in key}
     with pytest.raises(ModelLoadError, match=r"qwen35\.context_length"):
-        ModelSpec.from_header(Header(FOUND, incomplete, {}))
+        ModelSpec.from_header(Header(FILE, STATUS, incomplete, {}))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import HAS_RING, layers
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError, SamplingParams
-from qwen_serve.server.engine.gguf import read_header
 from qwen_serve.server.engine.planning import contexts, plan
 from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 from qwen_serve.server.engine.speculation.base import Drafter
@@ -153,7 +153,8 @@ def test_a_drafter_that_does_not_fit_is_refused(
 ) -> None:
     header = read_header(nano_draft_q4_k_m)
     target = ModelSpec.from_header(read_header(nano_q4_k_m))
-    changed = replace(header, metadata={**header.metadata, **metadata}, tensors={**header.tensors, **tensors})
+    more = {name: TensorInfo(name, (size,), 0) for name, size in tensors.items()}
+    changed = replace(header, metadata={**header.metadata, **metadata}, tensors={**header.tensors, **more})
     assert DraftSpec.from_header(header, target).layers == (2, 4, 7)
     with pytest.raises(ModelLoadError, match=said):
         DraftSpec.from_header(changed, target)
@@ -201,7 +202,7 @@ def test_a_table_that_does_not_fit_is_refused(
     target = ModelSpec.from_header(read_header(nano_q4_k_m))
     assert header.tables["d2t"].tolist() == some_tokens(2 / 3).tolist()
     assert DraftSpec.from_header(header, target).layers == (2, 4, 7)
-    tensors = {name: size for name, size in header.tensors.items() if name != drop}
+    tensors = {name: tensor for name, tensor in header.tensors.items() if name != drop}
     tables = {} if table is None else {"d2t": np.array(table)}
     with pytest.raises(ModelLoadError, match=said):
         DraftSpec.from_header(replace(header, tensors=tensors, tables=tables), target)

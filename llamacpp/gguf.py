@@ -1,7 +1,8 @@
-"""What a GGUF file says of itself: metadata and tensor sizes, read without llama.cpp and without the weights.
+"""What a GGUF file says of itself: metadata and tensors, read without loading it.
 
-The memory plan needs both before anything is loaded, and a damaged file should be named as such. Format:
-ggml-org/ggml, docs/gguf.md (version 3; version 2 has the same layout).
+gguf's own reader makes an array of every token and every merge, half a minute for the official vocabulary,
+and does not say what is wrong with a damaged file. Format: ggml-org/ggml, docs/gguf.md (version 3; version 2
+has the same layout).
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwen_serve.common.files import open_regular
-from qwen_serve.llamacpp import row_bytes
-from qwen_serve.llamacpp.errors import ModelLoadError
 
-from .model_file import ModelFile
+from .devices import row_bytes, type_name
+from .errors import ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +40,9 @@ _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
 MAX_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
 
+ALIGNMENT = 32
+"""Of tensors' data in bytes, where `general.alignment` does not say another."""
+
 I64 = 27
 """`GGML_TYPE_I64`: of tensors that are tables of ids."""
 
@@ -53,24 +56,49 @@ _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a file says of itself. `tensors` maps a name to its size in bytes, `types` to ggml's number."""
+class TensorInfo:
+    """One row of the table. `shape` is in ggml's order, the row's length first; `type` is ggml's number."""
 
-    file: ModelFile
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int = field(default=0, compare=False, repr=False)
+    """Where its data begin in the file, in bytes; it does not tell tensors apart."""
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return row_bytes(self.type, self.shape[0]) * prod(self.shape[1:])
+
+    @property
+    def type_name(self) -> str:
+        """As the recipes and gguf-py spell it: Q4_K."""
+        return type_name(self.type)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself; tensors in its order."""
+
+    path: Path
+    status: os.stat_result
+    """Of the file that was read."""
     metadata: Mapping[str, Value]
-    tensors: Mapping[str, int]
-    setting: str = "model"
+    tensors: Mapping[str, TensorInfo]
+    setting: str = ""
     """Which setting names the file, for messages."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Of the arrays in the metadata."""
     tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """The I64 tensors, whole and flat."""
-    types: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The file as messages name it."""
-        return f"{self.setting}: {self.file.path}"
+        return _named(self.path, self.setting)
 
 
 class Metadata:
@@ -118,18 +146,18 @@ class Metadata:
         )
 
 
-def read_header(path: Path, setting: str = "model") -> Header:
-    """Read the header of a GGUF file, which `setting` names.
+def read_header(path: Path, setting: str = "") -> Header:
+    """Read the header of a GGUF file, which a setting of that name may give.
 
     Raises ModelLoadError when it is missing, damaged or cut short.
     """
-    name = f"{setting}: {path}"
+    name = _named(path, setting)
     try:
         with (
             os.fdopen(open_regular(path), "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _Reader(data, name).header(ModelFile.of(path, os.fstat(file.fileno())), setting)
+            return _Reader(data, name).header(path, os.fstat(file.fileno()), setting)
     except FileNotFoundError:
         raise ModelLoadError(f"{name} does not exist") from None
     except IsADirectoryError:
@@ -138,6 +166,10 @@ def read_header(path: Path, setting: str = "model") -> Header:
         raise ModelLoadError(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ModelLoadError(f"{name} is not a whole GGUF file ({error})") from error
+
+
+def _named(path: Path, setting: str) -> str:
+    return f"{setting}: {path}" if setting else str(path)
 
 
 class _Reader:
@@ -150,7 +182,7 @@ class _Reader:
         """`file` is its name in messages."""
         self._data, self._file, self._at = data, file, 0
 
-    def header(self, file: ModelFile, setting: str) -> Header:
+    def header(self, path: Path, status: os.stat_result, setting: str) -> Header:
         if self._data[:4] != b"GGUF":
             raise ModelLoadError(f"{self._file} is not a GGUF file (it starts with {self._data[:4]!r})")
         self._at = 4
@@ -165,43 +197,41 @@ class _Reader:
             metadata[key], length = self._value()
             if length is not None:
                 lengths[key] = length
-        tensors: dict[str, int] = {}
-        types: dict[str, int] = {}
-        tables: dict[str, int] = {}
-        end = 0
+        tensors: dict[str, TensorInfo] = {}
         for _ in range(n_tensors):
             name = self._name(tensors, "tensor")
-            tensors[name], offset, types[name] = self._tensor(name)
-            if types[name] == I64:
-                tables[name] = offset
-            end = max(end, offset + tensors[name])
-        alignment = metadata.get("general.alignment", 32)
+            tensors[name] = self._tensor(name)
+        end = max((tensor.offset + tensor.n_bytes for tensor in tensors.values()), default=0)
+        alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment!r}; it must be a power of two")
         begin = -(-self._at // alignment) * alignment
         if (missing := begin + end - len(self._data)) > 0:
-            raise ModelLoadError(f"{self._file} is cut short: {missing:,} bytes of weights are missing")
-        read = {
-            name: np.frombuffer(self._data, "<i8", tensors[name] // 8, begin + offset).copy()
-            for name, offset in tables.items()
+            raise ModelLoadError(
+                f"{self._file} is cut short: {missing:,} bytes of weights are missing; copy it again"
+            )
+        tensors = {name: replace(tensor, offset=begin + tensor.offset) for name, tensor in tensors.items()}
+        tables = {
+            name: np.frombuffer(self._data, "<i8", tensor.n_elements, tensor.offset).copy()
+            for name, tensor in tensors.items()
+            if tensor.type == I64
         }
-        return Header(file, metadata, tensors, setting, lengths, read, types)
+        return Header(path, status, metadata, tensors, setting, lengths, tables)
 
-    def _tensor(self, name: str) -> tuple[int, int, int]:
-        """Its size in bytes, where it begins, and its type."""
+    def _tensor(self, name: str) -> TensorInfo:
+        """Its offset is from where the data begin."""
         at, n_dims = self._at, self._integer(_U32)
         if not 1 <= n_dims <= MAX_DIMENSIONS:
             raise ValueError(f"at byte {at:,}: tensor {name} has {n_dims:,} dimensions; 1 to 4 are possible")
-        shape = [self._integer(_U64) for _ in range(n_dims)]
+        shape = tuple(self._integer(_U64) for _ in range(n_dims))
         ggml_type, offset = self._integer(_U32), self._integer(_U64)
-        size = row_bytes(ggml_type, shape[0])
-        if not size:
+        if not row_bytes(ggml_type, shape[0]):
             raise ModelLoadError(
                 f"{self._file}: tensor {name} has type {ggml_type}, unknown to this llama.cpp"
                 if shape[0]
                 else f"{self._file}: tensor {name} has rows of no values (at byte {at:,})"
             )
-        return size * prod(shape[1:]), offset, ggml_type
+        return TensorInfo(name, shape, ggml_type, offset)
 
     def _value(self) -> tuple[Value, int | None]:
         """A value, and of an array its length."""
@@ -215,8 +245,7 @@ class _Reader:
         item = self._integer(_U32)
         if item == _STRING:
             count = self._count(8, "strings in an array")
-            for _ in range(count):
-                self._skip(self._integer(_U64), "a string")
+            self._skip_strings(count)
             return None, count
         if item not in _SCALARS:
             raise ValueError(f"at byte {at:,}: an array of type {item:,}, which does not exist")
@@ -226,6 +255,15 @@ class _Reader:
         if count > LONGEST_ARRAY:
             return None, count
         return struct.unpack_from(f"<{count}{_SCALARS[item]}", self._data, start), count
+
+    def _skip_strings(self, count: int) -> None:
+        at, length = self._at, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):  # a quarter of a million tokens, and as many merges
+                at += 8 + length(self._data, at)[0]
+        except (struct.error, OverflowError):
+            raise ValueError(f"at byte {self._at:,}: {count:,} strings that end behind the file") from None
+        self._skip(at - self._at, "an array")
 
     def _name(self, known: Mapping[str, object], what: str) -> str:
         """One that is not empty nor known: bytes that are no header hardly pass for names."""

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp.gguf import TensorInfo, Value, read_header
 from qwen_serve.server.engine import Engine, ModelLoadError
-from qwen_serve.server.engine.gguf import Value, read_header
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from tests.server.engine.helpers import settings
 
@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
 def test_it_reads_what_the_gguf_package_reads(nano_q4_k_m: Path) -> None:
     header, expected = read_header(nano_q4_k_m), gguf.GGUFReader(nano_q4_k_m)
-    assert dict(header.tensors) == {tensor.name: tensor.n_bytes for tensor in expected.tensors}
+    assert [
+        (t.name, t.shape, t.type_name, t.n_elements, t.n_bytes, t.offset) for t in header.tensors.values()
+    ] == [
+        (t.name, tuple(t.shape.tolist()), t.tensor_type.name, t.n_elements, t.n_bytes, int(t.data_offset))
+        for t in expected.tensors
+    ]
     for name, field in expected.fields.items():
         if name.startswith("GGUF."):
             continue
-        value = header.metadata[name]
+        value, wanted = header.metadata[name], field.contents()
+        assert header.lengths.get(name) == (len(wanted) if isinstance(wanted, list) else None)
         if value is not None:
-            wanted = field.contents()
             assert value == (tuple(wanted) if isinstance(wanted, list) else wanted), name
         else:
             assert field.types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
@@ -56,7 +61,8 @@ def test_every_value_type_is_read(tmp_path: Path) -> None:
         header.metadata[f"a.{name}"] for name in ("u8", "i16", "u64", "f64", "bool", "list", "words", "text")
     ]
     assert values == [200, -300, 2**40, 0.1, True, (1, 2, 3), None, "Grüße"]
-    assert header.tensors == {"t": 3 * 64 * 4}
+    assert header.tensors == {"t": TensorInfo("t", (64, 3), 0)}
+    assert header.tensors["t"].n_bytes == 3 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -221,7 +227,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path, setting: str) -> None:
     path = tmp_path / "pipe.gguf"
     os.mkfifo(path)
-    with pytest.raises(ModelLoadError, match=rf"{setting}: .*pipe\.gguf cannot be read: it is no regular"):
+    with pytest.raises(ModelLoadError, match=rf"^{setting}: .*pipe\.gguf cannot be read: it is no regular"):
         read_header(path, setting)
 
 
