@@ -84,7 +84,10 @@ class DraftPipeline:
         """
         options = self._options
         with StageRecord.locked(options.out, options.name, force=options.force) as self._record:
-            self._record.check_room(self._estimates())
+            outputs = list(map(self._float, options.float_types)) + [
+                self._quant(name, recipe) for name, recipe in options.recipes.items()
+            ]
+            self._record.check_room(self._estimates(), [one.path.with_suffix(".json") for one in outputs])
             models = [self._make_float(kind) for kind in options.float_types]
             models += [self._make_quant(name, recipe) for name, recipe in options.recipes.items()]
         print(self._parameters)

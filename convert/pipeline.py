@@ -43,11 +43,12 @@ from qwen_serve.convert.search import (
     Target,
     as_recipe,
     check_reach,
+    is_record,
     print_found,
     search,
     write_recipe,
 )
-from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint, replacing
+from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
 from qwen_serve.convert.whole_model import WholeModel
@@ -150,7 +151,7 @@ class Pipeline:
         """
         options = self._options
         with StageRecord.locked(options.out, options.name, force=options.force) as self._record:
-            self._record.check_room(self._estimates())
+            self._record.check_room(self._estimates(), self._beside())
             for float_type in options.float_types:
                 base = self._make_base(float_type, self._cut(None))
                 self._make_report(base, float_type, None)
@@ -242,6 +243,9 @@ class Pipeline:
     def _path(self, file_name: str) -> Path:
         return self._options.out / file_name
 
+    def _search_record(self) -> Path:
+        return self._path(f"{self._stem(self._cut(None))}.search.json")
+
     def _uses_imatrix(self, recipe: Recipe) -> bool:
         return self._options.use_imatrix and recipe.uses_imatrix
 
@@ -300,7 +304,7 @@ class Pipeline:
             base=base.path,
             text=self._make_text("search").path,
             imatrix=imatrix,
-            record=self._path(f"{self._stem(cut)}.search.json"),
+            record=self._search_record(),
         )
         if options.force:
             paths.record.unlink(missing_ok=True)
@@ -321,9 +325,9 @@ class Pipeline:
         if (d := report.divergence) is not None:
             evaluated = {"tokens": d.tokens, "mean": d.mean, "p99": d.p99, "same_top": d.same_top}
             evidence = evidence.model_copy(update={f"evaluation_{k}": v for k, v in evaluated.items()})
-        path = quantized.with_suffix(".toml")
-        with replacing(path) as part:
-            write_recipe(recipe.model_copy(update={"evidence": evidence}), part)
+        path, whole = quantized.with_suffix(".toml"), recipe.model_copy(update={"evidence": evidence})
+        output = Output(path, fingerprint(whole.model_dump(mode="json")))
+        self._record.make(output, lambda part: write_recipe(whole, part))
         print_found(found, report, path, self._took(target, recipe, found))
 
     def _took(self, target: Target, recipe: Recipe, found: Found) -> dict[str, float]:
@@ -425,6 +429,16 @@ class Pipeline:
             elements = self._n_elements(self._cut(None))
             path = self._path(f"{self._name(options.search.label, None)}.gguf")
             yield Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
+
+    def _beside(self) -> Iterator[Path]:
+        """Small files that will be written."""
+        for name in (*self._options.float_types, *self._options.recipes):
+            yield self._path(f"{self._name(name, self._options.recipes.get(name))}.json")
+        if self._options.search is not None:
+            searched = self._path(f"{self._name(self._options.search.label, None)}.gguf")
+            yield from map(searched.with_suffix, (".json", ".toml"))
+            if not is_record(record := self._search_record()):
+                yield record
 
     def _n_elements(self, cut: _Cut) -> int:
         if isinstance(self._model, WholeModel):

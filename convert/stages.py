@@ -180,8 +180,9 @@ class StageRecord:
         with replacing(self._path) as part:
             part.write_text(json.dumps(self._entries, indent=2) + "\n", encoding="utf-8")
 
-    def check_room(self, estimates: Iterable[tuple[Output, int]]) -> None:
-        """Adds up the bytes of the outputs that are still to be written.
+    def check_room(self, estimates: Iterable[tuple[Output, int]], beside: Iterable[Path] = ()) -> None:
+        """Adds up the bytes of the outputs that are still to be written; of those `beside` them, which are
+        small, it asks only whose they are.
 
         Raises:
             ConvertError: the file system of the folder has fewer, or a file of someone else's is in the way.
@@ -190,6 +191,8 @@ class StageRecord:
         for output, _ in estimates:
             if not self.is_finished(output):
                 self.check_own(output.path)
+        for path in beside:
+            self.check_own(path)
         needed = sum(n_bytes for output, n_bytes in estimates if not self.is_finished(output))
         free = shutil.disk_usage(folder).free
         if needed > free:

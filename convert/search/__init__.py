@@ -9,6 +9,7 @@ search.py   the way through these
 write.py    the result as a recipe file
 """
 
+from qwen_serve.convert.search.record import is_record
 from qwen_serve.convert.search.search import SEARCH_VERSION, Found, Paths, check_reach, search
 from qwen_serve.convert.search.target import Target
 from qwen_serve.convert.search.write import as_recipe, print_found, write_recipe
@@ -20,6 +21,7 @@ __all__ = [
     "Target",
     "as_recipe",
     "check_reach",
+    "is_record",
     "print_found",
     "search",
     "write_recipe",

@@ -30,7 +30,7 @@ class Record:
         self.tokens = 0
         """That every probe reads."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = _read(path)
             if data["made_from"] == made_from:
                 self.errors = {
                     name: {getattr(Type, kind): error for kind, error in errors.items()}
@@ -70,6 +70,19 @@ class Record:
         }
         with replacing(self._path) as part:
             part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def is_record(path: Path) -> bool:
+    """Whether a search left it there."""
+    try:
+        data = _read(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and {"made_from", "errors", "readings"} <= data.keys()
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _key(types: Mapping[str, Type]) -> str:

@@ -158,6 +158,21 @@ def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Pat
     assert Record(path, "b").reading(types) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["auto-300.0kB.toml", "auto-300.0kB.json", "auto-300.0kB.gguf", "F16.json", "search.json"]
+)
+def test_another_s_file_is_not_replaced(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Nor is any work done for nothing."""
+    there = tmp_path / f"Random-1B{'.' if name == 'search.json' else '-'}{name}"
+    there.write_text("precious")
+    assert run(checkpoint, tmp_path, "--target-size", "300kB", "--quant", "auto,F16") == 1
+    assert f"{there}: is there" in capsys.readouterr().err
+    assert there.read_text() == "precious"
+    assert not list(tmp_path.glob("*-F16.gguf"))
+
+
 @pytest.mark.slow
 def test_experts_are_groups_and_are_read_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SAMPLE_ELEMENTS", 64)  # fewer than an expert has
