@@ -96,8 +96,10 @@ def check(path: Path, tmp_path: Path, target: Path | None) -> tuple[int, list[st
     while cases:  # a process ends early where one of them ends it
         arguments = [str(path), str(made), str(target) if target else None, cases]
         code = f"from {__name__} import load_each; load_each(*{arguments!r})"
-        log = (tmp_path / "tried").open("w+")
-        done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=subprocess.DEVNULL)
+        with (tmp_path / "tried").open("w") as log:
+            done = subprocess.Popen(
+                [sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=subprocess.DEVNULL
+            )
         tried = _until_it_ends(done, tmp_path / "tried")
         if done.returncode == 0:
             break
