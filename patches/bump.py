@@ -34,8 +34,7 @@ GIT = ["git", "-c", "user.name=bump", "-c", "user.email=bump@localhost", "-c", "
 CMAKE = [
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_CUDA=OFF",
-    "-DLLAMA_BUILD_TESTS=ON",
-    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("EXAMPLES", "TOOLS", "SERVER", "APP")),
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")),
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 ]
@@ -82,6 +81,7 @@ class Bump:
         self.repository.mkdir(parents=True)
         self.git("init", "--quiet", "--initial-branch=queue")
         self.git("config", "gc.auto", "0")
+        self.git("config", "merge.conflictStyle", "diff3")
         self.git(
             "config", "rerere.enabled", "true"
         )  # what was solved once, for another version, is remembered
@@ -99,7 +99,9 @@ class Bump:
             self.git("commit", "--quiet", "--allow-empty", "-m", f"llama.cpp of {PACKAGE} {version}")
             self.git("tag", tag)
             if tag == "pinned":
-                for patch in [*queue(), HERE / f"{SWITCHES}.patch"]:
+                patches = [*queue(), HERE / f"{SWITCHES}.patch"]
+                self.state["queue"] = [patch.stem for patch in patches]
+                for patch in patches:
                     self.git("am", "--quiet", "--keep-cr", patch)
                 self.git("checkout", "--quiet", "-b", "moved", "pinned")
         self.step("repository", "made", started)
@@ -114,7 +116,7 @@ class Bump:
 
         With `survey` no conflict stops it: the patch's side is taken, to see how many there are.
         """
-        names = [*(patch.stem for patch in queue()), SWITCHES]
+        names = self.state["queue"]  # as it was when the repository was made
         commits = self.git("rev-list", "--reverse", "pinned..queue").split()
         for name, commit in zip(names, commits, strict=True):
             known = self.state["patches"].setdefault(name, {"outcome": "", "conflicts": {}, "seconds": 0})
@@ -227,22 +229,28 @@ class Bump:
                 "--detach",
                 self.git("rev-parse", commit).strip(),
             )
-            targets = [
-                "llama",
-                *(["test-kv-mask"] if (sources / "tests" / "test-kv-mask.cpp").is_file() else []),
-            ]
             log = self.work / f"build-{name}.log"
             jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
             with log.open("w") as output:
                 run(output, "cmake", "-S", sources, "-B", folder, *CMAKE)
-                run(output, "cmake", "--build", folder, "-j", jobs, "--target", *targets)
+                run(output, "cmake", "--build", folder, "-j", jobs, "--target", "llama")
             self.step(f"build of {name} llama.cpp for the CPU", "built", started)
+        self.compare_masks()
+
+    def compare_masks(self) -> None:
+        """llama.cpp's test of the mask, which a patch brings."""
+        sources, libraries = self.work / "sources-moved", (self.work / "build-moved" / "bin").resolve()
+        source, program = sources / "tests" / "test-kv-mask.cpp", self.work / "test-kv-mask"
+        if not source.is_file():
+            return
         started = time.time()
-        mask = self.work / "build-moved" / "bin" / "test-kv-mask"
-        if mask.is_file():
-            said = subprocess.run([mask], capture_output=True, text=True, check=False)
-            passed = said.returncode == 0 and "masks are equal" in said.stdout
-            self.step("test-kv-mask", "masks are equal" if passed else "FAILED", started)
+        flags = ["-std=c++17", "-O1", f"-I{sources / 'include'}", f"-I{sources / 'ggml' / 'include'}"]
+        linked = [f"-L{libraries}", "-lllama", "-lggml-base", f"-Wl,-rpath,{libraries}"]
+        with (self.work / "test-kv-mask.log").open("w") as output:
+            run(output, os.environ.get("CXX", "c++"), *flags, "-o", program, source, *linked)
+        done = subprocess.run([program], capture_output=True, text=True, check=False)
+        passed = done.returncode == 0 and "masks are equal" in done.stdout
+        self.step("test-kv-mask", "masks are equal" if passed else "FAILED", started)
 
     def environment(self, name: str) -> dict[str, str]:
         """For Python with the new release's bindings and a library that was built here."""

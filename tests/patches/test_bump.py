@@ -120,6 +120,7 @@ def test_a_conflict_is_told_solved_and_gone_on_from(tree: Path) -> None:
             "0101-first conflicts with llama.cpp of llama-cpp-python 0.0.2:\n    src/one.cpp: 1 hunk\n"
             in (done.stderr)
         )
+    shutil.copy(tree / "patches/llama.cpp/0101-first.patch", tree / "patches/llama.cpp/0100-zeroth.patch")
     assert "**to be solved**" in (work(tree) / "report.md").read_text()
     assert bump(tree, files, "--accept").returncode == 1, "not half of it"
     repository = work(tree) / "llama.cpp"
@@ -132,6 +133,7 @@ def test_a_conflict_is_told_solved_and_gone_on_from(tree: Path) -> None:
     assert outcomes(tree) == {"0101-first": "by hand", "0201-second": "merged", "switches": "merged"}
     assert "| 01 | first | by hand | +1 -1 | +1 -1 | src/one.cpp: 1 |" in done.stdout
     assert bump(tree, files, "--accept").returncode == 0
+    assert not (tree / "patches/llama.cpp/0100-zeroth.patch").exists(), "it was not moved"
     assert "+    return 110;" in (tree / "patches" / "llama.cpp" / "0101-first.patch").read_text()
     assert (tree / "pyproject.toml").read_text() == f'dependencies = ["llama-cpp-python=={NEW}"]\n'
 
