@@ -56,6 +56,7 @@ ROWS = (
     Row("prompt_list_of_null", "prompt", [None], "prompt"),
     Row("prompt_id_negative", "prompt", [1, -1], "prompt"),
     Row("prompt_id_too_large", "prompt", [1, 10**9], "prompt"),
+    Row("prompt_id_huge", "prompt", [2**80], "prompt"),
     Row("prompt_ids_fractional", "prompt", [1.5], "prompt"),
     Row("messages_missing", "messages", MISSING, "messages"),
     Row("messages_null", "messages", None, "messages"),

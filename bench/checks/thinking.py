@@ -49,11 +49,10 @@ async def truncated(target: Target) -> None:
     expect(message.get("reasoning_content"), "reasoning_content is empty")
 
 
-@check("streamed: all reasoning comes before the first piece of the answer")
+@check("streamed: all reasoning comes before the answer, and both are what is answered unstreamed")
 async def streamed_order(target: Target) -> None:
-    chunks = await target.chunks(
-        CHAT, messages=QUESTION, max_tokens=target.thinking_tokens, temperature=0.0, thinking=True
-    )
+    body = {"messages": QUESTION, "max_tokens": target.thinking_tokens, "temperature": 0.0, "thinking": True}
+    chunks = await target.chunks(CHAT, **body)
     kinds = [
         "reasoning" if delta.get("reasoning_content") else "content"
         for chunk in chunks
@@ -63,8 +62,11 @@ async def streamed_order(target: Target) -> None:
     expect("reasoning" in kinds, "no delta has reasoning_content")
     expect("content" in kinds, f"no answer within {target.thinking_tokens} tokens (--thinking-tokens)")
     expect(kinds == sorted(kinds, reverse=True), "reasoning_content comes after content")
-    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    expect("think>" not in text, "a think tag is in the content")
+    message = (await target.ask(CHAT, **body))["choices"][0]["message"]
+    for name in ("reasoning_content", "content"):
+        text = "".join(choice["delta"].get(name) or "" for chunk in chunks for choice in chunk["choices"])
+        expect("think>" not in text, f"a think tag is in {name}")
+        equal(text, message[name], name)
 
 
 @check("reasoning tokens are counted as completion tokens")

@@ -51,7 +51,6 @@ def continuation(
     rng = random.Random(seed if seed is not None else random.random())
     while True:
         logits = logits_after(vocabulary, tokens)
-        _apply_rules(logits, vocabulary, tokens[len(prompt) :], params)
         token = _sample(logits, generated, set(tokens[-64:]), params, rng)
         generated[token] += 1
         tokens.append(token)
@@ -68,22 +67,6 @@ def logits_after(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> dict[int,
             logits[tokens[i + 1]] = 6.0
             break
     return logits
-
-
-def _apply_rules(
-    logits: dict[int, float], vocabulary: FakeVocabulary, generated: list[int], params: Mapping[str, Any]
-) -> None:
-    """logit_bias, allowed_token_ids and bad_words."""
-    for token, bias in params.get("logit_bias", {}).items():
-        logits[int(token)] = logits.get(int(token), 0.0) + bias
-    if allowed := params.get("allowed_token_ids"):
-        chosen = {token: logits.get(token, 0.0) for token in allowed}
-        logits.clear()
-        logits.update(chosen)
-    for text in params.get("bad_words", []):
-        for word in (vocabulary.encode(text), vocabulary.encode(" " + text.lstrip())):
-            if generated[len(generated) - len(word) + 1 :] == word[:-1]:
-                logits.pop(word[-1], None)
 
 
 def _sample(

@@ -1,11 +1,11 @@
-"""A scripted server that keeps the contract, in a thread of its own, and breaks any part of it on demand."""
+"""A scripted server for what loads servers and asks them, in a thread of its own; it fails on demand."""
 
 import asyncio
 import json
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from time import time
@@ -15,17 +15,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from tests.bench.fake_formats import (
-    chat_of_message,
-    chat_of_response,
-    message_events,
-    message_of,
-    response_events,
-    response_of,
-)
-from tests.bench.fake_logprobs import of_chat, of_prompt, of_text, scores
 from tests.bench.fake_model import FakeVocabulary, answer, continuation
-from tests.bench.fake_validation import BadRequest, validate
 
 Body = dict[str, Any]
 CONTEXT = 16384
@@ -67,8 +57,6 @@ class Script:
     on_answer: Callable[[str, Body], Body] = lambda _, answer: answer
     on_event: Callable[[str, Body], Body | None] = lambda _, event: event
     fail: Callable[[str], int | None] = lambda _: None
-    request_ids: bool = True
-    page: str = "<p>Hello</p>"
     first_token_delay: float = 0.0
     token_delay: float = 0.0
     tokenizer: str | None = "llama-server"
@@ -84,11 +72,16 @@ class Generation:
     pieces: list[tuple[str, str]] = field(default_factory=list)  # (field of the delta, text)
     finish_reason: str = "length"
     cached: int = 0
-    miss: Body | None = None
-    echo: str = ""
-    logprobs: Body | None = None
-    prompt_logprobs: Body = field(default_factory=dict)
-    stopped_by: str | None = None
+
+
+class BadRequest(Exception):
+    """Answered with ``status`` and the OpenAI error object."""
+
+    def __init__(self, message: str, param: str | None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
 
 
 class FakeServer:
@@ -101,7 +94,7 @@ class FakeServer:
         self.running = self.peak = 0
         self.url = ""
         self._port = port
-        self._seen: list[tuple[str | None, list[int]]] = []
+        self._seen: list[list[int]] = []
         self._on_connection: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -124,21 +117,12 @@ class FakeServer:
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=8 * 2**20, middlewares=[self._errors])
-        app.on_response_prepare.append(self._identify)
-        app.router.add_get("/", self._page)
         app.router.add_get("/ping", self._ready)
         app.router.add_get("/health", self._ready)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         for path in ("/invocations", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
-        app.router.add_get("/v1/models/{model}", self._model)
-        app.router.add_get("/props", self._props)
-        app.router.add_get("/version", self._version)
-        app.router.add_post("/v1/embeddings", self._embeddings)
-        app.router.add_post("/v1/messages", self._message)
-        app.router.add_post("/v1/messages/count_tokens", self._count)
-        app.router.add_post("/v1/responses", self._respond)
         if self.script.tokenizer is not None:
             app.router.add_post("/tokenize", self._tokenize)
             app.router.add_post("/detokenize", self._detokenize)
@@ -150,14 +134,6 @@ class FakeServer:
         self._started.set()
         await self._stop.wait()
         await runner.cleanup()
-
-    async def _page(self, request: web.Request) -> web.Response:
-        policy = {"Content-Security-Policy": "default-src 'self'"}
-        return web.Response(text=self.script.page, content_type="text/html", headers=policy)
-
-    async def _identify(self, request: web.Request, response: web.StreamResponse) -> None:
-        if self.script.request_ids:
-            response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid4().hex
 
     @web.middleware
     async def _errors(
@@ -174,7 +150,7 @@ class FakeServer:
             response: web.StreamResponse = await handler(request)
             return response
         except BadRequest as error:
-            return _error(error.status, error.message, error.param, request.path)
+            return _error(error.status, error.message, error.param)
         except web.HTTPException as error:
             return _error(error.status, error.reason, None)
 
@@ -194,72 +170,8 @@ class FakeServer:
             {"object": "list", "data": [card | {"meta": {"n_vocab": self.vocabulary.size, "n_ctx": CONTEXT}}]}
         )
 
-    async def _model(self, request: web.Request) -> web.Response:
-        if request.match_info["model"] != MODEL:
-            raise BadRequest("no such model", "model", 404)
-        return web.json_response(self.script.on_answer(request.path, {"id": MODEL, "object": "model"}))
-
-    async def _props(self, request: web.Request) -> web.Response:
-        texts = {"chat_template": "", "model_path": "fake.gguf", "build_info": "fake"}
-        props = {"default_generation_settings": {"n_ctx": CONTEXT}, "total_slots": 4, **texts}
-        return web.json_response(self.script.on_answer(request.path, props))
-
-    async def _version(self, request: web.Request) -> web.Response:
-        return web.json_response(self.script.on_answer(request.path, {"version": "1"}))
-
-    async def _embeddings(self, request: web.Request) -> web.Response:
-        refusal = {"error": {"message": "embeddings: not supported"}}
-        return web.json_response(self.script.on_answer(request.path, refusal), status=501)
-
-    async def _count(self, request: web.Request) -> web.Response:
-        chat = chat_of_message({"max_tokens": 1, **await request.json()})
-        counted = {"input_tokens": len(self._prompts(chat)[0])}
-        return web.json_response(self.script.on_answer(request.path, counted))
-
-    async def _message(self, request: web.Request) -> web.StreamResponse:
-        chat, answer, choice = await self._formatted(request, chat_of_message)
-        message = self.script.on_answer(request.path, message_of(answer, choice.stopped_by))
-        if chat.get("stream"):
-            return await self._send(request, message_events(message))
-        return web.json_response(message)
-
-    async def _respond(self, request: web.Request) -> web.StreamResponse:
-        chat, answer, _ = await self._formatted(request, chat_of_response)
-        response = self.script.on_answer(request.path, response_of(answer))
-        if chat.get("stream"):
-            numbered = enumerate(response_events(response))
-            return await self._send(
-                request, ({**event, "sequence_number": number} for number, event in numbered)
-            )
-        return web.json_response(response)
-
-    async def _formatted(
-        self, request: web.Request, chat_of: Callable[[Body], Body]
-    ) -> tuple[Body, Body, Generation]:
-        body = {name: value for name, value in (await request.json()).items() if value is not None}
-        chat = chat_of(self.script.on_request(request.path, body))
-        validate("/v1/chat/completions", chat, len(self.vocabulary))
-        choices = self._choices(chat)
-        return chat, _answer(chat, choices, {"model": chat.get("model", MODEL)}), choices[0]
-
-    async def _send(self, request: web.Request, events: Iterable[Body]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            scripted = self.script.on_event(request.path, event)
-            if scripted is not None:
-                await response.write(f"event: {event['type']}\ndata: {json.dumps(scripted)}\n\n".encode())
-        return response
-
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.script.tokenizer == "llama-server" and "content" not in body:
-            ids = self._prompts(body)[0]
-            strings = (
-                [self.vocabulary.decode([token]) for token in ids] if "return_token_strs" in body else None
-            )
-            counted = {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT, "token_strs": strings}
-            return web.json_response(self.script.on_answer(request.path, counted))
         name = TEXT_FIELDS[self.script.tokenizer or ""][0]
         if name not in body:
             raise BadRequest(f"{name} is missing", name)
@@ -268,20 +180,14 @@ class FakeServer:
     async def _detokenize(self, request: web.Request) -> web.Response:
         name = TEXT_FIELDS[self.script.tokenizer or ""][1]
         text = self.vocabulary.decode((await request.json())["tokens"])
-        return web.json_response({name: text} | ({"prompt": text} if name == "content" else {}))
+        return web.json_response({name: text})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        if request.content_type != "application/json":
-            raise BadRequest("want application/json", None, 415)
-        try:
-            body = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not JSON: {error}", None) from error
-        if isinstance(body, dict):
-            body = {name: value for name, value in body.items() if value is not None}
-            self.requests.append((request.path, body))
-            body = self.script.on_request(request.path, body)
-        validate(request.path, body, len(self.vocabulary))
+        body = {name: value for name, value in (await request.json()).items() if value is not None}
+        self.requests.append((request.path, body))
+        body = self.script.on_request(request.path, body)
+        if not body.get("messages") and not isinstance(body.get("prompt"), str | list):
+            raise BadRequest("prompt: want a string or a list", "prompt")
         if request.path == "/v1/completions" and not {*LIMITS} & body.keys():
             body = {"max_tokens": 16, **body}
         choices = self._choices(body)
@@ -318,19 +224,12 @@ class FakeServer:
     async def _events(self, body: Body, choices: list[Generation], head: Body) -> AsyncIterator[Body]:
         chat = "messages" in body
         head = head | ({"object": "chat.completion.chunk"} if chat else {})
-        if body.get("timings_per_token"):
-            head = head | {"timings": {"predicted_n": len(choices[0].pieces)}}
         for index, choice in enumerate(choices):
             if chat:
                 yield head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
-            told = choice.logprobs
-            if choice.echo:
-                yield head | {"choices": [_text(index, choice.echo) | {"logprobs": told}]}
-                told = None
             for name, piece in choice.pieces:
                 part = _delta(index, {name: piece}) if chat else _text(index, piece)
-                yield head | {"choices": [part | {"logprobs": told}]}
-                told = None
+                yield head | {"choices": [part]}
                 await asyncio.sleep(self.script.token_delay)
             last = _delta(index, {}) if chat else _text(index, "")
             yield head | {"choices": [last | {"finish_reason": choice.finish_reason}]}
@@ -341,10 +240,7 @@ class FakeServer:
         made = [
             self._generation(body, prompt) for prompt in self._prompts(body) for _ in range(body.get("n", 1))
         ]
-        self._seen = [(body.get("cache_salt"), choice.prompt) for choice in made] + self._seen[:64]
-        if body.get("cache_report"):
-            for choice in made:
-                choice.miss = {"reason": "new", "position": choice.cached}
+        self._seen = [choice.prompt for choice in made] + self._seen[:64]
         return made
 
     def _prompts(self, body: Body) -> list[list[int]]:
@@ -354,8 +250,6 @@ class FakeServer:
                 ids += self.vocabulary.encode(f"<|im_start|>{message['role']}\n")
                 ids += self.vocabulary.encode(text_of(message.get("content")), special=False)
                 ids += self.vocabulary.encode("<|im_end|>\n")
-            if body.get("continue_final_message"):
-                return [ids[: -len(self.vocabulary.encode("<|im_end|>\n"))]]
             return [ids + self.vocabulary.encode("<|im_start|>assistant\n<think>")]
         prompt = body["prompt"]
         if isinstance(prompt, str):
@@ -369,14 +263,13 @@ class FakeServer:
         if len(prompt) >= CONTEXT:
             raise BadRequest(f"{len(prompt)} prompt tokens do not fit the context of {CONTEXT}", "prompt")
         limit = min(limit, CONTEXT - len(prompt), LONGEST)
-        mine = (seen for salt, seen in self._seen if salt == body.get("cache_salt"))
-        made = Generation(prompt, cached=max((_common(prompt, seen) for seen in mine), default=0))
+        made = Generation(prompt, cached=max((_common(prompt, seen) for seen in self._seen), default=0))
         tokens: list[tuple[str, str]] = []
         if "messages" in body:
             reply = self.script.reply(body)
             for name, text in (("reasoning_content", reply.reasoning), ("content", reply.content)):
                 tokens += [(name, self.vocabulary.decode([i])) for i in self.vocabulary.encode(text)]
-            ends = not body.get("ignore_eos") and len(tokens) >= body.get("min_tokens", 0)
+            ends = not body.get("ignore_eos")
         else:
             ends = False
         if not ends:
@@ -385,53 +278,7 @@ class FakeServer:
             tokens += [(kind, self.vocabulary.decode([i])) for i in islice(more, max(0, limit - len(tokens)))]
         made.finish_reason = "stop" if ends and len(tokens) <= limit else "length"
         made.pieces = tokens[:limit]
-        stop = body.get("stop") or []
-        included = body.get("include_stop_str_in_output", False)
-        self._cut(made, [stop] if isinstance(stop, str) else stop, included)
-        ids = [self.vocabulary.encode(piece)[0] for _, piece in made.pieces]
-        ends_at = [ids.index(token) for token in body.get("stop_token_ids", []) if token in ids]
-        if ends_at:
-            made.pieces, made.finish_reason = made.pieces[: min(ends_at) + included], "stop"
-        if body.get("echo"):
-            made.echo = self.vocabulary.decode(prompt)
-        self._tell(made, body, prompt, ids[: len(made.pieces)])
         return made
-
-    def _tell(self, made: Generation, body: Body, prompt: list[int], ids: list[int]) -> None:
-        """What is asked for of the tokens beside them."""
-        vocabulary, asked = self.vocabulary, body.get("logprobs", False)
-        if "messages" in body:
-            entries = scores(vocabulary, prompt, ids, body.get("top_logprobs", 0))
-            made.logprobs = of_chat(vocabulary, entries) if asked else None
-        elif asked is not False:
-            of = scores(vocabulary, prompt, ids, asked)
-            echoed = scores(vocabulary, prompt[:1], prompt, asked) if body.get("echo") else []
-            echoed = [echoed[0], *scores(vocabulary, prompt[:1], prompt[1:], asked)] if echoed else []
-            as_ids = bool(body.get("return_tokens_as_token_ids"))
-            made.logprobs = of_text(vocabulary, of, 0, echoed, as_ids=as_ids)
-        if (top := body.get("prompt_logprobs")) is not None:
-            told = [(prompt[0], 0.0, []), *scores(vocabulary, prompt[:1], prompt[1:], top)]
-            made.prompt_logprobs = {"prompt_logprobs": of_prompt(vocabulary, told)}
-
-    @staticmethod
-    def _cut(made: Generation, stops: list[str], included: bool) -> None:
-        text = "".join(piece for name, piece in made.pieces if name != "reasoning_content")
-        ends = [text.index(stop) for stop in stops if stop in text]
-        if not ends:
-            return
-        made.stopped_by = next(stop for stop in stops if text.find(stop) == min(ends))
-        kept: list[tuple[str, str]] = []
-        left = min(ends)
-        if included:
-            left += len(next(stop for stop in stops if text.find(stop) == left))
-        for name, piece in made.pieces:
-            if name != "reasoning_content":
-                piece, left = piece[:left], left - len(piece)
-            if piece:
-                kept.append((name, piece))
-            if left <= 0:
-                break
-        made.pieces, made.finish_reason = kept, "stop"
 
 
 def thinks(body: Body) -> bool:
@@ -462,7 +309,6 @@ def _usage(choices: list[Generation]) -> Body:
         "total_tokens": prompt + made,
         "prompt_tokens_details": {
             "cached_tokens": sum(choice.cached for choice in prompts),
-            **({"cache_miss": prompts[0].miss} if prompts[0].miss else {}),
         },
     }
 
@@ -477,10 +323,9 @@ def _answer(body: Body, choices: list[Generation], head: Body) -> Body:
             message = {"role": "assistant", "content": texts.get("content", "")}
             if "reasoning_content" in texts:
                 message["reasoning_content"] = texts["reasoning_content"]
-            part: Body = {"index": index, "message": message, "logprobs": choice.logprobs}
+            part: Body = {"index": index, "message": message, "logprobs": None}
         else:
-            part = _text(index, choice.echo + texts.get("text", ""))
-            part |= {"logprobs": choice.logprobs} | choice.prompt_logprobs
+            part = _text(index, texts.get("text", ""))
         made.append(part | {"finish_reason": choice.finish_reason})
     return head | {"choices": made, "usage": _usage(choices)}
 
@@ -493,10 +338,7 @@ def _text(index: int, text: str) -> Body:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _error(status: int, message: str, param: str | None, path: str = "") -> web.Response:
-    if path == "/v1/messages":
-        anthropic = {"type": "invalid_request_error", "message": message}
-        return web.json_response({"type": "error", "error": anthropic}, status=status)
+def _error(status: int, message: str, param: str | None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response(
         {"error": {"message": message, "type": kind, "param": param, "code": None}}, status=status
