@@ -60,6 +60,7 @@ declare -A off=(
     [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
     [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
 )
+drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
     for patch in "$here"/llama.cpp/*.patch; do
         name=${patch##*/????-} name=${name%.patch}
@@ -72,7 +73,10 @@ known=$(LC_ALL=C grep -aohE '(GGML_CUDA|LLAMA)_[A-Z0-9_]+' "$bin"/lib*.so* | sor
 steps() { # steps STEP...: those that STEPS names, or these
     case ${STEPS:-} in
     all) echo none "${switched[@]}" ;;
-    each) echo full "${switched[@]/#/-}" ;;
+    each)
+        echo full
+        without none $([ "$part" = drafts ] || echo "${drafting[@]}") | sed 's/^/-/'
+        ;;
     *) echo "${STEPS:-$*}" ;;
     esac
 }
@@ -167,7 +171,7 @@ PY
 waterfall() {
     : >"$out/waterfall.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps $(without seq-own-cells layer-inputs-ring shared-snapshots)); do
+        for step in $(steps $(without "${drafting[@]}")); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 43008 -npp 512 -ntg 64 -npl 1,8,64 >>"$out/waterfall.jsonl"
         done
