@@ -10,7 +10,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 
 from qwen_serve.server.about import own_version
-from qwen_serve.server.api import errors, page
+from qwen_serve.server.api import error_response, page
 from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.api.observe.throughput import report_throughput
@@ -45,7 +45,7 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     app.state.service = service
     app.state.routes = endpoints()
     app.state.paths = sorted({route.path_format for route in endpoints() if route.include_in_schema})
-    errors.install(app)
+    error_response.install(app)
     for router in ROUTERS:
         app.include_router(router)
     if settings.page:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from qwen_serve.server.settings import Settings
@@ -148,10 +147,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._active.message_event.set()
         self.pipeline.clear()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._active = cycle
-        super()._start_asgi_task(cycle, app)
-
     # --- what is received ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -250,6 +245,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return  # it is read again, without the offer
         self._phase = "body"
         super().on_headers_complete()
+        if not self.pipeline:
+            self._active = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
@@ -264,6 +261,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.pipeline and not self.transport.is_closing():
+            self._active = self.pipeline[-1][0]  # is answered now
         super().on_response_complete()
         self.since = self.loop.time()
         if self._refusal is not None and not self.busy and not self.transport.is_closing():

@@ -62,7 +62,8 @@ class Body:
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._size = 0
+        self.size = self._held = 0
+        """Bytes that have come, and those of them that are still counted."""
         self._alone = False
         self._resting = False
 
@@ -78,12 +79,13 @@ class Body:
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
         bodies.held += size
-        self._size += size
+        self.size += size
+        self._held += size
 
     @property
     def must_wait(self) -> bool:
         """Whether the body, now complete, is decoded in its turn only."""
-        return self._size >= LARGE
+        return self.size >= LARGE
 
     async def wait_turn(self) -> None:
         """Until no other large body is being worked on."""
@@ -111,8 +113,8 @@ class Body:
                 self._resting = False
                 if not _resting:
                     gc.enable()
-        self._bodies.held -= self._size
-        self._size = 0
+        self._bodies.held -= self._held
+        self._held = 0
         if self._alone:
             self._alone = False
             self._bodies._large.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_serve.server.api.sse import Lazily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.api.formats.completions import CompletionRequest
     from qwen_serve.server.chat import TextGeneration
     from qwen_serve.server.engine import TokenLogprobs, Vocab
 
@@ -45,10 +41,10 @@ class TokenNames:
         }
         return {"id": token, **found} if with_id else found
 
-    def scored(self, told: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
+    def scored(self, at: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
         """The same, with the likeliest ones at its place."""
-        top = [self.entry(*other, with_id=with_id) for other in told.top[:n_top]]
-        return {**self.entry(told.token, told.logprob, with_id=with_id), "top_logprobs": top}
+        top = [self.entry(*other, with_id=with_id) for other in at.top[:n_top]]
+        return {**self.entry(at.token, at.logprob, with_id=with_id), "top_logprobs": top}
 
 
 class ChatLogprobs:
@@ -73,7 +69,7 @@ class ChatLogprobs:
         return self.new()
 
     def prompt(self) -> dict[str, Any] | None:
-        """Those of an echoed prompt are not told in this shape."""
+        """This shape has none of an echoed prompt."""
         return None
 
     def new(self, *, last: bool = False) -> dict[str, Any] | None:
@@ -99,11 +95,11 @@ class ResponseLogprobs:
         self._ends: list[int] = []
         """Bytes up to the end of each token."""
         self._written = bytearray()
-        self._place = self._told = 0
-        """Bytes and tokens that were shown, or told."""
+        self._place = self._given = 0
+        """Bytes that were shown, and tokens whose log-probabilities were given out."""
 
     def written(self, found: list[TokenLogprobs]) -> Lazily[TokenLogprobs]:
-        """Tokens as clients are told of them."""
+        """Tokens as clients get them."""
         return Lazily(partial(self._names.scored, n_top=self._n_top or 0), found)
 
     def of(self, text: str) -> list[TokenLogprobs]:
@@ -111,15 +107,15 @@ class ResponseLogprobs:
         if self._n_top is None:
             return []
         start = self.skip(text)
-        first = max(self._told, bisect_right(self._ends, start))
-        self._told = max(first, bisect_left(self._ends, self._place) + 1)
-        return self._tokens[first : self._told]
+        first = max(self._given, bisect_right(self._ends, start))
+        self._given = max(first, bisect_left(self._ends, self._place) + 1)
+        return self._tokens[first : self._given]
 
     def skip(self, text: str) -> int:
         """Something else comes next: where it begins."""
-        for told in self._generation.new_logprobs():
-            self._written += self._vocab.token_bytes(told.token)
-            self._tokens.append(told)
+        for at in self._generation.new_logprobs():
+            self._written += self._vocab.token_bytes(at.token)
+            self._tokens.append(at)
             self._ends.append(len(self._written))
         part = text.encode("utf-8", "surrogatepass")
         start = self._written.find(part, self._place)
@@ -129,86 +125,10 @@ class ResponseLogprobs:
         return start
 
 
-class CompletionLogprobs:
-    """Of one choice of a text completion: parallel lists, an entry a token.
-
-    Where the text is echoed, those of the prompt come first, the first of them null. The token that ended the
-    text, if one did, is the last: a client that asks for one token finds one (lm-eval drops it again).
-    """
-
-    def __init__(
-        self, request: CompletionRequest, vocab: Vocab, generation: TextGeneration, prompt: Sequence[int]
-    ) -> None:
-        self._names = TokenNames(vocab, as_ids=bool(request.return_tokens_as_token_ids))
-        self._n_top = request.logprobs
-        self._generation = generation
-        self._prompt = prompt if request.echo else ()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._offset = 0
-        """Characters before the next token."""
-
-    @property
-    def asked(self) -> bool:
-        """Whether they are wanted at all."""
-        return self._n_top is not None
-
-    def all(self) -> dict[str, Any] | None:
-        """Of the whole choice, which is complete."""
-        return self._written([*self._of_prompt(), *self._of_answer(last=True)]) if self.asked else None
-
-    def prompt(self) -> dict[str, Any] | None:
-        """Of the echoed prompt, which has been read."""
-        return self._written(self._of_prompt())
-
-    def new(self, *, last: bool) -> dict[str, Any] | None:
-        """Of the tokens since the last time; None where there are none. `last`: there will be no more."""
-        return self._written(self._of_answer(last=last)) if self.asked else None
-
-    def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
-        told = self._generation.generation.logprobs
-        scores = told.prompt if told is not None else []
-        return list(zip(self._prompt, [None, *scores], strict=False))
-
-    def _of_answer(self, *, last: bool) -> list[tuple[int, TokenLogprobs | None]]:
-        found = self._generation.new_logprobs()
-        if last and (ending := self._generation.ending):
-            found.append(ending)
-        return [(told.token, told) for told in found]
-
-    def _written(self, found: Iterable[tuple[int, TokenLogprobs | None]]) -> dict[str, Any] | None:
-        names: list[str] = []
-        logprobs: list[float | None] = []
-        tops: list[TokenLogprobs | None] = []
-        offsets: list[int] = []
-        for token, told in found:
-            names.append(self._names.name(token))
-            logprobs.append(None if told is None else max(told.logprob, LOWEST))
-            tops.append(told)
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._names.bytes(token)))
-        if not names:
-            return None
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": Lazily(self._top, tops),
-            "text_offset": offsets,
-        }
-
-    def _top(self, told: TokenLogprobs | None) -> dict[str, float] | None:
-        """The likeliest, and the token itself; of several that are called the same, the likeliest."""
-        if told is None:
-            return None
-        top: dict[str, float] = {}
-        for token, logprob in [*told.top[: self._n_top], (told.token, told.logprob)]:
-            top.setdefault(self._names.name(token), max(logprob, LOWEST))
-        return top
-
-
 def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> dict[str, Any]:
     """vLLM's field of that name: null for the first token, then an object by token id. Empty if not asked."""
-    told = generation.generation.logprobs
-    if request.prompt_logprobs is None or told is None:
+    logprobs = generation.generation.logprobs
+    if request.prompt_logprobs is None or logprobs is None:
         return {}
     names, n_top = TokenNames(vocab), request.prompt_logprobs
 
@@ -222,4 +142,4 @@ def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGe
             for token, (logprob, rank) in ranked.items()
         }
 
-    return {"prompt_logprobs": Lazily(write, [None, *told.prompt])}
+    return {"prompt_logprobs": Lazily(write, [None, *logprobs.prompt])}

@@ -11,10 +11,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from qwen_serve.server.api.errors import ApiError, error_response
-from qwen_serve.server.api.observe.record import RequestRecord, record_of, shown_path
+from qwen_serve.server.api.context import RequestContext, context_of
+from qwen_serve.server.api.error_response import error_response
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.observe.record import shown_path
 from qwen_serve.server.api.page import is_page
-from qwen_serve.server.api.tenant import key_of, sent_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -49,10 +50,20 @@ class Watch:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord.begin(scope)
+        context = RequestContext(Request(scope, receive), self._service)
+        try:
+            if is_open(scope["path"]):
+                await self._app(scope, receive, send)
+            else:
+                await self._watched(context, send)
+        finally:
+            del scope["state"]["context"]  # it holds the scope: the collector would have to find them
+
+    async def _watched(self, context: RequestContext, send: Send) -> None:
+        scope, receive = context.http.scope, context.http.receive
         status = CLIENT_LEFT
         begun = complete = False
 
@@ -60,13 +71,12 @@ class Watch:
             nonlocal status, begun, complete
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
-                headers = [*message.get("headers", ()), (REQUEST_ID, record.id.encode())]
+                headers = [*message.get("headers", ()), (REQUEST_ID, context.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         started = time.perf_counter()
-        sent_key.set(key_of(Headers(scope=scope)))
         self._service.in_flight += 1
         try:
             await self._app(scope, receive, watched)
@@ -76,16 +86,17 @@ class Watch:
                 raise
             # answered here and not by Starlette, which would raise again: uvicorn then closes the connection,
             # and the client's next request may already be on it
-            logger.exception("request %s failed", record.id)
-            answer = await error_response(Request(scope), error)
+            logger.exception("request %s failed", context.id)
+            answer = await error_response(context.http, error)
             await answer(scope, receive, watched)
         finally:
             self._service.in_flight -= 1
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
-            logger.info("%s", record.line(scope["method"], shown_path(scope), shown, seconds))
+            what = f"{scope['method']} {shown_path(scope)} {shown}"
+            logger.info("%s", context.record.line(what, seconds, context.id))
             if self._tracer is not None:
-                self._tracer.trace(scope, shown, seconds, record)
+                self._tracer.trace(context, shown, seconds)
             # unknown paths share a label: a scanner must not grow the metrics without bound
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
@@ -110,8 +121,7 @@ class RequireKey:
             bearer = token.strip() if scheme.lower() == "bearer" else ""
             if not self._known(bearer) and not self._known(headers.get("x-api-key", "")):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                if (record := record_of(scope)) is not None:
-                    record.error = error
+                context_of(scope).record.error = error
                 answer = JSONResponse(error.body_for(path), 401, headers={"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
                 return

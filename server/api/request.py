@@ -13,14 +13,16 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
-from qwen_serve.server.api.limits import Body, in_thread, interruptible
-from qwen_serve.server.api.service import service_of
+from qwen_serve.server.api.limits import in_thread, interruptible
 from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from fastapi import Request
+    from starlette.datastructures import Headers
+
+    from qwen_serve.server.api.context import RequestContext
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
@@ -51,34 +53,32 @@ SLICE = 2**17
 """Bytes that are searched for keys or numbers with the GIL held."""
 
 
-async def request_of(http: Request, choose: Callable[[dict[str, Any]], type[Schema]]) -> tuple[Schema, int]:
-    """The body as the schema that `choose` names for it, and its size in bytes.
+async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]], type[Schema]]) -> Schema:
+    """The body as the schema that `choose` names for it.
 
     Refused unread while the service has no model to answer with. Raises ApiError 400, 413, 415 and 429. A
     large body waits here until those before it have become prompts (`prepared`).
     """
-    service = service_of(http)
-    _ = service.backend
-    body = await read_json(http, service.settings.max_body_mib * 1024**2)
-    return await validate(choose(body[0]), *body), body[1]
+    _ = context.service.backend
+    check_media_type(context.http.headers)
+    body = await received(context)
+    if context.body.must_wait:
+        await until_gone(context.http, context.body.wait_turn())
+    if context.body.size >= LARGE_JSON:
+        context.body.rest_collector()
+
+    def work() -> Schema:
+        decoded = decode(body)
+        body.clear()
+        try:
+            return choose(decoded).model_validate(decoded)
+        except ValidationError as error:
+            raise from_validation(error) from error
+
+    return await on_thread(work, context.body.size)
 
 
-async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """The body as an object, and its size in bytes. Raises ApiError 400, 413, 415 and 429."""
-    check_content_type(request.headers.get("content-type"))
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise ApiError(415, f"content-encoding {encoding} is not supported", code="unsupported_media_type")
-    held: Body = request.state.body
-    body = await read(request, max_bytes, held)
-    if held.must_wait:
-        await until_gone(request, held.wait_turn())
-    if len(body) >= LARGE_JSON:
-        held.rest_collector()
-    return await on_thread(lambda: decode(body), len(body)), len(body)
-
-
-def decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes | bytearray) -> dict[str, Any]:
     """The object that `body` is in JSON. Raises ApiError 400."""
     if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
@@ -99,7 +99,7 @@ def decode(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-def count_keys(body: bytes) -> int:
+def count_keys(body: bytes | bytearray) -> int:
     """Keys of the objects in a JSON text, but for those that two slices share.
 
     A string that begins with a colon counts as one.
@@ -107,7 +107,7 @@ def count_keys(body: bytes) -> int:
     return sum(len(KEY.findall(body, at, at + SLICE)) for at in range(0, len(body), SLICE))
 
 
-def count_digits(body: bytes) -> int:
+def count_digits(body: bytes | bytearray) -> int:
     """Digits of a JSON text's long numbers, but for some that two slices share."""
     return sum(
         len(number)
@@ -137,24 +137,12 @@ def all_finite(value: Any) -> bool:
     return True
 
 
-async def validate(schema: type[Schema], body: dict[str, Any], size: int) -> Schema:
-    """`body` as `schema`. Raises ApiError 400."""
-
-    def work() -> Schema:
-        try:
-            return schema.model_validate(body)
-        except ValidationError as error:
-            raise from_validation(error) from error
-
-    return await on_thread(work, size)
-
-
 async def on_thread(work: Callable[[], Result], size: int) -> Result:
     """`work()`, which makes objects of a body of `size` bytes; on a thread where they are many."""
     return await in_thread(work, size) if size >= LARGE_JSON else work()
 
 
-async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
+async def prepared(context: RequestContext, work: Callable[[Callable[[], None]], Result]) -> Result:
     """`work(interrupt)`, which makes of the request's body what is answered; on a thread if that is long.
 
     It may begin twice: where a template takes long on the event loop, it begins anew on a thread. From then
@@ -163,50 +151,55 @@ async def prepared(http: Request, work: Callable[[Callable[[], None]], Result], 
     `interrupt` raises once the client has left. Raises ClientLeft then. Whatever `work` leaves of the body is
     not counted any more.
     """
-    if size < LONG_TEXT:
+    if context.body.size < LONG_TEXT:
         try:
             with briefly():
                 return work(lambda: None)
         except TakesLong:  # a template that takes its time, whatever the body
             pass
     try:
-        return await until_gone(http, interruptible(work, size, service_of(http).bodies))
+        interrupted = interruptible(work, context.body.size, context.service.bodies)
+        return await until_gone(context.http, interrupted)
     finally:
-        http.state.body.release()
+        context.body.release()
 
 
-def check_content_type(header: str | None) -> None:
-    """Raises ApiError 415 unless the header is absent or names JSON in UTF-8."""
-    if header is None:
-        return
-    message = Message()
-    message["content-type"] = header
-    media = message.get_content_type()
-    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise ApiError(
-            415, f"content-type must be application/json, not {media}", code="unsupported_media_type"
-        )
-    charset = str(message.get_param("charset", "")).lower()
-    if charset not in ("", "utf-8", "utf8", "us-ascii"):
-        raise ApiError(415, f"the body must be UTF-8, not {charset}", code="unsupported_media_type")
+def check_media_type(headers: Headers) -> None:
+    """Raises ApiError 415 unless the headers are those of JSON in UTF-8, or say nothing."""
+    wrong = None
+    if (header := headers.get("content-type")) is not None:
+        message = Message()
+        message["content-type"] = header
+        media = message.get_content_type()
+        charset = str(message.get_param("charset", "")).lower()
+        if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+            wrong = f"content-type must be application/json, not {media}"
+        elif charset not in ("", "utf-8", "utf8", "us-ascii"):
+            wrong = f"the body must be UTF-8, not {charset}"
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        wrong = wrong or f"content-encoding {encoding} is not supported"
+    if wrong:
+        raise ApiError(415, wrong, code="unsupported_media_type")
 
 
-async def read(request: Request, max_bytes: int, held: Body) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be longer than `max_bytes`, and 429."""
+async def received(context: RequestContext) -> bytearray:
+    """The whole body. Raises ApiError 413 as soon as it is known to be too long, 429, and ClientLeft."""
+    max_bytes = context.service.settings.max_body_mib * 1024**2
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "")
+    declared = context.http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     body = bytearray()
     try:
-        async for chunk in request.stream():
+        async for chunk in context.http.stream():
             if len(body) + len(chunk) > max_bytes:
                 raise too_large
-            held.grow(len(chunk))
+            context.body.grow(len(chunk))
             body += chunk
     except ClientDisconnect as error:
         raise ClientLeft from error
-    return bytes(body)
+    return body
 
 
 async def until_gone(request: Request, work: Awaitable[Result]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,56 +12,38 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from qwen_serve.server.api import tokens
+from qwen_serve.server.api.context import context_of
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, chat
 from qwen_serve.server.api.formats.completions import CompletionRequest, complete
 from qwen_serve.server.api.formats.messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from qwen_serve.server.api.formats.responses import ResponsesRequest, respond
 from qwen_serve.server.api.limits import stopped
-from qwen_serve.server.api.openapi import AnthropicErrorAnswer, documented, errors
-from qwen_serve.server.api.request import request_of
+from qwen_serve.server.api.openapi import AnthropicErrorAnswer, ErrorAnswer, documented, errors
+from qwen_serve.server.api.request import read_request
 from qwen_serve.server.api.service import Service, service_of
-from qwen_serve.server.api.tokens import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizePromptRequest,
-    TokenizeRequest,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
-    from qwen_serve.server.api.fields.generation import GenerationRequest
+    from pydantic import BaseModel
+
+    from qwen_serve.server.api.context import RequestContext
 
 
-class PlainRoute(APIRoute):
+class AnswerRoute(APIRoute):
     """For endpoints that take the request and return a response: FastAPI has nothing to find out for them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself, and the end of its body."""
-        endpoint = self.endpoint
-
-        async def answer(http: Request) -> Response:
-            http.state.body = body = service_of(http).bodies.begin()
-            try:
-                response: Response = await endpoint(http)
-                return response
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if service_of(http).is_cut and task is not None:
-                    task.uncancel()
-                    raise stopped() from None
-                raise
-            finally:
-                body.release()
-
-        return answer
+        """The endpoint itself."""
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
 
 
-plain = APIRouter(route_class=PlainRoute)
+answers = APIRouter(route_class=AnswerRoute)
 others = APIRouter()
 
-ROUTERS = (plain, others)
+ROUTERS = (answers, others)
 """Looked through in this order: what is asked for most comes first."""
 
 
@@ -74,59 +57,49 @@ def endpoints() -> list[APIRoute]:
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 
 
-# --- generation --------------------------------------------------------------------------------------------
+# --- answers to a body --------------------------------------------------------------------------------------
 
 
-@plain.post("/v1/completions", openapi_extra=documented(CompletionRequest))
-async def completions(http: Request) -> Response:
-    """Continue a prompt: no template, no thinking."""
-    service = service_of(http)
-    request, size = await request_of(http, completed)
-    return await complete(http, service, request, size)
+def _post(
+    paths: str,
+    answer: Callable[[RequestContext, Any], Awaitable[Response]],
+    *bodies: type[BaseModel],
+    choose: Callable[[dict[str, Any]], type[BaseModel]] | None = None,
+    error: type[BaseModel] = ErrorAnswer,
+) -> None:
+    """Has `answer` called, at each of `paths`, with a body as the one of `bodies` that `choose` names for it.
+
+    The first path is the one that the description tells of.
+    """
+
+    async def endpoint(http: Request) -> Response:
+        context = context_of(http.scope)
+        try:
+            return await answer(context, await read_request(context, choose or (lambda _: bodies[0])))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if context.service.is_cut and task is not None:
+                task.uncancel()
+                raise stopped() from None
+            raise
+        finally:
+            context.body.release()
+
+    for number, path in enumerate(paths.split()):
+        answers.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            name=answer.__name__,
+            description=inspect.getdoc(answer),
+            openapi_extra=documented(*bodies, error=error),
+            include_in_schema=number == 0,
+        )
 
 
-@plain.post("/chat/completions", include_in_schema=False)
-@plain.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
-async def chat_completions(http: Request) -> Response:
-    """Answer a conversation."""
-    service = service_of(http)
-    request, size = await request_of(http, lambda _: ChatRequest)
-    return await chat(http, service, request, size)
-
-
-@plain.post("/responses", include_in_schema=False)
-@plain.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
-async def responses(http: Request) -> Response:
-    """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
-    request, size = await request_of(http, lambda _: ResponsesRequest)
-    return await respond(http, service_of(http), request, size)
-
-
-@plain.post("/v1/messages", openapi_extra=documented(MessagesRequest, error=AnthropicErrorAnswer))
-async def anthropic_messages(http: Request) -> Response:
-    """Answer a conversation, as Anthropic's Messages API does."""
-    request, size = await request_of(http, lambda _: MessagesRequest)
-    return await messages(http, service_of(http), request, size)
-
-
-@plain.post(
-    "/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest, error=AnthropicErrorAnswer)
-)
-async def anthropic_count_tokens(http: Request) -> Response:
-    """How many tokens a conversation's prompt has."""
-    request, size = await request_of(http, lambda _: CountTokensRequest)
-    return await count_tokens(http, service_of(http), request, size)
-
-
-@plain.post("/invocations", openapi_extra=documented(CompletionRequest, ChatRequest))
-async def invocations(http: Request) -> Response:
+def invoke(context: RequestContext, request: CompletionRequest | ChatRequest) -> Awaitable[Response]:
     """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
-    service = service_of(http)
-    request, size = await request_of(http, invoked)
-    if isinstance(request, CompletionRequest):
-        return await complete(http, service, request, size)
-    assert isinstance(request, ChatRequest)
-    return await chat(http, service, request, size)
+    return complete(context, request) if isinstance(request, CompletionRequest) else chat(context, request)
 
 
 def completed(body: dict[str, Any]) -> type[CompletionRequest]:
@@ -136,7 +109,7 @@ def completed(body: dict[str, Any]) -> type[CompletionRequest]:
     return CompletionRequest
 
 
-def invoked(body: dict[str, Any]) -> type[GenerationRequest]:
+def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
     """Which of the two a body asks for; gives it a temperature. Raises ApiError 400."""
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
@@ -147,45 +120,20 @@ def invoked(body: dict[str, Any]) -> type[GenerationRequest]:
     return CompletionRequest if prompted else ChatRequest
 
 
-# --- tokens: the loaded model's own vocabulary, for clients that count -------------------------------------
+_post("/v1/completions", complete, CompletionRequest, choose=completed)
+_post("/v1/chat/completions /chat/completions", chat, ChatRequest)
+_post("/v1/responses /responses", respond, ResponsesRequest)
+_post("/v1/messages", messages, MessagesRequest, error=AnthropicErrorAnswer)
+_post("/v1/messages/count_tokens", count_tokens, CountTokensRequest, error=AnthropicErrorAnswer)
+_post("/invocations", invoke, CompletionRequest, ChatRequest, choose=invoked)
 
-
-@plain.post(
-    "/tokenize", openapi_extra=documented(TokenizeRequest, TokenizePromptRequest, TokenizeChatRequest)
-)
-async def tokenize(http: Request) -> Response:
-    """The ids of `content` (llama-server), `prompt` or `messages` (vLLM)."""
-    return await tokens.tokenize(http, *await request_of(http, tokens.asked))
-
-
-@plain.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
-async def detokenize(http: Request) -> Response:
-    """The text of `tokens`: without control tokens as `content`, with them as `prompt`."""
-    return await tokens.detokenize(http, *await request_of(http, lambda _: DetokenizeRequest))
-
-
-@plain.post("/apply-template", openapi_extra=documented(ChatRequest))
-async def apply_template(http: Request) -> Response:
-    """The prompt that a conversation would be answered with, as text."""
-    return await tokens.apply_template(http, *await request_of(http, lambda _: ChatRequest))
-
-
-@plain.post("/v1/chat/completions/render", openapi_extra=documented(ChatRequest))
-async def render_chat(http: Request) -> Response:
-    """The ids of the prompt that a conversation would be answered with."""
-    return await tokens.render(http, *await request_of(http, lambda _: ChatRequest))
-
-
-@plain.post("/v1/completions/render", openapi_extra=documented(CompletionRequest))
-async def render_completion(http: Request) -> Response:
-    """The ids of each prompt that would be continued."""
-    return await tokens.render(http, *await request_of(http, completed))
-
-
-@plain.post("/v1/responses/render", openapi_extra=documented(ResponsesRequest))
-async def render_response(http: Request) -> Response:
-    """The ids of the prompt that a response would answer."""
-    return await tokens.render(http, *await request_of(http, lambda _: ResponsesRequest))
+TOKENIZED = (tokens.TokenizeRequest, tokens.TokenizePromptRequest, tokens.TokenizeChatRequest)
+_post("/tokenize", tokens.tokenize, *TOKENIZED, choose=tokens.asked)
+_post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest)
+_post("/apply-template", tokens.apply_template, ChatRequest)
+_post("/v1/chat/completions/render", tokens.render, ChatRequest)
+_post("/v1/completions/render", tokens.render, CompletionRequest, choose=completed)
+_post("/v1/responses/render", tokens.render, ResponsesRequest)
 
 
 @others.get("/tokenizer_info")

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.api.fields.sampling import SamplingDefaults
     from qwen_serve.server.api.observe.metrics import Metrics
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Prompter
+    from qwen_serve.server.chat import Prompter, TextGeneration
     from qwen_serve.server.engine import Engine
     from qwen_serve.server.settings import Settings
 
@@ -51,8 +50,8 @@ class Service:
         self.started = int(time.time())
         self.in_flight = 0
         self.bodies = Bodies(settings.max_bodies_mib * 1024**2)
-        self.open: set[ServedRequest] = set()
-        """Requests whose answers are being generated."""
+        self.open: set[TextGeneration] = set()
+        """Those that their requests still wait for."""
         self.is_cut = False
         self.failure: Exception | None = None
         self._load = load
@@ -128,8 +127,8 @@ class Service:
         if self.is_cut:
             return False
         self.is_cut = self.bodies.closed = True
-        for served in self.open:
-            served.cancel()
+        for generation in self.open:
+            generation.cancel()
         if self._backend is not None:
             self._backend.engine.grammars.stop()
         return True

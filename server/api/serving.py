@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
@@ -12,20 +14,21 @@ from fastapi import Response
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.sampling import of_choice
 from qwen_serve.server.api.limits import in_thread, stopped
-from qwen_serve.server.api.observe.record import record_of
+from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
-from qwen_serve.server.api.sse import OPENAI, Dialect, EventStream
+from qwen_serve.server.api.sse import EventStream
 from qwen_serve.server.api.tenant import salt_of
-from qwen_serve.server.chat import StopStrings, TextGeneration, generate
-from qwen_serve.server.engine import TokenBudget
+from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
+from qwen_serve.server.engine import InvalidGrammar, TokenBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 
-    from fastapi import Request
-
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.api.fields.structured import WantedGrammar
+    from qwen_serve.server.api.sse import EventWriter
     from qwen_serve.server.engine import Constraint, Prompt, ThinkingLimits
 
 
@@ -39,7 +42,7 @@ class ServedRequest:
 
     def __init__(
         self,
-        service: Service,
+        context: RequestContext,
         request: GenerationRequest,
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
@@ -47,24 +50,17 @@ class ServedRequest:
         constrain: Callable[[], Constraint] | None = None,
         thinking: ThinkingLimits | None = None,
     ) -> None:
+        self._context = context
+        service = context.service
         backend = service.loaded or service.backend  # one that drains finishes what it has begun
         self.request = request
         self.vocab = backend.engine.vocab
-        self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model = request.model or service.settings.model_id
-        self.include_usage, self.continuous_usage = request.include_usage, request.continuous_usage
-        self._stream = bool(request.stream)
+        self.include_usage = request.include_usage
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
-        self._metrics = service.metrics
-        self._service = service
-        self._per_prompt = request.choices
-        self._cache_report = bool(request.cache_report)
-        self._timed = bool(request.timings_per_token)
+        key = context.key if service.settings.prefix_by_key else ""
         # what nobody shares is not found, nor is what is kept of this request
-        own = uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt
-        salt = salt_of(own, by_key=service.settings.prefix_by_key)
-        self.generations: list[TextGeneration] = []
+        salt = salt_of(key, uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt)
         mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
         params = request.sampling_params(
             backend.defaults.of(mode),
@@ -72,49 +68,49 @@ class ServedRequest:
             logprobs=request.answer_logprobs,
             prompt_logprobs=request.scored_prompt,
         )
-        service.open.add(self)
+        self.generations: list[TextGeneration] = []
+        self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
+        self.model = request.model or service.settings.model_id
+        self._answers = Answers(self.id, self.model, self.generations, request.choices)
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
-                    self.generations.append(
-                        generate(
-                            backend.engine,
-                            prompt,
-                            of_choice(params, choice),
-                            request.token_limit,
-                            stops=stops,
-                            stream=not request.whole,
-                            salt=salt,
-                            constraint=constrain() if constrain else None,
-                            thinking=thinking,
-                            spell_control=request.skip_special_tokens is False,
-                        )
+                    generation = backend.engine.submit(
+                        prompt,
+                        of_choice(params, choice),
+                        request.token_limit,
+                        stream=not request.whole,
+                        salt=salt,
+                        constraint=constrain() if constrain else None,
+                        thinking=thinking,
                     )
+                    spell_control = request.skip_special_tokens is False
+                    detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control)
+                    self.generations.append(TextGeneration(generation, detokenizer))
         except BaseException:
             self.close()
             raise
+        service.open.update(self.generations)
+        context.record.answers = self._answers
 
     async def respond(
         self,
-        http: Request,
-        stream: Callable[[], AsyncGenerator[bytes, None]],
+        answers: Sequence[AsyncIterable[Any]],
+        writer: EventWriter,
         collect: Callable[[], Awaitable[bytes]],
-        dialect: Dialect = OPENAI,
     ) -> Response:
         """The response: events where the request asks for a stream, else one object, in JSON.
 
         Nothing is generated any longer than the client waits for it, however the response ends.
         """
-        if (record := record_of(http.scope)) is not None:
-            record.served = self
-        if self._stream:
-            return EventStream(stream(), self.close, dialect)
+        if self.request.stream:
+            return EventStream([aiter(answer) for answer in answers], writer, self.close)
 
         async def whole() -> Response:
             return Response(await collect(), media_type="application/json")
 
         try:
-            return await until_gone(http, whole())
+            return await until_gone(self._context.http, whole())
         finally:
             self.close()
 
@@ -123,17 +119,14 @@ class ServedRequest:
         of objects for each token."""
         return await in_thread(work, 0) if self._scored else work()
 
-    def cancel(self) -> None:
-        """Ends the generations; whoever reads them is told that they are not complete."""
-        for generation in self.generations:
-            generation.cancel()
-
-    def close(self) -> None:
+    def close(self, error: ApiError | None = None) -> None:
         """Cancels what still runs and reports to the metrics. To be called once, however the request ends."""
-        self._service.open.discard(self)
+        service = self._context.service
+        service.open.difference_update(self.generations)
+        self._context.record.error = error or self._context.record.error
         for generation in self.generations:
             generation.cancel()
-            self._metrics.observe(generation)
+            service.metrics.observe(generation)
 
     def check(self, finish_reason: str | None) -> str:
         """Why an answer ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
@@ -148,22 +141,18 @@ class ServedRequest:
         tokens guessed ahead, where there were any. `cache_miss`, where it was asked for: why a prompt had to
         be computed beyond `cached_tokens`.
         """
-        prompts = self.generations[:: self._per_prompt]
-        prompt_tokens = sum(generation.prompt_tokens for generation in prompts)
-        completion_tokens = sum(generation.completion_tokens for generation in self.generations)
+        answers = self._answers
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(generation.cached_tokens for generation in prompts)
-            },
+            "prompt_tokens": answers.prompt_tokens,
+            "completion_tokens": answers.completion_tokens,
+            "total_tokens": answers.prompt_tokens + answers.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": answers.cached_tokens},
         }
         thoughts = [generation.reasoning_tokens for generation in self.generations]
         if reasoning := [count for count in thoughts if count is not None]:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
-        if self._cache_report:
-            usage["prompt_tokens_details"]["cache_miss"] = _misses(prompts)
+        if self.request.cache_report:
+            usage["prompt_tokens_details"]["cache_miss"] = _misses(answers.prompts)
         drafts = [generation.generation.drafts for generation in self.generations]
         if steps := sum(counts.steps for counts in drafts):
             accepted = sum(counts.accepted for counts in drafts)
@@ -178,10 +167,10 @@ class ServedRequest:
     def of_chunk(self) -> dict[str, Any]:
         """What every chunk has beside its choices, where it was asked for: usage, which is null before the
         last one or what it is so far, and llama-server's timings so far."""
-        told = self.extras() if self._timed else {}
+        fields = self.extras() if self.request.timings_per_token else {}
         if self.include_usage:
-            told["usage"] = self.usage() if self.continuous_usage else None
-        return told
+            fields["usage"] = self.usage() if self.request.continuous_usage else None
+        return fields
 
     def extras(self) -> dict[str, Any]:
         """llama-server's `timings` extension, for requests with a single answer."""
@@ -215,9 +204,23 @@ class ServedRequest:
         }
 
 
-def check_count(service: Service, request: GenerationRequest, prompts: int = 1) -> None:
+async def compiled(context: RequestContext, wanted: WantedGrammar | None) -> Callable[[], Constraint] | None:
+    """What gives each answer a constraint of its own. Raises ApiError 400 that names the field, QueueFull
+    where too many grammars wait, and ClientLeft."""
+    if wanted is None:
+        return None
+    compiling = context.service.backend.engine.grammars.compile(wanted.text)
+    try:
+        grammar = await until_gone(context.http, asyncio.wrap_future(compiling))
+    except InvalidGrammar as error:
+        message = f"{wanted.param} cannot be enforced: {error}"
+        raise bad_request(message, wanted.param, "invalid_value") from error
+    return partial(grammar.begin, wanted.param)
+
+
+def check_count(context: RequestContext, request: GenerationRequest, prompts: int = 1) -> None:
     """Raises ApiError 400 for more answers than could ever wait and run together, however long one tries."""
-    settings = service.backend.engine.settings
+    settings = context.service.backend.engine.settings
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
         raise bad_request(

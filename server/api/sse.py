@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from qwen_serve.server.api.errors import ApiError, from_exception
-from qwen_serve.server.api.observe.record import record_of
+from qwen_serve.server.api.errors import from_exception
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -67,64 +65,76 @@ def ending(*events: Mapping[str, Any]) -> bytes:
     return b"".join(map(event, events)) + b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """What protocols differ in beside their events."""
+class EventWriter:
+    """A format's way to write one response as events; OpenAI's is what is the same in most."""
 
-    failure: Callable[[ApiError], bytes] = lambda error: event(error.body())
-    """The last event of a stream that fails."""
-    ping: Callable[[], ServerSentEvent] | None = None
-    """What keeps an idle connection open; None is an SSE comment."""
+    def begin(self) -> bytes:
+        """What comes before the first part; may be nothing."""
+        return b""
 
+    async def write(self, index: int, part: Any) -> bytes:
+        """A part of the answer `index`, None once it is complete; may be nothing."""
+        raise NotImplementedError
 
-OPENAI = Dialect()
+    async def end(self) -> bytes:
+        """What comes once all answers are complete. Raises ApiError where the server cut them short."""
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return event(error.body())
+
+    def ping(self) -> ServerSentEvent:
+        """What keeps an idle connection open."""
+        return ServerSentEvent(comment="ping", sep="\n")
 
 
 class EventStream(EventSourceResponse):
-    """Streams whole `events`; calls `close` when the stream ends, however it ends.
+    """Streams answers as `writer` has them; calls `close`, with what went wrong, however the stream ends.
 
-    That includes a client that left before the first event, when the generator's own `finally` never runs."""
+    That includes a client that left before the first event, when a generator's own `finally` never runs."""
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], None],
-        dialect: Dialect = OPENAI,
+        answers: Sequence[AsyncIterator[Any]],
+        writer: EventWriter,
+        close: Callable[[ApiError | None], None],
     ) -> None:
-        self._error: ApiError | None = None
         super().__init__(
-            self._to_the_end(events, dialect.failure),
+            self._events(answers, writer),
             sep="\n",
             headers={"Cache-Control": "no-cache"},
-            ping_message_factory=dialect.ping,
+            ping_message_factory=writer.ping,
         )
         self._close = close
+        self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
-            if self._error is not None and (record := record_of(scope)) is not None:
-                record.error = self._error
+            self._close(self._error)
 
-    async def _to_the_end(
-        self, events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes]
+    async def _events(
+        self, answers: Sequence[AsyncIterator[Any]], writer: EventWriter
     ) -> AsyncGenerator[bytes, None]:
-        """The events as they are; a failure becomes the last of them."""
-        async with aclosing(events):
-            try:
-                async for data in events:
-                    yield data
-            except Exception as error:
-                # the status is sent: an event is all that is left; no [DONE], or it would pass for complete
-                self._error = answer = from_exception(error)
-                if answer.status == 500:
-                    logger.exception("a stream failed")
-                yield failure(answer)
+        try:
+            if begun := writer.begin():
+                yield begun
+            async with aclosing(merge(answers)) as parts:
+                async for index, part in parts:
+                    if written := await writer.write(index, part):
+                        yield written
+            yield await writer.end()
+        except Exception as error:
+            # the status is sent: an event is all that is left; no [DONE], or it would pass for complete
+            self._error = answer = from_exception(error)
+            if answer.status == 500:
+                logger.exception("a stream failed")
+            yield writer.failure(answer)
 
 
-async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:
+async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item | None], None]:
     """Items of all streams as they come, each with its stream's index; None once a stream is exhausted.
 
     An exception in any stream ends them all.

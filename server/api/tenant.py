@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
-
-sent_key: ContextVar[str] = ContextVar("sent_key", default="")
-"""The API key that the request being answered came with, whether or not one is asked for."""
 
 
 def key_of(headers: Headers) -> str:
@@ -18,9 +14,8 @@ def key_of(headers: Headers) -> str:
     return headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
 
 
-def salt_of(cache_salt: str | None, *, by_key: bool) -> str:
+def salt_of(key: str, cache_salt: str | None) -> str:
     """What the prompts of requests that may share prefixes have in common; neither can be read from it."""
-    key = sent_key.get() if by_key else ""
     if not key and not cache_salt:
         return ""
     both = hashlib.sha256()

@@ -15,15 +15,15 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, prompt_of
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.api.request import on_thread, prepared
-from qwen_serve.server.api.service import service_of
 from qwen_serve.server.api.serving import truncated
 from qwen_serve.server.engine import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastapi import Request, Response
+    from fastapi import Response
 
+    from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.formats.completions import CompletionRequest
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.engine import Vocab
@@ -86,10 +86,10 @@ def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
 
 
 async def tokenize(
-    http: Request, request: TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest, size: int
+    context: RequestContext, request: TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest
 ) -> Response:
     """The ids of a text or a conversation. Raises ApiError 400."""
-    service = service_of(http)
+    service = context.service
     vocab = service.backend.engine.vocab
 
     def answer(interrupt: Callable[[], None]) -> dict[str, Any]:
@@ -107,15 +107,15 @@ async def tokenize(
             return {"tokens": [{"id": token, "piece": _piece(vocab.spelling(token))} for token in ids]}
         return {"tokens": ids}
 
-    return await prepared(http, lambda interrupt: JSONResponse(answer(interrupt)), size)
+    return await prepared(context, lambda interrupt: JSONResponse(answer(interrupt)))
 
 
-async def detokenize(http: Request, request: DetokenizeRequest, size: int) -> Response:
+async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Response:
     """The text of `tokens`: llama-server's `content`, without control tokens, and vLLM's `prompt`, with them.
 
     Bytes that are no UTF-8 become U+FFFD. Raises ApiError 400.
     """
-    vocab = service_of(http).backend.engine.vocab
+    vocab = context.service.backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
         if len(request.tokens) > MAX_TOKENS:
@@ -130,30 +130,32 @@ async def detokenize(http: Request, request: DetokenizeRequest, size: int) -> Re
         }
         return JSONResponse(texts)
 
-    return await prepared(http, answer, size)
+    return await prepared(context, answer)
 
 
-async def apply_template(http: Request, request: ChatRequest, size: int) -> Response:
+async def apply_template(context: RequestContext, request: ChatRequest) -> Response:
     """The text of the prompt that a conversation would be answered with. Raises ApiError 400."""
-    service = service_of(http)
+    service = context.service
     vocab = service.backend.engine.vocab
 
     def answer(interrupt: Callable[[], None]) -> Response:
         ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
         return JSONResponse({"prompt": b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")})
 
-    return await prepared(http, answer, size)
+    return await prepared(context, answer)
 
 
 async def render(
-    http: Request, request: ChatRequest | CompletionRequest | ResponsesRequest, size: int
+    context: RequestContext, request: ChatRequest | CompletionRequest | ResponsesRequest
 ) -> Response:
     """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`: a
     completion's may be several, in a list. Raises ApiError 400.
     """
-    service = service_of(http)
+    service = context.service
     context_size = service.backend.engine.context_size
-    asked = await on_thread(request.chat, size) if isinstance(request, ResponsesRequest) else request
+    asked = (
+        await on_thread(request.chat, context.body.size) if isinstance(request, ResponsesRequest) else request
+    )
 
     def rendered(ids: list[int]) -> dict[str, Any]:
         return {"model": service.settings.model_id, "token_ids": truncated(ids, asked, context_size)}
@@ -165,7 +167,7 @@ async def render(
         prompts = [raw(given, check) if isinstance(given, str) else given for given in asked.prompt]
         return JSONResponse(list(map(rendered, prompts)))
 
-    return await prepared(http, answer, size)
+    return await prepared(context, answer)
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:

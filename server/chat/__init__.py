@@ -1,13 +1,13 @@
 """Messages to tokens, and tokens to the parts of a message. Knows the engine, not HTTP.
 
 The way in: `Prompter` checks a conversation (`messages`), marks what the caller wrote (`provenance`), renders
-it (`template`) and tokenises it. The way out: `generate` submits the prompt and yields text (`detokenizer`),
-which a `Reply` splits into reasoning, answer and tool calls (`tool_calls`).
+it (`template`) and tokenises it. The way out: a `TextGeneration` is text (`detokenizer`), which a `Reply`
+splits into reasoning, answer and tool calls (`tool_calls`).
 """
 
 from .detokenizer import Detokenizer, StopStrings
 from .errors import PromptError
-from .generation import TextGeneration, generate
+from .generation import TextGeneration
 from .messages import plain_text
 from .prompt import Prompter, ReplyOptions
 from .reply import Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
@@ -26,6 +26,5 @@ __all__ = [
     "StopStrings",
     "TextGeneration",
     "ToolCall",
-    "generate",
     "plain_text",
 ]

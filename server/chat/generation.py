@@ -1,26 +1,15 @@
-"""The one way from a prompt to text, which every endpoint takes."""
+"""A generation as text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .detokenizer import Detokenizer
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from qwen_serve.server.engine import (
-        Constraint,
-        Engine,
-        FinishReason,
-        Generation,
-        Prompt,
-        SamplingParams,
-        ThinkingLimits,
-        TokenLogprobs,
-    )
+    from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs
 
-    from .detokenizer import StopStrings
+    from .detokenizer import Detokenizer
 
 
 class TextGeneration:
@@ -35,21 +24,34 @@ class TextGeneration:
         self.generation = generation
         self._detokenizer = detokenizer
         self._exhausted = False
-        self._told = 0
+        self._scored = 0
         """Tokens whose log-probabilities were given out."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
             async for tokens in self.generation:
-                if delta := self._detokenizer.feed(tokens):
+                if delta := self.feed(tokens):
                     yield delta
-                if self._detokenizer.stopped:
+                if self.stopped:
                     break
-            self._exhausted = True
-            if delta := self._detokenizer.flush():
+            if delta := self.flush():
                 yield delta
         finally:
-            self.generation.cancel()
+            self.cancel()
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain with these tokens, which come next; it may be empty."""
+        return self._detokenizer.feed(tokens)
+
+    def flush(self) -> str:
+        """No more tokens come: the text that was held back."""
+        self._exhausted = True
+        return self._detokenizer.flush()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; what the engine sends afterwards is no part of the text."""
+        return self._detokenizer.stopped
 
     def cancel(self) -> None:
         """Free the sequence. May be called at any time, and again."""
@@ -58,7 +60,7 @@ class TextGeneration:
     @property
     def finish_reason(self) -> FinishReason | None:
         """None until all text was read; `cancelled` also when it never will be."""
-        if self._detokenizer.stopped:
+        if self.stopped:
             return "stop"
         if self._exhausted or self.generation.finish_reason == "cancelled":
             return self.generation.finish_reason
@@ -92,39 +94,13 @@ class TextGeneration:
         """Of the tokens of the text so far those that were not given out before; none if not asked for."""
         if self.generation.logprobs is None:
             return []
-        start, self._told = self._told, self._detokenizer.certain_tokens
-        return self.generation.logprobs.tokens[start : self._told]
+        start, self._scored = self._scored, self._detokenizer.certain_tokens
+        return self.generation.logprobs.tokens[start : self._scored]
 
     @property
     def ending(self) -> TokenLogprobs | None:
         """Of the token that ended the text without being a part of it, if one did and it was asked for."""
-        told = self.generation.logprobs
-        if told is None or self._detokenizer.stopped or self.finish_reason != "stop":
+        logprobs = self.generation.logprobs
+        if logprobs is None or self.stopped or self.finish_reason != "stop":
             return None
-        return next(iter(told.tokens[self.completion_tokens :]), None)
-
-
-def generate(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    max_tokens: int | None = None,
-    *,
-    stops: StopStrings | None = None,
-    stream: bool = True,
-    salt: str = "",
-    constraint: Constraint | None = None,
-    thinking: ThinkingLimits | None = None,
-    spell_control: bool = False,
-) -> TextGeneration:
-    """Submit a prompt at once and return its text to be. Must be called on the event loop.
-
-    `max_tokens` None means as many as the context has room for. Without `stream` the text comes in one piece,
-    at the end: a stop string cuts it then, but does not end it early. Only requests with the same `salt`
-    share prefixes. With `spell_control` control tokens are a part of the text, by their names. Raises what
-    `Engine.submit` raises (QueueFull, EngineDead).
-    """
-    generation = engine.submit(
-        prompt, params, max_tokens, stream=stream, salt=salt, constraint=constraint, thinking=thinking
-    )
-    return TextGeneration(generation, Detokenizer(engine.vocab, stops, spell_control=spell_control))
+        return next(iter(logprobs.tokens[self.completion_tokens :]), None)

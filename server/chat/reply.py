@@ -81,16 +81,23 @@ class Reply:
         self._reasoning = reasoning
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        async for text in self.generation:
-            for part in self._told(self._parser.feed(text)):
+        text = self.generation
+        try:
+            async for tokens in text.generation:
+                for part in self._parts(text.feed(tokens)):
+                    yield part
+                    if self._one_call and isinstance(part, Arguments) and part.last:
+                        return
+                if text.stopped:
+                    break
+            for part in self._parts(text.flush(), last=True):
                 yield part
-                if self._one_call and isinstance(part, Arguments) and part.last:
-                    self.generation.cancel()
-                    return
-        for part in self._told(self._parser.flush()):
-            yield part
+        finally:
+            text.cancel()
 
-    def _told(self, parts: list[Part]) -> list[Part]:
+    def _parts(self, text: str, *, last: bool = False) -> list[Part]:
+        parts = self._parser.feed(text) if text else []
+        parts += self._parser.flush() if last else []
         return parts if self._reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
@@ -25,15 +23,10 @@ from qwen_serve.server.chat.formats import (
 )
 from qwen_serve.server.chat.schemas import closed
 from qwen_serve.server.chat.structural_tags import structural_tag_format
-from qwen_serve.server.engine import InvalidGrammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastapi import Request
-
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.engine import Constraint
 
 VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -255,17 +248,6 @@ class WantedGrammar:
 
     text: str
     param: str
-
-    async def compiled(self, http: Request, service: Service) -> Callable[[], Constraint]:
-        """What gives each answer a constraint of its own. Raises ApiError 400 that names the field, QueueFull
-        where too many grammars wait, and ClientLeft."""
-        compiled = service.backend.engine.grammars.compile(self.text)
-        try:
-            grammar = await until_gone(http, asyncio.wrap_future(compiled))
-        except InvalidGrammar as error:
-            message = f"{self.param} cannot be enforced: {error}"
-            raise bad_request(message, self.param, "invalid_value") from error
-        return partial(grammar.begin, self.param)
 
 
 def wanted_grammar(format_: AnswerFormat | ToolFormat | None, *, thinking: bool) -> WantedGrammar | None:

@@ -18,18 +18,27 @@ from qwen_serve.server.api.fields.structured import (
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
+from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import prepared
-from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from qwen_serve.server.api.sse import encode, ending, event, merge
+from qwen_serve.server.api.serving import (
+    ServedRequest,
+    check_count,
+    compiled,
+    prompt_budget,
+    stop_strings,
+    truncated,
+)
+from qwen_serve.server.api.sse import encode, event
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from fastapi import Request, Response
+    from fastapi import Response
 
+    from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.fields.sampling import Mode
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
@@ -173,28 +182,23 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-async def chat(http: Request, service: Service, request: ChatRequest, size: int) -> Response:
-    """Answers with a message; `size` is the body's, in bytes."""
-    inline = request.inlines_reasoning(service.settings.inline_reasoning)
-    served, replies = await begin(http, service, request, size, "chatcmpl-", inline_reasoning=inline)
-    return await served.respond(http, partial(stream, served, replies), partial(collect, served, replies))
+async def chat(context: RequestContext, request: ChatRequest) -> Response:
+    """Answer a conversation."""
+    inline = request.inlines_reasoning(context.service.settings.inline_reasoning)
+    served, replies = await begin(context, request, "chatcmpl-", inline_reasoning=inline)
+    return await served.respond(replies, ChatWriter(served, replies), partial(collect, served, replies))
 
 
 async def begin(
-    http: Request,
-    service: Service,
-    request: ChatRequest,
-    size: int,
-    prefix: str,
-    *,
-    inline_reasoning: bool = False,
+    context: RequestContext, request: ChatRequest, prefix: str, *, inline_reasoning: bool = False
 ) -> tuple[ServedRequest, list[Reply]]:
     """Submits a conversation, whatever the format that it came in: a reply for each choice.
 
     `prefix` is that of the response's id.
     """
+    service = context.service
     engine = service.backend.engine
-    check_count(service, request)
+    check_count(context, request)
 
     def prepare(
         interrupt: Callable[[], None],
@@ -206,20 +210,17 @@ async def begin(
         request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
-    prompt, thinking, stops, wanted = await prepared(http, prepare, size)
+    prompt, thinking, stops, wanted = await prepared(context, prepare)
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )
-    constrain = None if wanted is None else await wanted.compiled(http, service)
+    constrain = await compiled(context, wanted)
+    tools = request.offered_tools
     parsers = [
-        ReplyParser(
-            thinking=thinking,
-            inline_reasoning=inline_reasoning,
-            tools=request.offered_tools,
-        )
+        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools)
         for _ in range(request.choices)
     ]
-    served = ServedRequest(service, request, [prompt], stops, prefix, constrain, limits)
+    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits)
     one_call = request.parallel_tool_calls is False
     replies = [
         Reply(generation, parser, one_call=one_call, reasoning=request.include_reasoning is not False)
@@ -290,39 +291,28 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     return message
 
 
-async def stream(served: ServedRequest, replies: list[Reply]) -> AsyncGenerator[bytes, None]:
+class ChatWriter(ChunkWriter):
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
     measure the time to the first token.
     """
-    started: set[int] = set()
-    logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
 
-    def chunk(
-        index: int,
-        delta: dict[str, Any],
-        finish_reason: str | None = None,
-        told: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        if index not in started:
-            started.add(index)
+    def __init__(self, served: ServedRequest, replies: Sequence[Reply]) -> None:
+        super().__init__(served, CHUNK)
+        self._replies = replies
+        self._logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
+        self._started: set[int] = set()
+
+    async def write(self, index: int, part: Part | None) -> bytes:
+        delta: dict[str, Any] = {} if part is None else delta_of(part)
+        if index not in self._started:
+            self._started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
-        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
-        return {**served.envelope(CHUNK, [choice]), **served.of_chunk()}
-
-    left = len(replies)
-    async for index, part in merge([aiter(reply) for reply in replies]):
-        told = logprobs[index].new()
-        if part is None:
-            left -= 1
-            last = chunk(index, {}, served.check(replies[index].finish_reason), told)
-            if left:
-                yield event(last)
-        else:
-            yield event(chunk(index, delta_of(part), told=told))
-    total = [{**served.envelope(CHUNK, []), "usage": served.usage()}] if served.include_usage else []
-    yield ending({**last, **served.extras()}, *total)
+        reason = self._served.check(self._replies[index].finish_reason) if part is None else None
+        logprobs = self._logprobs[index].new()
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._finished(choice) if part is None else event(self._chunk(choice))
 
 
 def delta_of(part: Part) -> dict[str, Any]:

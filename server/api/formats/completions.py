@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -14,20 +15,28 @@ from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.structured import WantedGrammar, wanted_grammar
 from qwen_serve.server.api.fields.thinking import BUDGETS
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
-from qwen_serve.server.api.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from qwen_serve.server.api.formats.chunks import ChunkWriter
+from qwen_serve.server.api.logprobs import LOWEST, ChatLogprobs, TokenNames, prompt_logprobs
 from qwen_serve.server.api.request import prepared
-from qwen_serve.server.api.serving import ServedRequest, check_count, prompt_budget, stop_strings, truncated
-from qwen_serve.server.api.sse import encode, ending, event, merge
+from qwen_serve.server.api.serving import (
+    ServedRequest,
+    check_count,
+    compiled,
+    prompt_budget,
+    stop_strings,
+    truncated,
+)
+from qwen_serve.server.api.sse import Lazily, encode, event
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from fastapi import Request, Response
+    from fastapi import Response
 
-    from qwen_serve.server.api.service import Service
+    from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.chat import StopStrings, TextGeneration
-    from qwen_serve.server.engine import Prompt, Vocab
+    from qwen_serve.server.engine import Prompt, TokenLogprobs, Vocab
 
 KIND = "text_completion"
 
@@ -102,10 +111,10 @@ class CompletionRequest(GenerationRequest):
         return max(wanted, default=None)
 
 
-async def complete(http: Request, service: Service, request: CompletionRequest, size: int) -> Response:
-    """Answers with a completion; `size` is the body's, in bytes."""
-    backend = service.backend
-    check_count(service, request, len(request.prompt))
+async def complete(context: RequestContext, request: CompletionRequest) -> Response:
+    """Continue a prompt: no template, no thinking."""
+    backend = context.service.backend
+    check_count(context, request, len(request.prompt))
 
     def prepare(
         interrupt: Callable[[], None],
@@ -125,15 +134,16 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
                 else text_of_ids(backend.engine.vocab, ids)
                 for given, all_ids, ids in zip(request.prompt, whole, kept, strict=True)
             ]
-            if sum(map(len, echoes)) * request.choices > (most := service.settings.max_body_mib * 2**20):
+            most = context.service.settings.max_body_mib * 2**20
+            if sum(map(len, echoes)) * request.choices > most:
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
         request.prompt = []  # they would stay for as long as the answer takes
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted
 
-    prompts, echoes, stops, wanted = await prepared(http, prepare, size)
-    constrain = None if wanted is None else await wanted.compiled(http, service)
-    served = ServedRequest(service, request, prompts, stops, "cmpl-", constrain)
+    prompts, echoes, stops, wanted = await prepared(context, prepare)
+    constrain = await compiled(context, wanted)
+    served = ServedRequest(context, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [
         Answer(
@@ -145,7 +155,84 @@ async def complete(http: Request, service: Service, request: CompletionRequest, 
         )
         for generation, (prompt, echo) in zip(served.generations, starts, strict=True)
     ]
-    return await served.respond(http, partial(stream, served, answers), partial(collect, served, answers))
+    writer = CompletionWriter(served, answers)
+    return await served.respond(served.generations, writer, partial(collect, served, answers))
+
+
+class CompletionLogprobs:
+    """Of one choice of a text completion: parallel lists, an entry a token.
+
+    Where the text is echoed, those of the prompt come first, the first of them null. The token that ended the
+    text, if one did, is the last: a client that asks for one token finds one (lm-eval drops it again).
+    """
+
+    def __init__(
+        self, request: CompletionRequest, vocab: Vocab, generation: TextGeneration, prompt: Sequence[int]
+    ) -> None:
+        self._names = TokenNames(vocab, as_ids=bool(request.return_tokens_as_token_ids))
+        self._n_top = request.logprobs
+        self._generation = generation
+        self._prompt = prompt if request.echo else ()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+        """Characters before the next token."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether they are wanted at all."""
+        return self._n_top is not None
+
+    def all(self) -> dict[str, Any] | None:
+        """Of the whole choice, which is complete."""
+        return self._written([*self._of_prompt(), *self._of_answer(last=True)]) if self.asked else None
+
+    def prompt(self) -> dict[str, Any] | None:
+        """Of the echoed prompt, which has been read."""
+        return self._written(self._of_prompt())
+
+    def new(self, *, last: bool) -> dict[str, Any] | None:
+        """Of the tokens since the last time; None where there are none. `last`: there will be no more."""
+        return self._written(self._of_answer(last=last)) if self.asked else None
+
+    def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
+        logprobs = self._generation.generation.logprobs
+        scores = logprobs.prompt if logprobs is not None else []
+        return list(zip(self._prompt, [None, *scores], strict=False))
+
+    def _of_answer(self, *, last: bool) -> list[tuple[int, TokenLogprobs | None]]:
+        found = self._generation.new_logprobs()
+        if last and (ending := self._generation.ending):
+            found.append(ending)
+        return [(at.token, at) for at in found]
+
+    def _written(self, found: Iterable[tuple[int, TokenLogprobs | None]]) -> dict[str, Any] | None:
+        names: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[TokenLogprobs | None] = []
+        offsets: list[int] = []
+        for token, at in found:
+            names.append(self._names.name(token))
+            logprobs.append(None if at is None else max(at.logprob, LOWEST))
+            tops.append(at)
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(self._names.bytes(token)))
+        if not names:
+            return None
+        return {
+            "tokens": names,
+            "token_logprobs": logprobs,
+            "top_logprobs": Lazily(self._top, tops),
+            "text_offset": offsets,
+        }
+
+    def _top(self, at: TokenLogprobs | None) -> dict[str, float] | None:
+        """The likeliest, and the token itself; of several that are called the same, the likeliest."""
+        if at is None:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in [*at.top[: self._n_top], (at.token, at.logprob)]:
+            top.setdefault(self._names.name(token), max(logprob, LOWEST))
+        return top
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,41 +273,34 @@ async def text_of(generation: TextGeneration) -> str:
     return "".join([text async for text in generation])
 
 
-async def stream(served: ServedRequest, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
-    """The response as events: texts, a finish reason for each choice, usage where asked for."""
+class CompletionWriter(ChunkWriter):
+    """The response as events: echoes, texts, a finish reason for each choice."""
 
-    def chunk(
-        index: int, text: str, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return {
-            **served.envelope(KIND, [choice(index, text, finish_reason, logprobs)]),
-            **served.of_chunk(),
-        }
+    def __init__(self, served: ServedRequest, answers: Sequence[Answer]) -> None:
+        super().__init__(served, KIND)
+        self._answers = answers
+        self._scored = answers[0].logprobs.asked
+        self._unechoed = {index for index, answer in enumerate(answers) if answer.echo}
 
-    def echo_of(index: int, answer: Answer) -> bytes:
-        return event(chunk(index, answer.echo, logprobs=answer.logprobs.prompt()))
+    def begin(self) -> bytes:
+        # log-probabilities of an echo are not there before the prompt has been read
+        return b"" if self._scored else b"".join(map(self._echo, sorted(self._unechoed)))
 
-    scored = answers[0].logprobs.asked
-    for index, answer in enumerate(answers):
-        if answer.echo and not scored:
-            yield event(chunk(index, answer.echo))
-    left = len(answers)
-    echoed: set[int] = set()
-    async for index, text in merge([aiter(generation) for generation in served.generations]):
-        answer = answers[index]
-        if scored and answer.echo and index not in echoed:  # not before the prompt has been read
-            echoed.add(index)
-            yield await served.written(partial(echo_of, index, answer))
-        if text is not None:
-            yield event(chunk(index, text, logprobs=answer.logprobs.new(last=False)))
-            continue
-        left -= 1
-        reason = served.check(answer.generation.finish_reason)
-        last = chunk(index, "", reason, answer.logprobs.new(last=True))
-        if left:
-            yield event(last)
-    total = [{**served.envelope(KIND, []), "usage": served.usage()}] if served.include_usage else []
-    yield ending({**last, **served.extras()}, *total)
+    async def write(self, index: int, part: str | None) -> bytes:
+        answer, echo = self._answers[index], b""
+        if self._scored and index in self._unechoed:
+            echo = await self._served.written(partial(self._echo, index))
+        logprobs = answer.logprobs.new(last=part is None)
+        if part is not None:
+            return echo + event(self._chunk(choice(index, part, None, logprobs)))
+        reason = self._served.check(answer.generation.finish_reason)
+        return echo + self._finished(choice(index, "", reason, logprobs))
+
+    def _echo(self, index: int) -> bytes:
+        self._unechoed.discard(index)
+        answer = self._answers[index]
+        logprobs = answer.logprobs.prompt() if self._scored else None
+        return event(self._chunk(choice(index, answer.echo, None, logprobs)))
 
 
 def choice(

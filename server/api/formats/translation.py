@@ -42,7 +42,7 @@ values that ask for nothing special, besides null."""
 
 SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
 """Fields of a chat request that mean in other formats what they mean there: their clients send them as well,
-most of them vLLM's. (Usage is always told.)"""
+most of them vLLM's. (Usage always comes.)"""
 
 
 LEFT = "of all tools, this server offers a model functions only"
@@ -113,12 +113,12 @@ def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str
 def names_of(tools: Iterable[Any]) -> str:
     """Tools that are no functions, as a note tells of them: `web_search, apply_patch (custom)`. Empty
     where there are none. Printable ASCII, cut at LONGEST_NOTE: clients choose the names."""
-    told: dict[str, None] = {}
+    named: dict[str, None] = {}
     for tool in tools:
         kind = str(tool.get("type")) if isinstance(tool, dict) else ""
         name = tool.get("name") if isinstance(tool, dict) else None
-        told[f"{name} ({kind})" if isinstance(name, str) and name != kind else kind] = None
-    return re.sub(r"[^\x20-\x7e]", "?", ", ".join(told))[:LONGEST_NOTE]
+        named[f"{name} ({kind})" if isinstance(name, str) and name != kind else kind] = None
+    return re.sub(r"[^\x20-\x7e]", "?", ", ".join(named))[:LONGEST_NOTE]
 
 
 def noted(response: Response, left_out: str) -> Response:

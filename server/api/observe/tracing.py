@@ -12,9 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
-
-    from qwen_serve.server.api.observe.record import RequestRecord
+    from qwen_serve.server.api.context import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +38,12 @@ class Tracer:
         self._tracer = self._provider.get_tracer("qwen-serve")
         self._extract = propagate.extract
 
-    def trace(self, scope: Scope, status: int, seconds: float, record: RequestRecord) -> None:
+    def trace(self, context: RequestContext, status: int, seconds: float) -> None:
         """A request that has ended just now, as a child of the span that its `traceparent` names."""
         from opentelemetry import trace
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
+        scope, record = context.http.scope, context.record
         # the engine's moments are perf_counter's; spans want nanoseconds since 1970
         epoch = time.time() - time.perf_counter()
         now = time.perf_counter()
@@ -63,29 +62,29 @@ class Tracer:
                 "http.request.method": scope["method"],
                 "http.route": route,
                 "http.response.status_code": status,
-                "qwen.request.id": record.id,
+                "qwen.request.id": context.id,
             },
         )
         if record.error is not None:
             span.set_status(Status(StatusCode.ERROR if status >= 500 else StatusCode.UNSET))
             span.set_attribute("error.type", record.error.code or str(record.error.status))
             span.set_attribute("error.message", record.error.message)
-        if record.served is not None and (figures := record.figures) is not None:
-            reasons = [g.finish_reason or "unfinished" for g in record.served.generations]
+        if (answers := record.answers) is not None:
+            reasons = [g.finish_reason or "unfinished" for g in answers.generations]
             span.set_attributes(
                 {
-                    "gen_ai.response.id": record.served.id,
-                    "gen_ai.request.model": record.served.model,
+                    "gen_ai.response.id": answers.id,
+                    "gen_ai.request.model": answers.model,
                     "gen_ai.response.finish_reasons": reasons,
-                    "gen_ai.usage.input_tokens": figures.prompt_tokens,
-                    "gen_ai.usage.cache_read.input_tokens": figures.cached_tokens,
-                    "gen_ai.usage.output_tokens": figures.completion_tokens,
+                    "gen_ai.usage.input_tokens": answers.prompt_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": answers.cached_tokens,
+                    "gen_ai.usage.output_tokens": answers.completion_tokens,
                 }
             )
-            if figures.first_token_s is not None:
-                span.set_attribute("gen_ai.server.time_to_first_token", figures.first_token_s)
+            if (first := answers.first_token_s) is not None:
+                span.set_attribute("gen_ai.server.time_to_first_token", first)
             context = trace.set_span_in_context(span)
-            for index, generation in enumerate(record.served.generations):
+            for index, generation in enumerate(answers.generations):
                 t = generation.generation.timings
                 phases = {"queue": (t.submitted, t.started), "prefill": (t.started, t.first_token)}
                 phases["decode"] = (t.first_token, t.finished)

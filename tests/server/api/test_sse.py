@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.server.api.sse import EventStream, encode, ending, event
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.sse import EventStream, EventWriter, encode, ending, event
 from qwen_serve.server.engine import GenerationError
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST"}
+
+
+class AsItIs(EventWriter):
+    async def write(self, index: int, part: bytes | None) -> bytes:
+        return part or b""
+
+    async def end(self) -> bytes:
+        return b"end"
 
 
 class Client:
@@ -24,6 +33,7 @@ class Client:
         self.got: list[dict[str, Any]] = []
         self.leaves = asyncio.Event()
         self.closed = 0
+        self.error: ApiError | None = None
 
     async def receive(self) -> dict[str, Any]:
         await self.leaves.wait()
@@ -32,15 +42,16 @@ class Client:
     async def send(self, message: Any) -> None:
         self.got.append(message)
 
-    def close(self) -> None:
+    def close(self, error: ApiError | None) -> None:
         self.closed += 1
+        self.error = error
 
     @property
     def bodies(self) -> list[bytes]:
         return [message["body"] for message in self.got if "body" in message]
 
     async def follow(self, events: AsyncGenerator[bytes, None]) -> None:
-        await EventStream(events, self.close)(SCOPE, self.receive, self.send)
+        await EventStream([events], AsItIs(), self.close)(SCOPE, self.receive, self.send)
 
 
 @given(text=st.text(), model=st.text())
@@ -65,7 +76,7 @@ async def test_events_are_sent_as_they_are() -> None:
     start, *_, last = client.got
     assert start["status"] == 200
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
-    assert client.bodies == [b"one", b"two", b""]
+    assert client.bodies == [b"one", b"two", b"end", b""]
     assert last["more_body"] is False
     assert client.closed == 1
 
@@ -80,9 +91,9 @@ async def test_a_long_wait_is_filled_with_comments(monkeypatch: pytest.MonkeyPat
         yield b"late"
 
     await client.follow(events())
-    *pings, late, last = client.bodies
+    *pings, late, end, last = client.bodies
     assert all(ping.startswith(b":") and ping.endswith(b"\n\n") for ping in pings)
-    assert (late, last) == (b"late", b"")
+    assert (late, end, last) == (b"late", b"end", b"")
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:
@@ -120,7 +131,7 @@ async def test_a_client_that_leaves_while_it_is_sent_to_ends_the_stream() -> Non
             client.leaves.set()
             await asyncio.Event().wait()
 
-    await EventStream(events(), client.close)(SCOPE, client.receive, stuck)
+    await EventStream([events()], AsItIs(), client.close)(SCOPE, client.receive, stuck)
     assert ended
     assert client.closed == 1
 
@@ -153,3 +164,5 @@ async def test_a_failure_is_the_last_event() -> None:
     assert json.loads(failure.removeprefix(b"data: "))["error"]["code"] == "generation_failed"
     assert client.got[-1]["more_body"] is False
     assert client.closed == 1
+    assert client.error is not None
+    assert client.error.code == "generation_failed"

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.server.chat import StopStrings, TextGeneration, generate
-from qwen_serve.server.engine import Engine, EngineSettings, GenerationError, SamplingParams, ThinkingLimits
+from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
+from qwen_serve.server.engine import (
+    Engine,
+    EngineSettings,
+    GenerationError,
+    Prompt,
+    SamplingParams,
+    ThinkingLimits,
+)
 from tests.server.api.fakes import FakeVocab
 from tests.server.chat.test_detokenizer import detokenizer
 
@@ -125,6 +132,18 @@ async def test_cancel_frees_the_sequence() -> None:
     assert scripted.cancelled
 
 
+def generate(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    limit: int | None,
+    *stops: str,
+    stream: bool = True,
+) -> TextGeneration:
+    generation = engine.submit(prompt, params, limit, stream=stream)
+    return TextGeneration(generation, Detokenizer(engine.vocab, StopStrings(stops) if stops else None))
+
+
 @pytest.fixture(scope="module")
 def engine(nano_f16: Path) -> Iterator[Engine]:
     engine = Engine(EngineSettings(model=nano_f16, ctx_size=2048, parallel=2, threads=1))
@@ -145,7 +164,7 @@ async def test_the_real_engine(engine: Engine) -> None:
 
     stop = text[len(text) // 2 :][:3]
     params = SamplingParams(temperature=0.0, ignore_eos=True)
-    stopped = generate(engine, prompt, params, 24, stops=StopStrings([stop]))
+    stopped = generate(engine, prompt, params, 24, stop)
     assert "".join([delta async for delta in stopped]) == text.partition(stop)[0]
     assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
     assert stopped.completion_tokens < 24

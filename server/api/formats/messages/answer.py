@@ -12,48 +12,42 @@ from sse_starlette import ServerSentEvent
 from qwen_serve.server.api.formats.chat import begin, prompt_of
 from qwen_serve.server.api.formats.translation import noted
 from qwen_serve.server.api.request import on_thread, prepared
-from qwen_serve.server.api.sse import Dialect, encode, typed_event
+from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.api.tokens import bounded
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
-    from fastapi import Request, Response
+    from fastapi import Response
 
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.messages.request import CountTokensRequest, MessagesRequest
-    from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.serving import ServedRequest
     from qwen_serve.server.chat import Part, Reply
-
-DIALECT = Dialect(
-    failure=lambda error: typed_event(error.anthropic_body()),
-    ping=lambda: ServerSentEvent('{"type":"ping"}', event="ping", sep="\n"),
-)
 
 Block = dict[str, Any]
 Event = dict[str, Any]
 
 
-async def messages(http: Request, service: Service, request: MessagesRequest, size: int) -> Response:
-    """Answers with a message; `size` is the body's, in bytes."""
-    asked = await on_thread(request.chat, size)
+async def messages(context: RequestContext, request: MessagesRequest) -> Response:
+    """Answer a conversation, as Anthropic's Messages API does."""
+    asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # they would stay for as long as the answer takes
-    served, [reply] = await begin(http, service, asked, size, "msg_")
-    response = await served.respond(
-        http, partial(stream, served, reply), partial(collect, served, reply), DIALECT
-    )
+    served, [reply] = await begin(context, asked, "msg_")
+    response = await served.respond([reply], MessageWriter(served, reply), partial(collect, served, reply))
     return noted(response, request.tools_left_out)
 
 
-async def count_tokens(http: Request, service: Service, request: CountTokensRequest, size: int) -> Response:
-    """How many tokens the conversation's prompt has, those of the cache included."""
+async def count_tokens(context: RequestContext, request: CountTokensRequest) -> Response:
+    """How many tokens a conversation's prompt has, those of the cache included."""
 
     def answer(interrupt: Callable[[], None]) -> Response:
-        ids, _ = prompt_of(service, request.chat(), bounded(interrupt, "messages"))
+        ids, _ = prompt_of(context.service, request.chat(), bounded(interrupt, "messages"))
         return JSONResponse({"input_tokens": len(ids)})
 
-    return await prepared(http, answer, size)
+    return await prepared(context, answer)
 
 
 async def collect(served: ServedRequest, reply: Reply) -> bytes:
@@ -67,21 +61,37 @@ async def collect(served: ServedRequest, reply: Reply) -> bytes:
     return encode(whole)
 
 
-async def stream(served: ServedRequest, reply: Reply) -> AsyncGenerator[bytes, None]:
+class MessageWriter(EventWriter):
     """The message as events. It starts with its first token, once it is known how much was cached."""
-    message = Message(served)
-    begun = False
 
-    def start() -> list[Event]:
-        whole = {**envelope(served), "content": [], "stop_reason": None, "stop_sequence": None}
-        begin = {"type": "message_start", "message": {**whole, "usage": {**usage(reply), "output_tokens": 0}}}
-        return [] if begun else [begin, {"type": "ping"}]
+    def __init__(self, served: ServedRequest, reply: Reply) -> None:
+        self._served, self._reply = served, reply
+        self._message = Message(served)
+        self._begun = False
 
-    async for part in reply:
-        yield b"".join(map(typed_event, [*start(), *message.add(part)]))
-        begun = True
-    last = {"type": "message_delta", "delta": ending(served, reply), "usage": usage(reply)}
-    yield b"".join(map(typed_event, [*start(), *message.close(), last, {"type": "message_stop"}]))
+    def _start(self) -> Iterator[Event]:
+        if not self._begun:
+            self._begun = True
+            whole = {**envelope(self._served), "content": [], "stop_reason": None, "stop_sequence": None}
+            whole["usage"] = {**usage(self._reply), "output_tokens": 0}
+            yield {"type": "message_start", "message": whole}
+            yield {"type": "ping"}
+
+    async def write(self, index: int, part: Part | None) -> bytes:
+        events = [] if part is None else [*self._start(), *self._message.add(part)]
+        return b"".join(map(typed_event, events))
+
+    async def end(self) -> bytes:
+        last = {"type": "message_delta", "delta": ending(self._served, self._reply)}
+        last["usage"] = usage(self._reply)
+        events = [*self._start(), *self._message.close(), last, {"type": "message_stop"}]
+        return b"".join(map(typed_event, events))
+
+    def failure(self, error: ApiError) -> bytes:
+        return typed_event(error.anthropic_body())
+
+    def ping(self) -> ServerSentEvent:
+        return ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 
 
 class Message:

@@ -12,20 +12,19 @@ from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.translation import noted
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
-from qwen_serve.server.api.sse import Dialect, encode, typed_event
+from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from fastapi import Request, Response
+    from fastapi import Response
 
+    from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.responses.request import ResponsesRequest
-    from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.serving import ServedRequest
     from qwen_serve.server.chat import Part, Reply
-    from qwen_serve.server.engine import Vocab
 
 Item = dict[str, Any]
 Event = dict[str, Any]
@@ -35,24 +34,23 @@ SUMMARY = "response.reasoning_summary"
 """What the names of the events begin with that carry a summary of the reasoning: its text."""
 
 
-async def respond(http: Request, service: Service, request: ResponsesRequest, size: int) -> Response:
-    """Answers with a response; `size` is the body's, in bytes."""
-    asked = await on_thread(request.chat, size)
+async def respond(context: RequestContext, request: ResponsesRequest) -> Response:
+    """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
+    asked = await on_thread(request.chat, context.body.size)
     request.input = None  # it would stay for as long as the answer takes
-    served, [reply] = await begin(http, service, asked, size, "resp_")
-    answer = Answer(request, served, reply, service.backend.engine.vocab)
-    response = await served.respond(http, answer.stream, answer.collect, Dialect(failure=answer.failed))
-    return noted(response, request.tools_left_out)
+    served, [reply] = await begin(context, asked, "resp_")
+    answer = Answer(request, served, reply)
+    return noted(await served.respond([reply], answer, answer.collect), request.tools_left_out)
 
 
-class Answer:
-    """One response in the making."""
+class Answer(EventWriter):
+    """One response in the making; its events are numbered."""
 
-    def __init__(self, request: ResponsesRequest, served: ServedRequest, reply: Reply, vocab: Vocab) -> None:
+    def __init__(self, request: ResponsesRequest, served: ServedRequest, reply: Reply) -> None:
         self._request = request
         self._served = served
         self._reply = reply
-        logprobs = ResponseLogprobs(request.n_top_logprobs, vocab, reply.generation)
+        logprobs = ResponseLogprobs(request.n_top_logprobs, served.vocab, reply.generation)
         self._output = Output(logprobs, request.offered.names, summarized=request.wants_summary)
         self._sent = 0
 
@@ -65,24 +63,24 @@ class Answer:
             pass
         return await self._served.written(lambda: encode(self._object(status)))
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response as events, numbered."""
-        begun = [
-            {"type": kind, "response": self._object()}
-            for kind in ("response.created", "response.in_progress")
-        ]
-        yield self._numbered(begun)
-        async for part in self._reply:
-            write = partial(self._numbered, self._output.add(part))
-            # a call ends the text before it, all of whose log-probabilities are told once more
-            yield await self._served.written(write) if isinstance(part, ToolCall) else write()
+    def begin(self) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered({"type": kind, "response": self._object()} for kind in kinds)
+
+    async def write(self, index: int, part: Part | None) -> bytes:
+        if part is None:
+            return b""
+        write = partial(self._numbered, self._output.add(part))
+        # a call ends the text before it, all of whose log-probabilities come once more
+        return await self._served.written(write) if isinstance(part, ToolCall) else write()
+
+    async def end(self) -> bytes:
         status = self._status()
         whole = {"type": f"response.{status}", "response": self._object(status)}
         last = chain(self._output.close(status), [whole])
-        yield await self._served.written(lambda: self._numbered(last))
+        return await self._served.written(lambda: self._numbered(last))
 
-    def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+    def failure(self, error: ApiError) -> bytes:
         failure = {"code": "server_error", "message": error.message}
         response = {**self._object(), "status": "failed", "error": failure}
         return self._numbered([{"type": "response.failed", "response": response}])
@@ -128,7 +126,7 @@ class Answer:
             "temperature": asked.temperature,
             "text": {"format": (text.format if text else None) or {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-            "tools": asked.offered.told,
+            "tools": asked.offered.shown,
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": asked.truncation or "disabled",
@@ -215,8 +213,8 @@ class Output:
                 part: Item = {"type": "reasoning_text", "text": ""}
             else:
                 item = {"type": kind, "id": _id("msg"), "role": "assistant"}
-                told = self._logprobs.written([])
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": told}
+                part = {"type": "output_text", "text": "", "annotations": []}
+                part["logprobs"] = self._logprobs.written([])
             yield from self._open({**item, "content": []})
             item = self.items[-1]
             place = {**self._place(), "content_index": 0}

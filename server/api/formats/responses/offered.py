@@ -22,7 +22,7 @@ class OfferedTools:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.functions: list[Tool] = []
         """Chat requests' functions."""
-        self.told: list[Tool] = []
+        self.shown: list[Tool] = []
         """The same as the client gave them."""
         self._split: dict[str, tuple[str, str]] = {}
         """Namespace and name, by the name that the model knows."""
@@ -33,12 +33,12 @@ class OfferedTools:
             kind = text_in(tool.get("type"), f"{where}.type")
             if kind == "function":
                 self._add(tool, where)
-                self.told.append(tool)
+                self.shown.append(tool)
             elif kind == "namespace":
                 members = self._members(tool, where)
                 left_out += [member for member in members if member.get("type") != "function"]
                 kept = [member for member in members if member.get("type") == "function"]
-                self.told += [{**tool, "tools": kept}] if kept else []
+                self.shown += [{**tool, "tools": kept}] if kept else []
             else:
                 left_out.append(tool)
         self.left_out = names_of(left_out)

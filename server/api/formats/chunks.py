@@ -1,0 +1,34 @@
+"""Chunks of choices, in which chat and text completions are streamed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qwen_serve.server.api.sse import EventWriter, ending, event
+
+if TYPE_CHECKING:
+    from qwen_serve.server.api.serving import ServedRequest
+
+
+class ChunkWriter(EventWriter):
+    """A chunk an event; the last choice's end, and usage where it was asked for, come with `[DONE]`."""
+
+    def __init__(self, served: ServedRequest, kind: str) -> None:
+        self._served, self._kind = served, kind
+        self._left = len(served.generations)
+        self._last: dict[str, Any] = {}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._served.envelope(self._kind, [choice]), **self._served.of_chunk()}
+
+    def _finished(self, choice: dict[str, Any]) -> bytes:
+        """The end of a choice, unless it is that of the last."""
+        self._left -= 1
+        self._last = self._chunk(choice)
+        return event(self._last) if self._left else b""
+
+    async def end(self) -> bytes:
+        served = self._served
+        last = {**self._last, **served.extras()}
+        usage = [{**served.envelope(self._kind, []), "usage": served.usage()}] if served.include_usage else []
+        return ending(last, *usage)
