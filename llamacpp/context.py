@@ -349,10 +349,10 @@ class Context:
         if not C.llama_state_seq_set_data_ext(self._handle, pointer, saved.size, sequence, flags):
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
-    def clear(self) -> None:
-        """Forget all sequences."""
+    def clear(self, *, data: bool = False) -> None:
+        """Forget all sequences; with `data` nothing is left in their cells, either."""
         self._snapshots.clear()
-        C.llama_memory_clear(self._memory, False)
+        C.llama_memory_clear(self._memory, data)
 
     def close(self) -> None:
         """Free the context. Idempotent."""

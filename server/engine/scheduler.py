@@ -17,6 +17,10 @@ queue, and reads its tokens again, the generated ones included, when there is ro
 was, so nothing is lost but time. The oldest sequence is never preempted, and one sequence always fits into
 the cache alone, so every request gets its turn and ends.
 
+Attention multiplies what others have in their cells, and what is left in free ones, by 0, which a value that
+is not finite survives. So where logits are no use, nobody knows whose values are to blame: the cells are
+cleared, and those who ran run again, each alone until it has a token. Whoever has none then is to blame.
+
 On a hybrid model a step reads the weights once for each distinct number of tokens that its sequences bring,
 since the recurrent layers take all sequences of a ubatch with the same number. So mixing decodes with a chunk
 of a prompt would save nothing: both cost a pass, mixed or not.
@@ -33,7 +37,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .batch import Batch
-from .sampling import RowNotKept
+from .sampling import RowNotKept, UnusableLogits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +143,8 @@ class Scheduler:
                 except Exception:  # what is kept for others is worth nobody's place
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
+            if sequence.suspect and not self.running:  # what it leaves is not to spoil the next one
+                self._clear()
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._cache.forget(sequence)
@@ -152,8 +158,23 @@ class Scheduler:
         self._last = None
         self.running.remove(sequence)
         self._vacate(sequence)
-        self.waiting.appendleft(sequence)
+        # suspects wait at the head of the queue
+        behind = 0 if sequence.suspect else sum(other.suspect for other in self.waiting)
+        self.waiting.insert(behind, sequence)
         self.preemptions += 1
+
+    def _suspect(self) -> None:
+        """Whoever runs begins anew, alone, with cells in which nothing is left of others."""
+        log.warning("logits were no use: whoever ran begins anew, one after the other")
+        for sequence in reversed(self.running.copy()):
+            sequence.suspect = True
+            self._preempt(sequence)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Nobody runs: nothing is left in any cell."""
+        self._cache.clear()
+        self._states.clear()
 
     def schedule(self) -> Batch:
         """Choose the tokens of the next step. Empty only when there is nothing to do.
@@ -177,7 +198,7 @@ class Scheduler:
         outputs: list[Output] = []
         finished: list[Output] = []
         again: list[Sequence] = []
-        alone = True
+        alone, usable = True, True
         for chunk, tokens, computed in zip(batch.chunks, sampled, held, strict=True):
             sequence = chunk.sequence
             sequence.computed = computed
@@ -185,8 +206,12 @@ class Scheduler:
                 self._cache.cache_unfinished(sequence)
                 continue
             sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
-            if isinstance(tokens, RowNotKept):  # it comes back to a slot whose rows come back whole
+            spoilt = isinstance(tokens, UnusableLogits) and not sequence.suspect
+            usable = usable and not spoilt
+            # it comes back, to a slot whose rows come back whole or to cells that were cleared
+            if isinstance(tokens, RowNotKept) or (spoilt and isinstance(tokens, UnusableLogits)):
                 new, done = sequence.extend(tokens.chosen, self._ends)
+                sequence.suspect = sequence.suspect or (spoilt and not done)
                 if new or done:
                     (finished if done else outputs).append(Output(sequence, new, done))
                 again.append(sequence)
@@ -194,6 +219,10 @@ class Scheduler:
             if not isinstance(tokens, list):
                 finished.append(Output(sequence, [], tokens or RuntimeError("nothing was sampled")))
                 continue
+            if sequence.suspect:
+                sequence.suspect = False
+                if any(other.suspect for other in self.waiting):
+                    again.append(sequence)
             sequence.timings.first_token = sequence.timings.first_token or now
             new, done = sequence.extend(tokens, self._ends)
             alone = alone and len(new) == 1  # nothing was forced beside
@@ -205,6 +234,8 @@ class Scheduler:
         for sequence in again:
             if sequence in self.running:
                 self._preempt(sequence)
+        if not usable:
+            self._suspect()
         return outputs + finished
 
     # --- the parts of schedule -----------------------------------------------------------------------------
@@ -243,6 +274,8 @@ class Scheduler:
         cells = self._cells
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
+            if self.running and (sequence.suspect or self.running[0].suspect):
+                return
             reused, idle = self._cache.reusable(sequence)
             promised = sum(other.pending + _growth(other) for other in self.running)
             needed = len(sequence.tokens) - reused + idle + _growth(sequence)

@@ -123,6 +123,8 @@ class Sequence:
     """It runs, and does not wait for another to compute its beginning."""
     decoding: bool = field(init=False, default=False)
     """It has sampled a token since it began: what is pending now is no prompt any more."""
+    suspect: bool = field(init=False, default=False)
+    """Its logits were no use, or those of one that ran beside it: it runs alone until it has a token."""
     reused: int | None = field(init=False, default=None)
     """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
     missed: CacheMiss | None = field(init=False, default=None)

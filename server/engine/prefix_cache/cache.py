@@ -283,6 +283,14 @@ class PrefixCache:
         best = None if reads_all else self._deepest_held(self._paths[sequence].end)
         return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
 
+    def clear(self) -> None:
+        """Give up all checkpoints, those in host memory, too."""
+        for node in self._host.nodes:
+            self._host.discard(node)
+            self._tree.prune(node)
+        for node in list(self._held):
+            self._evict(node, keep=False)
+
     # --- across a restart ----------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
@@ -443,9 +451,10 @@ class PrefixCache:
         node.marks -= 1
         return self._free.pop()
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: Node, *, keep: bool = True) -> None:
+        """Off the device; `keep`: into host memory."""
         holder = self._holder(node)
-        if node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
+        if keep and node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
             self._save(node, holder)
         self._states.free(holder)
         self._free.append(holder)

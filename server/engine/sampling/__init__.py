@@ -1,7 +1,7 @@
 """From rows of logits to tokens: each request's parameters, processors, constraint and draws."""
 
 from .constraint import Constraint
-from .draw import RowNotKept, Sampler
+from .draw import RowNotKept, Sampler, UnusableLogits
 from .grammar import LONGEST_GRAMMAR, Grammar, GrammarCompiler
 from .logprobs import Logprobs, TokenLogprobs
 from .parameters import MAX_LOGPROBS, SamplingParams
@@ -20,5 +20,6 @@ __all__ = [
     "SamplingParams",
     "ThinkingLimits",
     "TokenLogprobs",
+    "UnusableLogits",
     "sample",
 ]

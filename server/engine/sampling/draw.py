@@ -36,6 +36,15 @@ class RowNotKept(Exception):
     """Tokens of a draft that were chosen from the rows before."""
 
 
+class UnusableLogits(Exception):
+    """The model computed no usable logits."""
+
+    def __init__(self, why: str, chosen: list[int]) -> None:
+        super().__init__(why)
+        self.chosen = chosen
+        """As in RowNotKept."""
+
+
 class Sampler:
     """Chooses the tokens of one sequence. It outlives preemption, so a seeded draw goes on where it was.
 

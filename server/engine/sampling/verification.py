@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .draw import RowNotKept
+from .draw import RowNotKept, UnusableLogits
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Rows
@@ -62,6 +62,8 @@ def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
     except RowNotKept as error:
         error.chosen = new
         return error
+    except FloatingPointError as error:
+        return UnusableLogits(str(error), new)
     except Exception as error:  # one sequence's trouble is not its batch mates'
         return error
     return new

@@ -141,6 +141,11 @@ class HiddenDrafter:
             self._drop_entries(sequence_id, 0)
             del self._readings[sequence_id]
 
+    def clear(self) -> None:
+        """All ids are empty: nothing is left in their entries, either."""
+        self._readings.clear()
+        self._context.clear(data=True)
+
     def save(self, sequence_id: int) -> SavedDraftCache | None:
         """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
         if (reading := self._readings.get(sequence_id)) is None:

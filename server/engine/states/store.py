@@ -79,6 +79,13 @@ class StateStore:
         for drafter in self.hidden_drafters:
             self.backlog.in_turn(partial(self._free_reading, drafter, sequence))
 
+    def clear(self) -> None:
+        """All ids are empty: nothing is left in their cells, either."""
+        self.backlog.clear_up()
+        self._context.clear(data=True)
+        for drafter in self.hidden_drafters:
+            drafter.clear()
+
     def save(self, sequence: int) -> SavedState:
         """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
         self.backlog.clear_up()

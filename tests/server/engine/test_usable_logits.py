@@ -127,3 +127,59 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
         assert [results[0], results[2]] == [alone, alone]
         assert isinstance(results[1], GenerationError)
         assert await ask(engine, SamplingParams()) == alone
+
+
+@pytest.fixture(scope="module")
+def poisonous(nano_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nano, but that a prompt with POISON has no finite logits, and leaves such keys and values. Others give
+    the logits that they always gave: the output has the embedding's weights as they were."""
+    reader = gguf.GGUFReader(nano_f32)
+    path = tmp_path_factory.mktemp("poisonous") / "model.gguf"
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind, *of = field.types
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=of[-1] if of else None)
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        if tensor.name == EMBEDDING:
+            writer.add_tensor("output.weight", data.copy())
+            data[POISON] = np.nan
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+BAD = [*PROMPT[:10], POISON, *range(330, 350)]
+
+
+@pytest.mark.parametrize("speculation", ["off", "mtp"])
+async def test_what_one_leaves_in_the_cache_spoils_nobody(poisonous: Path, speculation: str) -> None:
+    """Neither those beside it nor those who get its cells: attention takes 0 times what is masked."""
+    others = [[*range(start, start + 40)] for start in (300, 500, 600)]
+    with running(poisonous, speculation=speculation, prefix_host_mib=8, remember=False, **EXACT) as engine:
+        alone = [await ask(engine, SamplingParams(), prompt) for prompt in others]
+        for _ in range(2):
+            prompts = [others[0], BAD, others[1], [*BAD, 7], others[2], BAD]
+            answers = await asyncio.gather(
+                *(ask(engine, SamplingParams(), prompt) for prompt in prompts), return_exceptions=True
+            )
+            assert answers[::2] == alone
+            for answer in answers[1::2]:
+                assert isinstance(answer, GenerationError)
+                assert "no usable logits" in str(answer)
+        assert [await ask(engine, SamplingParams(), prompt) for prompt in others] == alone
+
+
+async def test_what_a_cancelled_one_leaves_is_not_the_next_one_s_fault(poisonous: Path) -> None:
+    """It went before it had logits by which anybody could have told."""
+    with running(poisonous, speculation="off", remember=False, prefix_cache=False, **EXACT) as engine:
+        alone = await ask(engine, SamplingParams())
+        reading = engine.submit(engine.prompt([*BAD, *([300] * 1500)]), SamplingParams(), 8)
+        while not engine.stats().prompt_tokens > len(PROMPT):
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        assert await ask(engine, SamplingParams()) == alone
