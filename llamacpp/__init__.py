@@ -6,7 +6,17 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 
 from .context import Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
-from .devices import CACHE_TYPES, Device, devices, row_bytes, supports_gpu, takes_rows
+from .devices import (
+    CACHE_TYPES,
+    HAS_F16_COPIES,
+    Device,
+    devices,
+    is_quantized,
+    keeps_f16_copies,
+    row_bytes,
+    supports_gpu,
+    takes_rows,
+)
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
@@ -18,6 +28,7 @@ from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
     "CACHE_TYPES",
+    "HAS_F16_COPIES",
     "HAS_RING",
     "N_CANDIDATES",
     "READS_OWN_CELLS",
@@ -31,6 +42,8 @@ __all__ = [
     "Rows",
     "SamplerChain",
     "devices",
+    "is_quantized",
+    "keeps_f16_copies",
     "patches",
     "row_bytes",
     "set_up",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from . import ggml
 from .errors import LlamaError
 from .log import set_up
+from .patches import F16_COPIES, brings
 
 CACHE_TYPES = {
     "f32": 0,
@@ -54,6 +55,10 @@ _dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.P
 _row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
 _block_size = _ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
 _type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+_is_quantized = _ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
+
+HAS_F16_COPIES: Final = brings(F16_COPIES, "llama_model_keep_f16_copies")
+"""Whether this build can keep copies in FP16 of quantized weights."""
 
 
 def devices() -> list[Device]:
@@ -88,6 +93,14 @@ def takes_rows(name: str, ggml_type: int, width: int) -> bool:
     return bool(able)
 
 
+def keeps_f16_copies(name: str) -> bool:
+    """Whether products on the device of this name are faster with copies in FP16 of quantized weights, from
+    some number of columns on, and this build can keep them. Raises LlamaError if there is no such device."""
+    if not HAS_F16_COPIES:
+        return False
+    return bool(_ggml("llama_dev_keeps_f16_copies", ctypes.c_bool, ctypes.c_void_p)(_named(name)))
+
+
 def _named(name: str) -> int:
     if not (device := _dev_by_name(name.encode())):
         raise LlamaError(f"no device is named {name}: there are {', '.join(d.name for d in devices())}")
@@ -97,6 +110,11 @@ def _named(name: str) -> int:
 def supports_gpu() -> bool:
     """Whether this build of llama.cpp can put layers on a GPU."""
     return bool(C.llama_supports_gpu_offload())
+
+
+def is_quantized(ggml_type: int) -> bool:
+    """Whether values of a type share scales; False for one that this ggml does not know."""
+    return 0 <= ggml_type < C.GGML_TYPE_COUNT and bool(_is_quantized(ggml_type))
 
 
 def row_bytes(ggml_type: int, elements: int) -> int:

@@ -36,8 +36,9 @@ class Model:
     a model serves only to learn what llama.cpp would allocate. `shares` splits the layers among all GPUs in
     these proportions; without them `main_gpu` holds what is on a GPU. The token embedding is on the device
     `embedding_on`, by ggml's name, or else on the host; where it is the output head, too, and that is on the
-    same device, they are one tensor there. `load_mtp` loads the multi-token-prediction block too, where the
-    file has one. Raises ModelLoadError.
+    same device, they are one tensor there. With `f16_copies`, quantized matrices have copies in FP16 beside
+    them on devices that are faster with them (`keeps_f16_copies`) and have room for all. `load_mtp` loads
+    the multi-token-prediction block too, where the file has one. Raises ModelLoadError.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Model:
         use_mmap: bool = True,
         mlock: bool = False,
         rehearse: bool = False,
+        f16_copies: bool = False,
         load_mtp: bool = False,
     ) -> None:
         set_up()
@@ -74,6 +76,8 @@ class Model:
         self.log = lines
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
+        self.f16_copies = _keep_f16_copies(self._handle) if f16_copies else 0
+        """Bytes of such copies."""
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
@@ -138,6 +142,12 @@ class Model:
         if self._handle:
             C.llama_model_free(self._handle)
             self._handle = None
+
+
+def _keep_f16_copies(model: int) -> int:
+    keep = C._lib.llama_model_keep_f16_copies
+    keep.restype, keep.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    return int(keep(model))
 
 
 def _string(function: Any, *arguments: Any) -> str:

@@ -59,6 +59,7 @@ declare -A off=(
     [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
     [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
     [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
+    [f16-copies]=LLAMA_F16_COPIES_OFF=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
@@ -193,10 +194,13 @@ prompt() {
 crossover() {
     : >"$out/crossover.jsonl"
     local columns=1,2,3,4,6,8,12,16,24,32,48,64 # the first one of a process warms it up
+    local quantized=${off[f16-copies]} copies=GGML_CUDA_F16_COPY_MIN_BATCH
     bench default "X=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench thin "${off[mmq-mid]} GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmvq "${off[mmq-thin]} ${off[mmq-mid]}" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
-    bench mmq "${off[mmq-thin]} ${off[mmq-mid]} GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench quantized "$quantized" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench copies "$copies=2" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench thin "$quantized ${off[mmq-mid]} GGML_CUDA_MMQ_THIN_MIN=1 GGML_CUDA_MMQ_THIN_MAX=64" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmvq "$quantized ${off[mmq-thin]} ${off[mmq-mid]}" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
+    bench mmq "$quantized ${off[mmq-thin]} ${off[mmq-mid]} GGML_CUDA_MMVQ_MAX_BATCH=0" -c 20480 -npp 128 -ntg 32 -npl $columns >>"$out/crossover.jsonl"
     table "$out/crossover.jsonl"
 }
 

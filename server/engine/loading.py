@@ -28,6 +28,7 @@ from .planning.contexts import (
 )
 from .planning.hardware import nvidia_cards, physical_cores
 from .planning.measured import Measured, RecordFile, build
+from .planning.plan import size_text
 from .planning.sequence_ids import SequenceIds
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
@@ -112,6 +113,12 @@ class Parts:
         self._file: RecordFile[Measured] | None = None
         log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
         self.model = load_model(settings, spec, plan.embedding_on)
+        if self.model.f16_copies < plan.copies:
+            log.warning(
+                "FP16 copies of weights got %s of the %s that they need; steps of many sequences are slower",
+                size_text(self.model.f16_copies),
+                size_text(plan.copies),
+            )
         self.stages.done("weights")
         self.context, self._head = _contexts(self.model, plan)
         self._draft = _draft(plan, self.context) if spec.draft else None
@@ -270,6 +277,7 @@ class Parts:
             "device": [usage.device.description for usage in self._plan.usages],
             **{name: getattr(settings, name) for name in STATE_SETTINGS},
             "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
+            "f16_copies": settings.deterministic and settings.f16_copies,
         }
         return PrefixFile(path, made_by)
 

@@ -14,6 +14,7 @@ from .planning.hardware import physical_cores
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
 SplitMode = Literal["none", "layer"]
+F16Copies = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -47,6 +48,10 @@ class ModelSettings(Section, title="model"):
     offload_embedding: bool = True
     """put the token embedding on the GPU, too, where that is NVIDIA's, has all layers, and room; off: on the
     host, as llama.cpp does, which looks a prompt's tokens up there while the GPU waits"""
+    f16_copies: F16Copies = "auto"
+    """keep copies in FP16 of the quantized matrices beside them on the GPU, which products with many columns
+    read: prompts, and steps of many sequences. They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs
+    that are faster with them (NVIDIA's Hopper) where everything else leaves room for all of them"""
     use_mmap: bool = True
     """map the file instead of reading it: weights that stay on the host share the page cache"""
     mlock: bool = False

@@ -62,6 +62,7 @@ def load_model(
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
         rehearse=rehearse,
+        f16_copies=settings.f16_copies == "on" and not rehearse,
         load_mtp=uses_mtp(settings, spec),
     )
     return _confirmed(model, spec.file, settings)

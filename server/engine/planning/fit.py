@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.llamacpp import SHARES_SNAPSHOTS, Device, devices
+from qwen_serve.llamacpp import HAS_F16_COPIES, SHARES_SNAPSHOTS, Device, devices, keeps_f16_copies
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
@@ -100,8 +100,11 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         draft = read_header(wanted.draft_model, "draft_model")
         spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
     places = _places(wanted)
+    if wanted.f16_copies == "on":
+        _check_copies(places)
     on_gpu = places[0].is_gpu
-    settings = _with_prefix_cache(_with_what_can_draft(_with_shares(wanted, places), spec), spec)
+    settings = wanted.replace(f16_copies="on" if wanted.f16_copies == "on" else "off")
+    settings = _with_prefix_cache(_with_what_can_draft(_with_shares(settings, places), spec), spec)
     settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
     settings = _with_snapshots(settings, spec)
     if wanted.ctx_size == 0:
@@ -111,7 +114,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     settings = settings.replace(ctx_size=_in_streams(settings))
     plan = make_plan(settings, spec, places)
     if plan.fits:
-        return _with_larger_prefix_cache(plan, wanted)
+        return _with_copies(_with_larger_prefix_cache(plan, wanted), wanted)
     while not plan.fits:
         smaller = _smaller(plan, wanted)
         if smaller == plan.settings:
@@ -121,6 +124,30 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         if arrange(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal would tell nothing new
             plan = plan.rehearsed(smaller)
     return plan
+
+
+def _check_copies(places: Sequence[Device]) -> None:
+    """Raises ModelLoadError where FP16 copies, which are asked for, can not be kept."""
+    if not HAS_F16_COPIES:
+        raise ModelLoadError(
+            "f16_copies is 'on', but this llama.cpp was built without the patch f16-copies; build it with "
+            "(`make setup CUDA=1`), or set f16_copies to 'auto' or 'off'"
+        )
+    if not any(keeps_f16_copies(place.name) for place in places if place.is_gpu):
+        names = ", ".join(place.description for place in places)
+        raise ModelLoadError(
+            f"f16_copies is 'on', but products are not faster with them on {names}: they are on NVIDIA's "
+            "Hopper (H100, H200). Set f16_copies to 'auto' or 'off'"
+        )
+
+
+def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
+    """With FP16 copies of the weights, where that is left open and there is room for all of them beside
+    everything else."""
+    if wanted.f16_copies != "auto":
+        return plan
+    other = plan.rearranged(plan.settings.replace(f16_copies="on"))
+    return other if other.copies and other.fits else plan
 
 
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
@@ -315,6 +342,8 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         return _largest(least - 1, below - 1, lambda value: does_with(**{name: value}))
 
     found = []
+    if settings.f16_copies == "on" and does_with(f16_copies="off"):
+        found.append("f16_copies=off")
     if cells := _most_cells(plan, does):
         if settings.deterministic:  # of the running sequences
             cells = cells // len(SequenceIds.of(settings)) * settings.parallel

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import HAS_RING, READS_OWN_CELLS, SHARES_SNAPSHOTS, Device, takes_rows
+from qwen_serve.llamacpp import (
+    HAS_RING,
+    READS_OWN_CELLS,
+    SHARES_SNAPSHOTS,
+    Device,
+    keeps_f16_copies,
+    takes_rows,
+)
 from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import host_bytes
 
@@ -43,6 +50,8 @@ class Usage:
     device: Device
     compute: int
     weights: int = 0
+    copies: int = 0
+    """Of quantized weights, in FP16."""
     kv: int = 0
     states: int = 0
     settling: int = 0
@@ -59,6 +68,7 @@ class Usage:
         """All of it, by the names that the table shows."""
         return {
             "weights": self.weights,
+            "FP16 copies of weights": self.copies,
             "KV cache": self.kv,
             "table of KV cells": self.cells,
             "recurrent states": self.states + self.settling,
@@ -151,6 +161,11 @@ class MemoryPlan:
         return sum(usage.total for usage in self.usages if usage.device.is_gpu)
 
     @property
+    def copies(self) -> int:
+        """Bytes of FP16 copies of weights."""
+        return sum(usage.copies for usage in self.usages)
+
+    @property
     def embedding_on(self) -> Device | None:
         """The GPU that the token embedding is on; None: it is on the host."""
         return embedding_place(self.settings, self.spec, self.places)
@@ -201,6 +216,10 @@ def arrange(
     def holder_of(layer: int) -> Usage:
         return usages[_place_of(layer, settings, spec, len(places))]
 
+    def copies_on(holder: Usage, size: int) -> int:
+        kept = settings.f16_copies == "on" and holder.device.is_gpu and keeps_f16_copies(holder.device.name)
+        return size if kept else 0
+
     last = holder_of(spec.n_blocks)
     n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
@@ -208,10 +227,12 @@ def arrange(
     for layer, size in enumerate(spec.layer_weights):
         holder = holder_of(layer)
         holder.weights += size
+        holder.copies += copies_on(holder, spec.layer_copies[layer])
         holder.kv += spec.kv_cell(layer, settings) * settings.ctx_size
         holder.states += spec.layer_state[layer] * n_states
         holder.settling += spec.layer_state[layer] * n_settling
     last.weights += spec.output_weights
+    last.copies += copies_on(last, spec.output_copies)
     embedding = host if embedding_place(settings, spec, places) is None else holder_of(0)
     if not (spec.output_is_tied and embedding is last):  # else they are one tensor
         embedding.weights += spec.input_weights
@@ -220,6 +241,7 @@ def arrange(
     if by_head:
         head, cells = holder_of(spec.n_blocks - 1), mtp_cells(settings)
         head.weights += spec.mtp_weights
+        head.copies += copies_on(head, spec.mtp_copies)
         head.kv += spec.mtp_cell(settings) * cells
         host.cells += CELL_ENTRY * cells
         host.hidden += host_bytes(

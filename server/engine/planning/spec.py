@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from qwen_serve.llamacpp import CACHE_TYPES, row_bytes
+from qwen_serve.llamacpp import CACHE_TYPES, is_quantized, row_bytes
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import Metadata
 from qwen_serve.server.engine.model_file import ModelFile
@@ -24,7 +25,7 @@ from .limits import (
 )
 
 if TYPE_CHECKING:
-    from qwen_serve.llamacpp.gguf import Header
+    from qwen_serve.llamacpp.gguf import Header, TensorInfo
     from qwen_serve.server.engine.settings import EngineSettings
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
@@ -71,6 +72,10 @@ class ModelSpec:
     """The draft model beside it, if there is one."""
     embedding_type: int = 0
     """ggml's number for the type of the token embedding (`enum ggml_type`)."""
+    layer_copies: tuple[int, ...] = ()
+    """Copies in FP16 of the quantized matrices; those of experts have none."""
+    output_copies: int = 0
+    mtp_copies: int = 0
 
     @property
     def state(self) -> int:
@@ -105,15 +110,21 @@ class ModelSpec:
         n_blocks = metadata.integer("block_count", least=1)
         n_mtp = metadata.integer("nextn_predict_layers", 0)
         n_trunk = n_blocks - n_mtp
-        blocks: dict[int, int] = {}
+        blocks: Counter[int] = Counter()
+        copies: Counter[int] = Counter()
+        is_tied = "output.weight" not in header.tensors
+        output_copies = 0
         input_weights = output_weights = 0
         for name, tensor in header.tensors.items():
             if match := _BLOCK.match(name):
-                blocks[int(match[1])] = blocks.get(int(match[1]), 0) + tensor.n_bytes
+                blocks[int(match[1])] += tensor.n_bytes
+                copies[int(match[1])] += _copy(tensor)
             elif name.startswith("token_embd"):
                 input_weights += tensor.n_bytes
+                output_copies += _copy(tensor) if is_tied else 0
             else:
                 output_weights += tensor.n_bytes
+                output_copies += _copy(tensor)
         if n_blocks != len(blocks) or n_blocks != max(blocks) + 1 or n_trunk < 1:
             raise ModelLoadError(
                 f"{header.name}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
@@ -140,7 +151,6 @@ class ModelSpec:
             recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
         channels = inner + 2 * metadata.integer("ssm.group_count", 0) * state
         layer_state = 4 * ((metadata.integer("ssm.conv_kernel", 1, least=1) - 1) * channels + inner * state)
-        is_tied = "output.weight" not in header.tensors
         return cls(
             file=ModelFile.of(header.path, header.status),
             n_blocks=n_blocks,
@@ -159,7 +169,15 @@ class ModelSpec:
             ),
             kv_elements=tuple((0, 0) if recurrent[i] else kv_elements[i] for i in range(n_trunk)),
             layer_state=tuple(layer_state if recurrent[i] else 0 for i in range(n_trunk)),
+            layer_copies=tuple(copies[layer] for layer in range(n_trunk)),
+            output_copies=output_copies,
+            mtp_copies=sum(copies[layer] for layer in range(n_trunk, n_blocks)),
         )
+
+
+def _copy(tensor: TensorInfo) -> int:
+    """Bytes of its copy in FP16, as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
+    return 2 * tensor.n_elements if len(tensor.shape) == 2 and is_quantized(tensor.type) else 0
 
 
 def _by_layer(metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, default: int = 0) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import supports_gpu
+from qwen_serve.llamacpp import devices, keeps_f16_copies, supports_gpu
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
@@ -162,14 +162,28 @@ async def test_a_gpu_too_differs_by_no_more_than_the_noise_of_shapes(
     await differ_by_no_more_than_noise(request.getfixturevalue(f"nano_{quant}"), types, prompts, "both")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not any(keeps_f16_copies(device.name) for device in devices() if device.is_gpu),
+    reason="no GPU that is faster with FP16 copies, or a build without them",
+)
+async def test_copies_in_fp16_differ_by_no_more_than_the_noise_of_shapes(nano_q4_k_m: Path) -> None:
+    """Steps of up to 32 sequences read the copies."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, rng.randint(1, 100)) for _ in range(32)]
+    types = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16", "n_gpu_layers": -1}
+    together = {"parallel": 32, "ctx_size": 16_384, "f16_copies": "on"}
+    await differ_by_no_more_than_noise(nano_q4_k_m, types, prompts, "off", **together)
+
+
 async def differ_by_no_more_than_noise(
-    path: Path, types: dict[str, Any], prompts: list[list[int]], speculation: str
+    path: Path, types: dict[str, Any], prompts: list[list[int]], speculation: str, **changes: Any
 ) -> None:
     """Serve the prompts together; then replay the answers alone, where each token must have been the best."""
     rng = random.Random(2)
     requests = [Request(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
-    engine_settings = {"parallel": 8, "ctx_size": 4096, "prefill_budget": 50, "speculation": speculation}
-    with running(path, **types, **engine_settings) as engine:
+    usual = {"parallel": 8, "ctx_size": 4096, "prefill_budget": 50, "speculation": speculation}
+    with running(path, **types, **(usual | changes)) as engine:
         answers = await ask_all(engine, requests)
 
     reference = Alone(path, **types)
@@ -177,7 +191,11 @@ async def differ_by_no_more_than_noise(
     rows = [reference.logits(tokens, 512) for tokens in sequences]
     other_shapes = [
         [reference.logits(tokens, 50) for tokens in sequences],
-        reference.logits_together(sequences),
+        [
+            row
+            for start in range(0, len(sequences), reference.n_seq)
+            for row in reference.logits_together(sequences[start : start + reference.n_seq])
+        ],
     ]
     reference.close()
 

@@ -61,6 +61,13 @@ def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
         monkeypatch.setattr(module, "SHARES_SNAPSHOTS", shared)
 
 
+def pretend_copies(monkeypatch: pytest.MonkeyPatch, *, pay: bool, build: bool = True) -> None:
+    """Whether FP16 copies pay on every GPU, and whether this build can keep them."""
+    monkeypatch.setattr(fit, "HAS_F16_COPIES", build)
+    for module in (plan, fit):
+        monkeypatch.setattr(module, "keeps_f16_copies", lambda _: pay and build)
+
+
 def four_b_plan(**changes: Any) -> MemoryPlan:
     # What fits is decided without the file; `_rehearse` is replaced.
     return plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, **changes), four_b())

@@ -6,13 +6,14 @@ import pytest
 
 from qwen_serve.llamacpp import Device
 from qwen_serve.server.engine.planning import fit, plan
-from tests.server.engine.planning.cards import GIB, MIB, NO_ROWS, share_snapshots
+from tests.server.engine.planning.cards import GIB, MIB, NO_ROWS, pretend_copies, share_snapshots
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that there are GPUs with so many bytes free, 32 GiB of host memory, and of the patches that
     sizes depend on shared-snapshots alone."""
+    pretend_copies(monkeypatch, pay=False)
     share_snapshots(monkeypatch, True)
     monkeypatch.setattr(plan, "READS_OWN_CELLS", False)
     monkeypatch.setattr(plan, "takes_rows", lambda name, ggml_type, width: ggml_type != NO_ROWS)
