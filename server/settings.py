@@ -6,6 +6,7 @@ import argparse
 import inspect
 import os
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -271,6 +272,13 @@ def described_settings() -> list[tuple[str, str, list[tuple[str, str, str]]]]:
     ]
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Names with hyphens, such as those of patches, stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(
@@ -282,7 +290,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
         "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file, "
         "the file over the variant.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=32, width=110),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
