@@ -8,9 +8,14 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # the imports take seconds, and there is nothing to clean up
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
+import qwen_serve.llamacpp  # noqa: F401 - before numpy, see there
 
-from qwen_serve.convert.cli import main
+try:
+    from qwen_serve.convert.cli import main
+except ModuleNotFoundError as error:
+    if (error.name or "").startswith("qwen_serve"):
+        raise
+    sys.exit(f"error: the converter needs {error.name}: pip install 'qwen-serve[convert]'")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import Batch
+from qwen_serve.llamacpp.evaluation import Batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from qwen_serve.convert.llama import Context, Floats, Model
+    from qwen_serve.llamacpp.evaluation import EvalContext
+    from qwen_serve.llamacpp.model import Model
+    from qwen_serve.llamacpp.probe import Floats
 
 CHUNK_SIZE = 512
 
@@ -28,7 +30,7 @@ def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.
         ConvertError: the file is missing, not UTF-8, or shorter than one chunk.
     """
     try:
-        ids = model.tokenize(text.read_text(encoding="utf-8"))
+        ids = model.tokenize(text.read_text(encoding="utf-8"), ends=True)
     except FileNotFoundError:
         raise ConvertError(f"{text}: no such file") from None
     except UnicodeDecodeError as error:
@@ -43,7 +45,7 @@ def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.
 
 
 def decode_chunks(
-    context: Context, chunks: NDArray[np.int32], *, start: int = 0, output: bool = False
+    context: EvalContext, chunks: NDArray[np.int32], *, start: int = 0, output: bool = False
 ) -> None:
     """Decodes chunk `i` as sequence `i`, positions from `start`; `output`: with the logits of every token."""
     batch = Batch(context)
@@ -54,7 +56,7 @@ def decode_chunks(
 
 
 def decode_drafts(
-    context: Context, chunks: NDArray[np.int32], hidden: Floats, *, output: bool = False
+    context: EvalContext, chunks: NDArray[np.int32], hidden: Floats, *, output: bool = False
 ) -> None:
     """Runs the MTP context over chunks the trunk has just decoded, from their second token on.
 

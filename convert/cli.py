@@ -15,7 +15,6 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
 from qwen_serve.convert.draft_pipeline import DraftPipeline
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import Runtime
 from qwen_serve.convert.pipeline import Options, Pipeline
 from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
 from qwen_serve.convert.search import Target
@@ -24,6 +23,7 @@ from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
 from qwen_serve.convert.whole_model import WholeModel
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.evaluation import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.draft import DraftCheckpoint, write_draft
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import LLAMA_VERSION
 from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.report import print_report, write_report
 from qwen_serve.convert.stages import Output, StageRecord, fingerprint
 from qwen_serve.convert.tensors import plan_tensors
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from qwen_serve.common.interrupts import held
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
-from qwen_serve.convert.interrupts import held
 from qwen_serve.convert.metadata import add_general, add_hyperparameters, add_tokenizer
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune

@@ -17,8 +17,10 @@ from gguf import GGUFReader, GGUFWriter
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import Context, Model
 from qwen_serve.convert.progress import Progress
+from qwen_serve.llamacpp.evaluation import EvalContext
+from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.probe import Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from qwen_serve.convert.llama import ContextKind, Floats, Routing, Runtime
+    from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
+    from qwen_serve.llamacpp.probe import Floats, Routing
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 EXPERTS = ".ffn_down_exps.weight"  # gate and up projection are routed alike
@@ -209,24 +212,25 @@ def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> N
     """
     collector = _Collector()
     with ExitStack() as stack:
-        model = stack.enter_context(Model(gguf, runtime))
+        model = stack.enter_context(runtime.load(gguf))
         chunks = read_chunks(model, text)
         n_chunks, size = chunks.shape
         cells = min(CHUNKS_PER_BATCH, n_chunks) * size
 
-        def open_context(kind: ContextKind, observes: Callable[[str], bool]) -> Context:
-            context = Context(
+        def open_context(kind: ContextKind, observes: Callable[[str], bool]) -> EvalContext:
+            context = EvalContext(
                 model,
                 n_ctx=cells,
                 n_batch=cells,
                 n_seq=cells // size,
                 kind=kind,
-                observe=collector.add,
-                observes=observes,
+                threads=runtime.n_threads,
+                callback=Probe(collector.add, observes),
             )
             return stack.enter_context(context)
 
-        head = model.head_name()
+        untied = "output.weight" in read_header(gguf).tensors
+        head = "output.weight" if untied else "token_embd.weight"
         mtp_block = f"blk.{model.n_layer}."
         trunk = open_context("trunk", lambda name: name.startswith("blk."))
         trunk.keep_hidden()

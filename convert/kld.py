@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.common.interrupts import held
 from qwen_serve.convert.chunks import decode_chunks, read_chunks
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.interrupts import held
-from qwen_serve.convert.llama import Context, Model
 from qwen_serve.convert.progress import Progress
+from qwen_serve.llamacpp.evaluation import EvalContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from qwen_serve.convert.llama import Floats, Runtime
+    from qwen_serve.llamacpp.evaluation import Runtime
+    from qwen_serve.llamacpp.model import Model
+    from qwen_serve.llamacpp.probe import Floats
 
 MIN_TOKENS = 32_768
 MAX_BATCH = 2048
@@ -91,12 +93,12 @@ def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime:
         ConvertError: the text has fewer than `MIN_TOKENS` tokens, or the vocabularies do not fit.
         LlamaError: a model cannot be loaded or run.
     """
-    with Model(reference, runtime) as whole, Model(quantized, runtime) as model:
+    with runtime.load(reference) as whole, runtime.load(quantized) as model:
         columns = shared_tokens(whole, model)
         chunks = read_chunks(model, text)
         if chunks.size < MIN_TOKENS:
             raise ConvertError(f"{text}: {chunks.size} tokens in whole chunks; {MIN_TOKENS} are needed")
-        return Divergence.of(compare(whole, model, chunks, columns=columns))
+        return Divergence.of(compare(whole, model, chunks, columns=columns, threads=runtime.n_threads))
 
 
 def shared_tokens(reference: Model, candidate: Model) -> NDArray[np.int64] | None:
@@ -126,6 +128,7 @@ def compare(
     columns: NDArray[np.int64] | None = None,
     skip: int = 0,
     max_batch: int = MAX_BATCH,
+    threads: int = 1,
 ) -> Scores:
     """Runs chunks [chunks, size] of the candidate's token ids through both models.
 
@@ -133,6 +136,7 @@ def compare(
         columns: of `shared_tokens`: what the candidate's ids are called by the reference.
         skip: positions at the start of every chunk that are read and not scored.
         max_batch: tokens a call at most; logits are bounded by `LOGIT_BYTES` besides.
+        threads: of the CPU.
 
     Raises:
         LlamaError: a model cannot be run.
@@ -147,10 +151,12 @@ def compare(
     total, count = 0.0, 0
     with ExitStack() as stack:
         contexts = [
-            stack.enter_context(Context(model, n_ctx=n_seq * size, n_batch=n_seq * n_step, n_seq=n_seq))
+            stack.enter_context(
+                EvalContext(model, n_ctx=n_seq * size, n_batch=n_seq * n_step, n_seq=n_seq, threads=threads)
+            )
             for model in (reference, candidate)
         ]
-        pool = stack.enter_context(ThreadPoolExecutor(candidate.runtime.n_threads))
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
         progress = stack.enter_context(Progress("KL divergence", chunks.size, "tokens"))
         for rows, steps in parts(n_chunks, size, skip, n_seq, n_step):
             scored = steps.start >= skip

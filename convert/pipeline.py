@@ -29,7 +29,6 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.imatrix import collect_imatrix
-from qwen_serve.convert.llama import LLAMA_VERSION, Runtime
 from qwen_serve.convert.prune import kept_layers, label
 from qwen_serve.convert.prune_vocab import kept_tokens
 from qwen_serve.convert.prune_vocab import label as vocab_label
@@ -52,6 +51,8 @@ from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerpr
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
 from qwen_serve.convert.whole_model import WholeModel
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

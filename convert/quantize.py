@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 from qwen_serve.common.children import end_with_parent
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Imatrix
-from qwen_serve.convert.llama import quantize_file
 from qwen_serve.convert.progress import Progress
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.quantize import quantize_file
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from qwen_serve.convert.llama import Runtime
     from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.llamacpp.evaluation import Runtime
 
 
 class QuantizeError(ConvertError):
@@ -122,7 +123,7 @@ def _work(job: Job, parent: Connection) -> None:
             threads=job.threads,
             on_tensor=lambda total, name: send(Tensor(total, name)),
         )
-    except ConvertError as error:
+    except (ConvertError, LlamaError) as error:
         send(Outcome(str(error)))
     else:
         send(Outcome(None))

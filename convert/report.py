@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
 from qwen_serve.convert.kld import Divergence, measure_divergence
-from qwen_serve.convert.llama import LLAMA_VERSION
 from qwen_serve.convert.progress import BYTES, Progress, size
 from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from qwen_serve.convert.llama import Runtime
     from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.llamacpp.evaluation import Runtime
     from qwen_serve.llamacpp.gguf import TensorInfo
 
 READ_BYTES = 16 * 2**20

@@ -1,8 +1,10 @@
-"""The llama.cpp API, as much of it as the engine uses: the only package here that touches ctypes.
+"""The llama.cpp API, as much of it as the engine and the converter use: the only package that touches ctypes.
 
 Errors are exceptions, batches and logits are numpy views of llama.cpp's own memory, and its log goes to
 Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call from several threads at once.
 """
+
+import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 
 from .context import Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler

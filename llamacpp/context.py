@@ -54,6 +54,10 @@ class ContextOptions:
     n_snapshots: int = 0
     """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
     recurrent state, without the patch shared-snapshots for every sequence id."""
+    eval_callback: Any = None
+    """A `ggml_backend_sched_eval_callback`, which sees every graph as it is computed."""
+    op_offload: bool = True
+    """Let the GPU compute with copies of weights that are in the CPU's memory."""
     unified: bool = True
     """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
     to another copies its keys and values on the device."""
@@ -89,7 +93,9 @@ class Context:
         params.type_k = CACHE_TYPES[options.type_k]
         params.type_v = CACHE_TYPES[options.type_v]
         params.kv_unified = options.unified
-        params.offload_kqv = True
+        params.offload_kqv, params.op_offload = True, options.op_offload
+        if options.eval_callback is not None:
+            params.cb_eval = options.eval_callback
         params.no_perf = True
         self.samplers = DeviceSamplers(model, options.n_samplers, options.sampler)
         params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers

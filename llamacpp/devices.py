@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
@@ -38,24 +38,20 @@ class Device:
     total: int
 
 
-def _ggml(name: str, restype: Any, *argtypes: Any) -> Any:
-    function = getattr(C._lib, name)
-    function.restype, function.argtypes = restype, list(argtypes)
-    return function
-
-
-_dev_count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
-_dev_get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-_dev_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-_dev_description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-_dev_type = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-_dev_by_name = _ggml("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
-_dev_buffer_type = _ggml("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-_dev_memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2)
-_row_size = _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
-_block_size = _ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
-_type_name = _ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
-_is_quantized = _ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
+_dev_count = ggml.declare("ggml_backend_dev_count", ctypes.c_size_t)
+_dev_get = ggml.declare("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_dev_name = ggml.declare("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+_dev_description = ggml.declare("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+_dev_type = ggml.declare("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_dev_by_name = ggml.declare("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+_dev_buffer_type = ggml.declare("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+_dev_memory = ggml.declare(
+    "ggml_backend_dev_memory", None, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2
+)
+_row_size = ggml.declare("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
+_block_size = ggml.declare("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
+_type_name = ggml.declare("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+_is_quantized = ggml.declare("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
 
 HAS_F16_COPIES: Final = brings(F16_COPIES, "llama_model_keep_f16_copies")
 """Whether this build can keep copies in FP16 of quantized weights."""

@@ -21,6 +21,13 @@ def quick(name: str, result: Any, *arguments: Any) -> Any:
     return function
 
 
+def declare(name: str, result: Any, *arguments: Any) -> Any:
+    """A function that may take long: it gives up the GIL."""
+    function = getattr(C._lib, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
 class Tensor(ctypes.Structure):
     """`struct ggml_tensor` of ggml.h; inside.py checks it."""
 
@@ -67,6 +74,8 @@ cast = quick("ggml_cast", _P, _P, _P, ctypes.c_int)
 clamp = quick("ggml_clamp", _P, _P, _P, ctypes.c_float, ctypes.c_float)
 concat = quick("ggml_concat", _P, _P, _P, _P, ctypes.c_int)
 op_name = quick("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
+nbytes = quick("ggml_nbytes", _SIZE, ctypes.POINTER(Tensor))
+is_host = quick("ggml_backend_buffer_is_host", ctypes.c_bool, _P)
 alloc_tensors = quick("ggml_backend_alloc_ctx_tensors_from_buft", _P, _P, _P)
 free_buffer = quick("ggml_backend_buffer_free", None, _P)
 tensor_set = quick("ggml_backend_tensor_set", None, _P, _P, _SIZE, _SIZE)
@@ -76,7 +85,9 @@ device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
 supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 
 F32, I32 = 0, 26
-PAD = next(op for op in range(200) if op_name(op) == b"PAD")
+PAD, MUL_MAT, MUL_MAT_ID = (
+    next(op for op in range(200) if op_name(op) == name) for name in (b"PAD", b"MUL_MAT", b"MUL_MAT_ID")
+)
 
 
 # --- samplers ----------------------------------------------------------------------------------------------

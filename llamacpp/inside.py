@@ -2,7 +2,7 @@
 
 Each is a `Check` that fails by its name: those of the library when llama.cpp is started, that of hidden rows
 when they are first read, all of them with a model (inside_model.py) in the tests and when the pin moves
-(patches/bump.py). What is read in llama.cpp's log fails where it is read: sizes of buffers (engine/memory.py)
+(patches/bump.py). What is read in llama.cpp's log fails where it is read: sizes of buffers (engine/planning)
 and planned types (convert). What the device samples is compared with the host's at each start
 (engine/warmup.py).
 """
@@ -41,11 +41,12 @@ PARAMETERS = {
     "no_alloc load_mtp use_extra_bufts",
     "llama_context_params": "ctx_other ctx_type n_ctx n_seq_max n_batch n_ubatch n_outputs_max "
     "n_outputs_max_per_seq n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
-    "offload_kqv no_perf samplers n_samplers cb_eval",
+    "offload_kqv op_offload no_perf samplers n_samplers cb_eval",
     "llama_sampler_chain_params": "no_perf",
     "llama_sampler_seq_config": "seq_id sampler",
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
     "llama_perf_context_data": "n_reused",
+    "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides",
 }
 """Fields of structures of llama.h that are set or read: ctypes takes an assignment to any other name, too."""
 

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from . import inside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("llama.cpp")
 
@@ -21,6 +21,7 @@ _LEVELS = {1: 5, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
 """ggml's levels (debug, info, warning, error). Its info is our debug: it tells a developer's story."""
 
 _tap: list[str] | None = None
+_listener: Callable[[str], None] | None = None
 _log_level = logging.DEBUG
 
 
@@ -29,7 +30,10 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
     global _log_level
     if level != 5:  # 5 continues the line before
         _log_level = _LEVELS.get(level, logging.DEBUG)
-    line = text.decode("utf-8", "replace").strip()
+    words = text.decode("utf-8", "replace")
+    if _listener is not None:
+        _listener(words)
+    line = words.strip()
     if not line or not line.strip("."):  # loading draws its progress in dots
         return
     if _tap is not None:
@@ -48,15 +52,18 @@ def set_up() -> None:
 
 
 @contextmanager
-def tapped_log() -> Iterator[list[str]]:
-    """Collect llama.cpp's log lines while the block runs, and keep them off the console."""
-    global _tap
+def tapped_log(listener: Callable[[str], None] | None = None) -> Iterator[list[str]]:
+    """Collect llama.cpp's log lines while the block runs, and keep them off the console.
+
+    `listener` is called with each piece as it comes: a line may come in several.
+    """
+    global _tap, _listener
     lines: list[str] = []
-    _tap = lines
+    _tap, _listener = lines, listener
     try:
         yield lines
     finally:
-        _tap = None
+        _tap = _listener = None
 
 
 def reason(lines: Sequence[str]) -> str:

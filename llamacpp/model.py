@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
@@ -14,7 +15,7 @@ from .log import reason, set_up, tapped_log
 from .patches import amx_is_right
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 EMBEDDING = rb"^token_embd\.weight$"
@@ -30,15 +31,17 @@ class _BufferTypeOverride(ctypes.Structure):
 
 
 class Model:
-    """Weights and vocabulary of one GGUF file.
+    """Weights and vocabulary of one GGUF file; a context manager, to be closed after its contexts.
 
     With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
     a model serves only to learn what llama.cpp would allocate. `shares` splits the layers among all GPUs in
-    these proportions; without them `main_gpu` holds what is on a GPU. The token embedding is on the device
-    `embedding_on`, by ggml's name, or else on the host; where it is the output head, too, and that is on the
-    same device, they are one tensor there. With `f16_copies`, quantized matrices have copies in FP16 beside
-    them on devices that are faster with them (`keeps_f16_copies`) and have room for all. `load_mtp` loads
-    the multi-token-prediction block too, where the file has one. Raises ModelLoadError.
+    these proportions, None by their free memory; without them `main_gpu` holds what is on a GPU. The token
+    embedding is on the device `embedding_on`, by ggml's name, or else on the host; where it is the output
+    head, too, and that is on the same device, they are one tensor there. With `f16_copies`, quantized
+    matrices have copies in FP16 beside them on devices that are faster with them (`keeps_f16_copies`) and
+    have room for all. `load_mtp` loads the multi-token-prediction block too, where the file has one.
+    `writable` weights are in memory of their own, as they stand in the file, for `weights.Weights`. Raises
+    ModelLoadError.
     """
 
     def __init__(
@@ -47,19 +50,22 @@ class Model:
         *,
         n_gpu_layers: int = -1,
         main_gpu: int = 0,
-        shares: Sequence[float] = (),
+        shares: Sequence[float] | None = (),
         embedding_on: str | None = None,
         use_mmap: bool = True,
         mlock: bool = False,
         rehearse: bool = False,
         f16_copies: bool = False,
         load_mtp: bool = False,
+        writable: bool = False,
     ) -> None:
+        self.path = path
+        self._handle: Any = None
         set_up()
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
-        params.split_mode = C.LLAMA_SPLIT_MODE_LAYER if shares else C.LLAMA_SPLIT_MODE_NONE
-        split = (ctypes.c_float * C.llama_max_devices())(*shares)  # llama.cpp copies it while it loads
+        params.split_mode = C.LLAMA_SPLIT_MODE_NONE if shares == () else C.LLAMA_SPLIT_MODE_LAYER
+        split = (ctypes.c_float * C.llama_max_devices())(*shares or ())  # llama.cpp copies it while it loads
         params.tensor_split = split if shares else None
         params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
         overrides = (_BufferTypeOverride * 2)()  # the second, of zeros, ends the list
@@ -67,12 +73,12 @@ class Model:
             overrides[0] = _BufferTypeOverride(EMBEDDING, buffer_type(embedding_on))
             params.tensor_buft_overrides = ctypes.addressof(overrides)
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
-        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse else mode
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
         params.no_alloc = rehearse
         params.load_mtp = load_mtp
-        params.use_extra_bufts = amx_is_right()
+        params.use_extra_bufts = amx_is_right() and not writable
         with tapped_log() as lines:
-            self._handle = C.llama_model_load_from_file(str(path).encode(), params)
+            self._handle = C.llama_model_load_from_file(os.fsencode(path), params)
         self.log = lines
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
@@ -81,6 +87,9 @@ class Model:
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
+        self.n_layer = int(C.llama_model_n_layer(self._handle))
+        """Of the trunk; the MTP block, where there is one, is block number `n_layer`."""
+        self.n_nextn = int(C.llama_model_n_layer_nextn(self._handle))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
         self.size_bytes = int(C.llama_model_size(self._handle))
@@ -100,10 +109,18 @@ class Model:
             found[key] = _string(C.llama_model_meta_val_str_by_index, self._handle, index)
         return found
 
-    def tokenize(self, text: bytes, *, special: bool) -> list[int]:
-        """Ids of valid UTF-8 `text`; with `special`, the texts of control tokens become those tokens."""
-        buffer = (C.llama_token * (len(text) + 1))()  # a token stands for at least one byte
-        count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), False, special)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tokenize(self, text: str | bytes, *, special: bool = True, ends: bool = False) -> list[int]:
+        """Ids of `text`, as bytes valid UTF-8; with `special`, the texts of control tokens become those
+        tokens; with `ends`, BOS and EOS are added where the vocabulary says so."""
+        text = text.encode() if isinstance(text, str) else text
+        buffer = (C.llama_token * (len(text) + 2))()  # a token stands for at least one byte
+        count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), ends, special)
         if count < 0:
             raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
         return buffer[:count]  # type: ignore[no-any-return]
@@ -116,6 +133,19 @@ class Model:
             buffer = ctypes.create_string_buffer(-count)
             count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return bytes(buffer.raw[:count])
+
+    def detokenize(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of `tokens`, control tokens spelled out; may end inside a UTF-8 character."""
+        return b"".join(self.piece(token, special=True) for token in tokens)
+
+    def token_texts(self) -> list[bytes]:
+        """Every token as the vocabulary spells it (byte-level for regular tokens), by id."""
+        return [C.llama_vocab_get_text(self._vocab, token) for token in range(self.n_vocab)]
+
+    def unused_tokens(self) -> list[int]:
+        """Ids that pad the vocabulary and stand for nothing; a model may score them all the same."""
+        attributes = (C.llama_vocab_get_attr(self._vocab, token) for token in range(self.n_vocab))
+        return [token for token, attribute in enumerate(attributes) if attribute & _ATTR_UNUSED]
 
     def is_added(self, token: int) -> bool:
         """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""

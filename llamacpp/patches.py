@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from importlib.metadata import version
 from typing import Final
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -52,6 +53,8 @@ def _hidden() -> set[str]:
         raise LlamaError(f"{HIDE}: {min(unknown)}: want some of {', '.join(sorted(known))}")
     return names
 
+
+LLAMA_VERSION: Final[str] = version("llama-cpp-python")
 
 READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-in-place"} <= set(patches())
 """Whether a step on an NVIDIA GPU, with F16 keys and values, reads the cells of its own sequences alone, and

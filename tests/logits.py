@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_serve.convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
+import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +22,8 @@ def gguf_log_probabilities(
     wanted = set(positions.tolist())
     rows = []
     with (
-        Model(gguf, Runtime(threads=1, n_gpu_layers=0)) as model,
-        Context(model, n_ctx=length, n_batch=length, precise=True) as context,
+        Runtime(threads=1, n_gpu_layers=0).load(gguf) as model,
+        EvalContext(model, n_ctx=length, n_batch=length, precise=True) as context,
     ):
         for sequence in sequences:
             context.clear()

@@ -25,8 +25,8 @@ from qwen_serve.bench.store import Run
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import MAX_BATCH, Scores, compare, shared_tokens
-from qwen_serve.convert.llama import Model, Runtime
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
 
 LOWEST, HIGHEST, BINS_A_DECADE = -8, 2, 8  # of the histogram, powers of ten in nats
@@ -135,13 +135,21 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
     try:
         for path in (reference, gguf):
             read_header(path)
-        with Model(reference, runtime) as theirs, Model(gguf, runtime) as ours:
+        with runtime.load(reference) as theirs, runtime.load(gguf) as ours:
             columns = shared_tokens(theirs, ours)
             chunks = read_chunks(ours, text, reading.context)
             content = text.read_text(encoding="utf-8")
-            text_tokens, reference_text_tokens = (len(model.tokenize(content)) for model in (ours, theirs))
+            text_tokens, reference_text_tokens = (
+                len(model.tokenize(content.encode(), special=True)) for model in (ours, theirs)
+            )
             scores = compare(
-                theirs, ours, chunks, columns=columns, skip=reading.unscored, max_batch=reading.batch
+                theirs,
+                ours,
+                chunks,
+                columns=columns,
+                skip=reading.unscored,
+                max_batch=reading.batch,
+                threads=runtime.n_threads,
             )
     except (ConvertError, LlamaError) as error:
         raise BenchError(str(error)) from error

@@ -18,12 +18,12 @@ from qwen_serve.bench.models.vocab import make_vocab
 from qwen_serve.bench.models.weights import SHARED
 from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import quantized_types
 from qwen_serve.convert.metadata import add_hyperparameters, add_tokenizer
 from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.tensors import FloatType, TensorPlan, expected_tensors
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.gguf import ALIGNMENT, TensorInfo
+from qwen_serve.llamacpp.quantize import quantized_types
 
 
 def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[TensorInfo]:

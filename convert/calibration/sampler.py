@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.convert.llama import Batch, Context
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from qwen_serve.convert.llama import Floats, Model
+    from qwen_serve.llamacpp.model import Model
+    from qwen_serve.llamacpp.probe import Floats
 
 PARALLEL = 32
 MIN_P = 0.02  # tokens less likely than this share of the likeliest are never drawn; temperature is 1
@@ -32,7 +33,13 @@ class Request:
         self.random = np.random.default_rng(self.seed)
 
 
-def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[Request], None]) -> None:
+def complete(
+    model: Model,
+    requests: Sequence[Request],
+    on_finished: Callable[[Request], None],
+    *,
+    threads: int = 1,
+) -> None:
     """Fills in every request's `generated`, its end-of-generation token included where one was drawn.
 
     At most `PARALLEL` sequences run at once; one that ends makes room for the next. The draws depend on the
@@ -44,14 +51,16 @@ def complete(model: Model, requests: Sequence[Request], on_finished: Callable[[R
     banned = model.unused_tokens()
     waiting, free = deque(requests), list(range(n_seq))
     running: dict[int, Request] = {}
-    with Context(model, n_ctx=n_seq * room, n_batch=max(longest, n_seq), n_seq=n_seq) as context:
+    with EvalContext(
+        model, n_ctx=n_seq * room, n_batch=max(longest, n_seq), n_seq=n_seq, threads=threads
+    ) as context:
 
         def accept(sequence: int, logits: Floats) -> None:
             request = running[sequence]
             logits[banned] = -np.inf
             token = _draw(logits, request.random)
             request.generated.append(token)
-            if model.is_eog(token) or len(request.generated) == request.max_new:
+            if token in model.eog_ids or len(request.generated) == request.max_new:
                 del running[sequence]
                 free.append(sequence)
                 on_finished(request)

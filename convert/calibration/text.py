@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from qwen_serve.convert.calibration.prompts import ChatTemplate, load_prompts
 from qwen_serve.convert.calibration.sampler import Request, complete
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.llama import Model
 from qwen_serve.convert.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from qwen_serve.convert.calibration.prompts import Purpose
-    from qwen_serve.convert.llama import Runtime
+    from qwen_serve.llamacpp.evaluation import Runtime
+    from qwen_serve.llamacpp.model import Model
 
 TEXT_VERSION = 1
 """Raise it when the same model would write another text: other prompts, another sampler, other lengths."""
@@ -36,15 +36,15 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
         LlamaError: the model cannot be loaded or run.
     """
     prompts, wanted = load_prompts(purpose), MIN_TOKENS[purpose]
-    with Model(gguf, runtime) as model:
-        source = model.metadata("tokenizer.chat_template")
+    with runtime.load(gguf) as model:
+        source = model.metadata().get("tokenizer.chat_template")
         if not source:
             raise ConvertError(
                 f"{gguf}: no tokenizer.chat_template, so the model cannot be prompted to write its own text; "
                 "add chat_template.jinja to the checkpoint, or use --calibration FILE and --no-kld"
             )
         template = ChatTemplate(source)
-        rendered = [model.tokenize(template.render(prompt)) for prompt in prompts]
+        rendered = [model.tokenize(template.render(prompt), ends=True) for prompt in prompts]
         text, n_tokens, answered = "", 0, 0
         written = finished = shown = 0
         with Progress(f"Writing {purpose} text", wanted, "tokens") as progress:
@@ -70,9 +70,9 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
                     )
                     for i in range(count)
                 ]
-                complete(model, requests, show)
+                complete(model, requests, show, threads=runtime.n_threads)
                 text += "".join(_conversation(model, request) for request in requests)
-                n_tokens, answered = len(model.tokenize(text)), answered + count
+                n_tokens, answered = len(model.tokenize(text, ends=True)), answered + count
     out.write_text(text, encoding="utf-8")
 
 

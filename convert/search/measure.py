@@ -5,15 +5,16 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from qwen_serve.common.interrupts import held
 from qwen_serve.convert.chunks import CHUNK_SIZE, decode_chunks, decode_drafts, read_chunks
 from qwen_serve.convert.imatrix import Imatrix
-from qwen_serve.convert.interrupts import held
 from qwen_serve.convert.kld import LOGIT_BYTES, MAX_BATCH, ROWS_AT_ONCE, Part, parts
-from qwen_serve.convert.llama import Context, Model, Weights, dequantize_rows, quantize_rows
+from qwen_serve.llamacpp.evaluation import EvalContext
+from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from qwen_serve.convert.llama import Bytes, Floats, Runtime
     from qwen_serve.convert.search.groups import Matrix, Type
+    from qwen_serve.llamacpp.evaluation import Runtime
+    from qwen_serve.llamacpp.model import Model
+    from qwen_serve.llamacpp.probe import Floats
+    from qwen_serve.llamacpp.weights import Bytes
 
 CHUNKS: Final = 8
 """Of 512 tokens: the text that a probe reads. Probes are compared on the same tokens, so few of them do."""
@@ -62,8 +66,8 @@ class Meter:
         self._standing: dict[str, Type] = {}
         self._quantized: dict[str, tuple[Type, Bytes]] = {}  # the last of each tensor
         with ExitStack() as stack:
-            model = stack.enter_context(Model(gguf, runtime, writable=True))
-            self._weights = Weights(model)
+            model = stack.enter_context(runtime.load(gguf, writable=True))
+            self._weights = Weights(model, self._threads)
             chunks = read_chunks(model, text)
             room = max(1, REFERENCE_BYTES // (4 * model.n_vocab * CHUNK_SIZE))
             self._chunks = chunks[: min(CHUNKS, room)]
@@ -72,14 +76,12 @@ class Meter:
             self._n_step = min(CHUNK_SIZE, n_batch)
             cells = self._n_seq * CHUNK_SIZE
             self._trunk = stack.enter_context(
-                Context(model, n_ctx=cells, n_batch=self._n_seq * self._n_step, n_seq=self._n_seq)
+                self._context(model, n_ctx=cells, n_batch=self._n_seq * self._n_step)
             )
             self._trunk.keep_hidden()
-            self._mtp: Context | None = None
+            self._mtp: EvalContext | None = None
             if model.n_nextn:
-                self._mtp = stack.enter_context(
-                    Context(model, n_ctx=cells, n_batch=cells, n_seq=self._n_seq, kind="mtp")
-                )
+                self._mtp = stack.enter_context(self._context(model, n_ctx=cells, n_batch=cells, kind="mtp"))
             self._pool = stack.enter_context(ThreadPoolExecutor(self._threads))
             self._reference: list[Floats] = []
             self._drafts: list[Floats] = []
@@ -87,6 +89,9 @@ class Meter:
             self._run_trunk(self._hidden)
             self._run_drafts(self._hidden)
             self._stack = stack.pop_all()
+
+    def _context(self, model: Model, **options: Any) -> EvalContext:
+        return EvalContext(model, n_seq=self._n_seq, threads=self._threads, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from qwen_serve.convert.llama import Runtime
     from qwen_serve.convert.search.target import Target
+    from qwen_serve.llamacpp.evaluation import Runtime
 
 SEARCH_VERSION: Final = 1
 """Raise it when the same model would be measured in another way."""

@@ -18,11 +18,11 @@ from qwen_serve.bench.store import load
 from qwen_serve.convert import kld
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.cli import main as convert
-from qwen_serve.convert.llama import Model, Runtime
+from qwen_serve.llamacpp.evaluation import Runtime
 from tests.checkpoints import write_checkpoint
 from tests.logits import gguf_log_probabilities
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
+import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
 CONTEXT, SKIP = 96, 32
 READING = Reading(context=CONTEXT, skip=SKIP, threads=1, gpu_layers=0)
@@ -55,7 +55,7 @@ def measured(files: Files) -> Measured:
 
 
 def test_against_figures_by_hand(files: Files, measured: Measured) -> None:
-    with Model(files.reference, RUNTIME) as model:
+    with RUNTIME.load(files.reference) as model:
         chunks = read_chunks(model, files.text, CONTEXT)
     assert measured.about["chunks"] == len(chunks)
     assert measured.values["scored_tokens"] == len(chunks) * (CONTEXT - SKIP - 1)

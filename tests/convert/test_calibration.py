@@ -16,9 +16,11 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.cli import main
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.floats import convert
-from qwen_serve.convert.llama import LlamaError, Model, Runtime
 from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.safetensors import read_header, write_file
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +76,7 @@ def test_the_text_is_long_enough_templated_and_reproducible(nano_f16: Path, tmp_
     assert text == second.read_text(encoding="utf-8")
     for prompt in load_prompts("evaluation")[::9]:
         assert f"<|im_start|>user\n{prompt.text}<|im_end|>\n<|im_start|>assistant\n<think>\n" in text
-    with Model(nano_f16, RUNTIME) as model:
+    with RUNTIME.load(nano_f16) as model:
         assert len(model.tokenize(text)) >= 600
 
 
@@ -95,10 +97,12 @@ def test_progress_is_of_the_answers_where_they_are_long(
 ) -> None:
     """Every prompt is answered, so that a text that is long enough at half of them is half done."""
 
-    def complete(model: Model, requests: list[Request], on_finished: Callable[[Request], None]) -> None:
+    def complete(
+        model: Model, requests: list[Request], show: Callable[[Request], None], threads: int
+    ) -> None:
         for number, request in enumerate(requests, 1):
             request.generated = request.prompt[:8]
-            on_finished(request)
+            show(request)
             shown = sum(advanced)
             assert shown <= 600 * number / len(requests)
         assert shown == 600
@@ -115,21 +119,21 @@ def test_more_requests_than_run_at_once_are_all_finished(
     nano_f16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qwen_serve.convert.calibration.sampler.PARALLEL", 3)
-    with Model(nano_f16, RUNTIME) as model:
+    with RUNTIME.load(nano_f16) as model:
         prompts = [model.tokenize(f"Count from {n}:") for n in range(8)]
         requests = [Request(prompt, 5 + i, (1, i)) for i, prompt in enumerate(prompts)]
         finished: list[Request] = []
         complete(model, requests, finished.append)
         assert sorted(map(id, finished)) == sorted(map(id, requests))
         for request in requests:
-            ended = model.is_eog(request.generated[-1])
+            ended = request.generated[-1] in model.eog_ids
             assert len(request.generated) == request.max_new or ended
-            assert not any(model.is_eog(token) for token in request.generated[:-1])
-            assert not set(request.generated) & set(model.unused_tokens().tolist())
+            assert not any(token in model.eog_ids for token in request.generated[:-1])
+            assert not set(request.generated) & set(model.unused_tokens())
 
 
 def test_seeds_decide(nano_f16: Path) -> None:
-    with Model(nano_f16, RUNTIME) as model:
+    with RUNTIME.load(nano_f16) as model:
         prompt = model.tokenize("Once upon a time")
         requests = [Request(prompt, 24, (seed,)) for seed in (1, 1, 2)]
         complete(model, requests, lambda request: None)
@@ -140,7 +144,7 @@ def test_seeds_decide(nano_f16: Path) -> None:
 def test_a_model_without_a_chat_template(
     nano_f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Model, "metadata", lambda self, key: None)
+    monkeypatch.setattr(Model, "metadata", lambda self: {})
     with pytest.raises(ConvertError, match=r"no tokenizer\.chat_template.*--calibration FILE and --no-kld"):
         write_text(nano_f16, tmp_path / "t.txt", purpose="calibration", runtime=RUNTIME)
     assert not (tmp_path / "t.txt").exists()

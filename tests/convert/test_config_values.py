@@ -35,14 +35,15 @@ import os, sys
 import llama_cpp  # before numpy
 import numpy as np
 from pathlib import Path
-from qwen_serve.convert.llama import Batch, Context, Model, Runtime
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
+from qwen_serve.llamacpp.model import Model
 
 for path in sys.argv[1:]:
     if (child := os.fork()) == 0:
         try:
-            with Model(Path(path), Runtime(threads=1, n_gpu_layers=0)) as model:
+            with Runtime(threads=1, n_gpu_layers=0).load(Path(path)) as model:
                 for kind in ("trunk", *(["mtp"] if model.n_nextn else [])):
-                    with Context(model, n_ctx=64, n_batch=64, n_seq=1, kind=kind) as context:
+                    with EvalContext(model, n_ctx=64, n_batch=64, n_seq=1, kind=kind) as context:
                         batch = Batch(context)
                         for position, token in enumerate(range(40)):
                             hidden = None if kind == "trunk" else np.full(model.n_embd, 0.1, np.float32)

@@ -10,10 +10,11 @@ import pytest
 from gguf import GGUFReader
 
 from qwen_serve.convert.imatrix import Entry, Imatrix, expert_coverage
-from qwen_serve.convert.llama import Batch, Context, Model, Routing, Runtime
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.report import Report, print_report
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
+from qwen_serve.llamacpp.probe import Probe, Routing
 from tests.upcycling import EXPERTS, USED
 
 import numpy as np  # isort: skip
@@ -52,7 +53,10 @@ def test_experts_sums_are_of_the_rows_that_each_has_read(nano_moe_q4_k_m: Path) 
     from qwen_serve.convert.imatrix import _Collector
 
     collector = _Collector()
-    with Model(f16, RUNTIME) as model, Context(model, n_ctx=64, n_batch=64, observe=observe) as context:
+    with (
+        RUNTIME.load(f16) as model,
+        EvalContext(model, n_ctx=64, n_batch=64, callback=Probe(observe)) as context,
+    ):
         batch = Batch(context)
         for position in range(40):
             batch.add(300 + 7 * position, position)
@@ -141,5 +145,5 @@ def test_a_recipe_treats_routed_experts_shared_ones_and_trunk_apart(
             assert kind == "F32", name
         elif "_shexp." in name or re.search(r"\.(attn_|ssm_out|ssm_alpha|ssm_beta)", name):
             assert kind == "Q8_0", name
-    with Model(out, RUNTIME) as model:
+    with RUNTIME.load(out) as model:
         assert model.n_nextn == 1

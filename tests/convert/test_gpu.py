@@ -8,11 +8,11 @@ from llama_cpp import llama_cpp
 from qwen_serve.convert.calibration.prompts import PROMPTS
 from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
 from qwen_serve.convert.kld import measure_divergence
-from qwen_serve.convert.llama import Runtime
 from qwen_serve.convert.search.groups import Type
 from qwen_serve.convert.search.measure import Meter
+from qwen_serve.llamacpp.evaluation import Runtime
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
+import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
 pytestmark = [
     pytest.mark.gpu,

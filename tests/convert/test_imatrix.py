@@ -10,14 +10,16 @@ from gguf import GGUFReader, GGUFWriter
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Entry, Imatrix, ImatrixError, collect_imatrix
-from qwen_serve.convert.llama import Batch, Context, LlamaError, Model, Runtime
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
+from qwen_serve.llamacpp.probe import Probe
 
 import numpy as np  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from qwen_serve.convert.llama import Floats
+    from qwen_serve.llamacpp.probe import Floats
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 
@@ -108,7 +110,7 @@ def test_weights_with_one_input_agree_and_others_differ(imatrix: Imatrix) -> Non
 def test_sums_are_of_what_a_matmul_really_reads(nano_f16: Path, text: Path, imatrix: Imatrix) -> None:
     """The trunk's hidden rows, squared and summed one token at a time, are the head's entry."""
     expected = np.zeros(256)
-    with Model(nano_f16, RUNTIME) as model, Context(model, n_ctx=512, n_batch=1) as context:
+    with RUNTIME.load(nano_f16) as model, EvalContext(model, n_ctx=512, n_batch=1) as context:
         context.keep_hidden()
         for chunk in read_chunks(model, text):
             context.clear()
@@ -132,15 +134,18 @@ def test_text_too_short(nano_f16: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(64))
-    with pytest.raises(LlamaError, match=r"x\.gguf: llama\.cpp cannot load this file"):
-        Model(tmp_path / "x.gguf", RUNTIME)
+    with pytest.raises(LlamaError, match=r"llama\.cpp could not load .*x\.gguf: "):
+        RUNTIME.load(tmp_path / "x.gguf")
 
 
 def test_an_observers_error_comes_out_of_decode(nano_f16: Path) -> None:
     def observe(name: str, rows: Floats, experts: object) -> None:
         raise KeyboardInterrupt
 
-    with Model(nano_f16, RUNTIME) as model, Context(model, n_ctx=64, n_batch=64, observe=observe) as context:
+    with (
+        RUNTIME.load(nano_f16) as model,
+        EvalContext(model, n_ctx=64, n_batch=64, callback=Probe(observe)) as context,
+    ):
         batch = Batch(context)
         batch.add(1, 0)
         with pytest.raises(KeyboardInterrupt):

@@ -10,9 +10,9 @@ from qwen_serve.convert import kld
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import measure_divergence
-from qwen_serve.convert.llama import Model, Runtime
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.llamacpp.evaluation import Runtime
 from tests.logits import gguf_log_probabilities, mean_kl_divergence
 from tests.marks import slow_but
 
@@ -40,7 +40,7 @@ def _few_tokens_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def expected(nano_f16: Path, nano_q2_k: Path, text: Path) -> float:
     """From log-probabilities computed a sequence at a time, kept, and compared in double precision."""
-    with Model(nano_f16, RUNTIME) as model:
+    with RUNTIME.load(nano_f16) as model:
         chunks = read_chunks(model, text)
     positions = np.arange(chunks.shape[1])
     p, q = (gguf_log_probabilities(path, chunks, positions) for path in (nano_f16, nano_q2_k))

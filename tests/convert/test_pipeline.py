@@ -17,7 +17,7 @@ from gguf import GGUFReader
 from qwen_serve.common.files import PART
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts
 from qwen_serve.convert.cli import main
-from qwen_serve.convert.llama import Context, Model, Runtime
+from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
 from tests.marks import slow_but
 
@@ -123,13 +123,13 @@ def test_a_pruned_model_runs_with_its_draft_head(checkpoint: Path, out: Path, tm
     assert (out / "Random-1B-drop0-3-F16.gguf").is_file()
     assert not (out / "Random-1B-F16.gguf").exists()  # nothing here needs the whole model
     tokens = np.arange(8, dtype=np.int32)[None]
-    with Model(out / "Random-1B-short.gguf", Runtime(threads=1)) as model:
+    with Runtime(threads=1).load(out / "Random-1B-short.gguf") as model:
         assert (model.n_layer, model.n_nextn) == (4, 1)
-        with Context(model, n_ctx=64, n_batch=64, precise=True) as trunk:
+        with EvalContext(model, n_ctx=64, n_batch=64, precise=True) as trunk:
             trunk.keep_hidden()
             decode_chunks(trunk, tokens, output=True)
             logits, hidden = trunk.logits().copy(), trunk.hidden().copy()
-        with Context(model, n_ctx=64, n_batch=64, kind="mtp", precise=True) as mtp:
+        with EvalContext(model, n_ctx=64, n_batch=64, kind="mtp", precise=True) as mtp:
             decode_drafts(mtp, tokens, hidden, output=True)
             drafts = mtp.logits().copy()
     assert logits.shape == (8, VOCAB)

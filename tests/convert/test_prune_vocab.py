@@ -17,14 +17,15 @@ from qwen_serve.convert.cli import main
 from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import compare, shared_tokens
-from qwen_serve.convert.llama import Batch, Context, Model, Runtime
 from qwen_serve.convert.prune_vocab import kept_rows, kept_tokens, label, prune
 from qwen_serve.convert.vocab import Vocab
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
+from qwen_serve.llamacpp.model import Model
 from tests.checkpoints import PLAIN_ADDED, SPECIAL, VOCAB, model_config, write_checkpoint
 from tests.conftest import NANO
 from tests.logits import gguf_log_probabilities
 
-import numpy as np  # isort: skip  (after llama_cpp: see convert/llama/bindings.py)
+import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 REGULAR = 1500  # of nano's 3,584
@@ -147,9 +148,9 @@ def test_rows_of_every_matrix_that_has_one_a_token(
         assert np.array_equal(here.data, rows), there.name
     assert small.fields["convert.vocab.source_tokens"].contents() == VOCAB
     assert "convert.vocab.source_tokens" not in whole.fields
-    with Model(tmp_path / "Random-1B-v257-F32.gguf", RUNTIME) as model:
+    with RUNTIME.load(tmp_path / "Random-1B-v257-F32.gguf") as model:
         assert (model.n_vocab, model.n_nextn) == (263, 1)
-        assert model.is_eog(model.tokenize("<|im_end|>")[0])
+        assert model.tokenize("<|im_end|>")[0] in model.eog_ids
 
 
 def test_stages_are_named_after_it_and_resumed(
@@ -185,7 +186,7 @@ def test_a_recipe_may_say_it_too(checkpoint: Path, tmp_path: Path) -> None:
     assert times(out).keys() == {"Random-1B-v257-F16.gguf", "Random-1B-short.gguf", "Random-1B-short.json"}
     convert(checkpoint, out, "--recipe", recipe, "--no-kld", "--keep-vocab", 256)  # its own goes before
     assert times(out).keys() == {"Random-1B-v257-F16.gguf", "Random-1B-short.gguf", "Random-1B-short.json"}
-    with Model(out / "Random-1B-short.gguf", RUNTIME) as model:
+    with RUNTIME.load(out / "Random-1B-short.gguf") as model:
         assert model.n_vocab == 263
 
 
@@ -220,7 +221,7 @@ def small_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(nano_f32: Path, small_f32: Path) -> Iterator[Pair]:
-    with Model(nano_f32, RUNTIME) as whole, Model(small_f32, RUNTIME) as small:
+    with RUNTIME.load(nano_f32) as whole, RUNTIME.load(small_f32) as small:
         columns = shared_tokens(whole, small)
         assert columns is not None
         assert small.n_vocab == REGULAR + 33
@@ -280,8 +281,8 @@ def test_special_tokens_are_found_and_end_what_they_ended(pair: Pair) -> None:
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     whole, small = pair.whole.tokenize(text), pair.small.tokenize(text)
     assert small == pair.new[whole].tolist()
-    assert [pair.small.is_eog(id_) for id_ in small] == [pair.whole.is_eog(id_) for id_ in whole]
-    assert sum(pair.small.is_eog(id_) for id_ in small) == 1
+    assert [id_ in pair.small.eog_ids for id_ in small] == [id_ in pair.whole.eog_ids for id_ in whole]
+    assert sum(id_ in pair.small.eog_ids for id_ in small) == 1
 
 
 def test_logits_of_kept_tokens_are_the_whole_model_s(pair: Pair, nano_f32: Path, small_f32: Path) -> None:
@@ -317,7 +318,7 @@ def test_greedy_text_is_the_whole_model_s_best_of_the_kept(pair: Pair) -> None:
     prompt = pair.small.tokenize("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n")
     columns = np.flatnonzero(pair.new >= 0)
 
-    def run(context: Context, tokens: list[int], start: int) -> np.ndarray:
+    def run(context: EvalContext, tokens: list[int], start: int) -> np.ndarray:
         batch = Batch(context)
         for position, token in enumerate(tokens, start):
             batch.add(token, position, output=position == start + len(tokens) - 1)
@@ -325,8 +326,8 @@ def test_greedy_text_is_the_whole_model_s_best_of_the_kept(pair: Pair) -> None:
         return context.logits()[0].copy()
 
     with (
-        Context(pair.whole, n_ctx=128, n_batch=128, precise=True) as whole,
-        Context(pair.small, n_ctx=128, n_batch=128, precise=True) as small,
+        EvalContext(pair.whole, n_ctx=128, n_batch=128, precise=True) as whole,
+        EvalContext(pair.small, n_ctx=128, n_batch=128, precise=True) as small,
     ):
         tokens, position = prompt, 0
         for _ in range(24):

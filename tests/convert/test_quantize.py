@@ -13,9 +13,9 @@ import pytest
 from gguf import GGUFReader
 
 from qwen_serve.convert.imatrix import Entry, Imatrix
-from qwen_serve.convert.llama import Model, Runtime
 from qwen_serve.convert.quantize import QuantizeError, quantize
 from qwen_serve.convert.recipes import Recipe, load_recipe
+from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip
 
@@ -43,7 +43,7 @@ def test_types_and_overrides(nano_f16: Path, tmp_path: Path) -> None:
     assert types["token_embd.weight"] == "Q6_K"
     assert types["blk.0.attn_norm.weight"] == "F32"
     assert reader.get_field("general.file_type").contents() == recipe.file_type
-    with Model(tmp_path / "q.gguf", RUNTIME) as model:
+    with RUNTIME.load(tmp_path / "q.gguf") as model:
         assert model.n_nextn == 1
 
 
@@ -79,7 +79,7 @@ SLOW = """
 import os, sys, time
 from pathlib import Path
 import qwen_serve.convert.quantize
-from qwen_serve.convert.llama import Runtime
+from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.convert.recipes import load_recipe
 
 def stuck(messages, what, source):  # the child quantizes on; the parent waits in the middle of it

@@ -11,9 +11,10 @@ from gguf import GGUFReader, GGUFWriter
 
 from qwen_serve.convert import kld
 from qwen_serve.convert.kld import Divergence
-from qwen_serve.convert.llama import LLAMA_VERSION, Runtime
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.report import Report, print_report, tensor_groups, write_report
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 import numpy as np  # isort: skip
 

@@ -10,7 +10,7 @@ import pytest
 from qwen_serve.bench.servers.builds import build_programs
 from qwen_serve.convert.calibration.prompts import PROMPTS
 from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
-from qwen_serve.convert.llama import Model, Runtime
+from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip
 
@@ -83,7 +83,7 @@ def test_values_agree_within_one_percent(ours: Imatrix, theirs: Imatrix) -> None
 
 
 def test_ours_has_the_head_and_the_mtp_block_besides(nano_f16: Path, ours: Imatrix, theirs: Imatrix) -> None:
-    with Model(nano_f16, RUNTIME) as model:
+    with RUNTIME.load(nano_f16) as model:
         block = f"blk.{model.n_layer}."
     extra = ours.entries.keys() - theirs.entries.keys()
     assert theirs.entries.keys() <= ours.entries.keys()

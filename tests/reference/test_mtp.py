@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts
-from qwen_serve.convert.llama import Context, Model, Runtime
+from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
 from tests.logits import log_softmax, mean_kl_divergence
 from tests.reference.golden import CHECKPOINT, GOLDEN
 
@@ -33,9 +33,9 @@ def gguf_drafts(gguf: Path, sequences: NDArray[np.int32]) -> NDArray[np.float32]
     """[sequences, length - 1, vocabulary] log probabilities."""
     length, rows = sequences.shape[1], []
     with (
-        Model(gguf, Runtime(threads=1, n_gpu_layers=0)) as model,
-        Context(model, n_ctx=length, n_batch=length, precise=True) as trunk,
-        Context(model, n_ctx=length, n_batch=length, precise=True, kind="mtp") as mtp,
+        Runtime(threads=1, n_gpu_layers=0).load(gguf) as model,
+        EvalContext(model, n_ctx=length, n_batch=length, precise=True) as trunk,
+        EvalContext(model, n_ctx=length, n_batch=length, precise=True, kind="mtp") as mtp,
     ):
         trunk.keep_hidden()
         for sequence in sequences:

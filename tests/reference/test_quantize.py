@@ -11,9 +11,9 @@ from qwen_serve.bench.servers.builds import build_programs
 from qwen_serve.convert.calibration import write_text
 from qwen_serve.convert.imatrix import collect_imatrix
 from qwen_serve.convert.kld import measure_divergence
-from qwen_serve.convert.llama import Runtime
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe, load_recipe
+from qwen_serve.llamacpp.evaluation import Runtime
 from tests.reference.test_imatrix import run
 
 if TYPE_CHECKING:

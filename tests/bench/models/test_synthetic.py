@@ -30,12 +30,13 @@ from qwen_serve.convert.calibration.prompts import load_prompts
 from qwen_serve.convert.cli import main as convert
 from qwen_serve.convert.config import Experts
 from qwen_serve.convert.imatrix import Imatrix
-from qwen_serve.convert.llama import Batch, Context, Model, Runtime
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.search import measure
 from qwen_serve.convert.tensors import expected_tensors
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.model import Model
 
 ACCEPTANCE, SEED = 0.6, 3
 RUNTIME = Runtime(threads=1)
@@ -80,7 +81,7 @@ def gguf_file(request: pytest.FixtureRequest) -> Path:
 
 def next_tokens(model: Model, ids: Ids) -> tuple[Ids, npt.NDArray[np.float32]]:
     """After each token of `ids`, read as one sequence: the likeliest next one, and the hidden state."""
-    with Context(model, n_ctx=ids.size, n_batch=CHUNK) as context:
+    with EvalContext(model, n_ctx=ids.size, n_batch=CHUNK) as context:
         context.keep_hidden()
         best, hidden = [], []
         for start in range(0, ids.size, CHUNK):
@@ -95,7 +96,7 @@ def next_tokens(model: Model, ids: Ids) -> tuple[Ids, npt.NDArray[np.float32]]:
 
 def drafts(model: Model, ids: Ids, hidden: npt.NDArray[np.float32]) -> Ids:
     """What the MTP block drafts after each token."""
-    with Context(model, n_ctx=ids.size, n_batch=CHUNK, kind="mtp") as context:
+    with EvalContext(model, n_ctx=ids.size, n_batch=CHUNK, kind="mtp") as context:
         best = []
         for start in range(0, ids.size, CHUNK):
             batch = Batch(context)
@@ -111,7 +112,7 @@ def test_every_token_leads_to_its_successor_and_the_mtp_block_errs_as_told(
 ) -> None:
     chain = made.chain
     ids = np.random.default_rng(0).permutation(made.vocab.size)
-    with Model(gguf_file, RUNTIME) as model:
+    with RUNTIME.load(gguf_file) as model:
         assert model.n_nextn == 1
         best, hidden = next_tokens(model, ids)
         assert (best == chain.successor[ids]).all()
@@ -124,7 +125,7 @@ def test_every_token_leads_to_its_successor_and_the_mtp_block_errs_as_told(
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_filler_goes_on_as_filler(gguf_file: Path, made: Synthetic, repeats: int) -> None:
-    with Model(gguf_file, RUNTIME) as model:
+    with RUNTIME.load(gguf_file) as model:
         ids = model.tokenize(FILLER * repeats)
         assert len(ids) == FILLER_TOKENS * repeats
         assert model.detokenize(ids).decode() == FILLER * repeats
@@ -135,15 +136,15 @@ def test_the_filler_goes_on_as_filler(gguf_file: Path, made: Synthetic, repeats:
 
 def test_words_are_one_token_each_and_the_rest_falls_back_to_bytes(f16: Path, made: Synthetic) -> None:
     words = list(made.vocab.words)
-    with Model(f16, RUNTIME) as model:
+    with RUNTIME.load(f16) as model:
         assert model.tokenize(made.vocab.text(words)) == words
         for text in ("Größe 東京 \U0001f600\n\n3.14", "x", " dog", "a. b", "\t"):
             assert model.detokenize(model.tokenize(text)).decode() == text
         chat = model.tokenize("<|im_start|>user\nhi<|im_end|>\n<think>")
         assert chat[0] == model.tokenize("<|im_start|>")[0]
         assert len(model.tokenize("<|im_start|>")) == len(model.tokenize("</think>")) == 1
-        assert model.is_eog(model.tokenize("<|im_end|>")[0])
-        assert "enable_thinking" in (model.metadata("tokenizer.chat_template") or "")
+        assert model.tokenize("<|im_end|>")[0] in model.eog_ids
+        assert "enable_thinking" in (model.metadata()["tokenizer.chat_template"])
 
 
 async def test_prompts_of_exact_length_are_cut_from_the_words(f16: Path) -> None:
@@ -155,7 +156,7 @@ async def test_prompts_of_exact_length_are_cut_from_the_words(f16: Path) -> None
 
 
 def test_the_text_never_tells_what_follows_a_word(f16: Path, made: Synthetic) -> None:
-    with Model(f16, RUNTIME) as model:
+    with RUNTIME.load(f16) as model:
         ids = np.array(model.tokenize(f16.with_suffix(".words.txt").read_text(encoding="utf-8")))
     assert ids.size == 20_000
     counts = Counter(ids.tolist())
@@ -171,7 +172,7 @@ def test_each_share_holds_for_a_region_with_a_text_of_its_own(tmp_path: Path) ->
     assert chain.drafted[chain.tokens[:FILLER_TOKENS]].all()
     for share, region in zip(("1.0", "0.3"), chain.regions, strict=True):
         text = out.with_suffix(f".words-{share}.txt").read_text(encoding="utf-8")
-        with Model(out, RUNTIME) as model:
+        with RUNTIME.load(out) as model:
             ids = np.array(model.tokenize(text))
         assert ids.size == 500
         assert np.isin(ids, region).all()
@@ -298,7 +299,7 @@ def test_the_converter_takes_it_with_texts_of_its_own(f16: Path, tmp_path: Path)
     command = ["--src", str(f16), "--quant", "Q4_K_M", "--no-kld", "--out", str(tmp_path), "--threads", "1"]
     assert convert(command) == 0
     text = (tmp_path / "small.calibration.txt").read_text()
-    with Model(f16, RUNTIME) as model:
+    with RUNTIME.load(f16) as model:
         assert len(model.tokenize(text)) >= 1100
     assert Imatrix.load(tmp_path / "small.imatrix.gguf").chunk_count >= 2
     assert (tmp_path / "small-Q4_K_M.gguf").is_file()

@@ -11,12 +11,13 @@ from gguf import GGUFReader
 
 from qwen_serve.convert import kld
 from qwen_serve.convert.imatrix import Imatrix
-from qwen_serve.convert.llama import Batch, Context, Model, Runtime, Weights, dequantize_rows, quantize_rows
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.search import measure
 from qwen_serve.convert.search.groups import TYPES, patterns, read_layout
 from qwen_serve.convert.search.measure import Meter
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
+from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 PROMPTS = Path(kld.__file__).parent / "calibration" / "prompts.toml"
@@ -49,7 +50,7 @@ def test_rows_are_quantized_as_llama_quantize_does(f16: Path, imatrix: Path, tmp
     )
     made = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "q.gguf").tensors}
     entries = Imatrix.load(imatrix).entries
-    with Model(f16, RUNTIME, writable=True) as model:
+    with RUNTIME.load(f16, writable=True) as model:
         weights = Weights(model)
         for kind, name in blocks.items():
             assert made[name].tensor_type == kind
@@ -58,7 +59,7 @@ def test_rows_are_quantized_as_llama_quantize_does(f16: Path, imatrix: Path, tmp
 
 
 def test_weights_are_all_found_and_put_back(f16: Path) -> None:
-    with Model(f16, RUNTIME, writable=True) as model, Context(model, n_ctx=32, n_batch=8) as context:
+    with RUNTIME.load(f16, writable=True) as model, EvalContext(model, n_ctx=32, n_batch=8) as context:
 
         def logits() -> np.ndarray:
             context.clear()
@@ -104,7 +105,7 @@ def test_a_reading_is_that_of_a_file(
         sampled = meter.errors(layout.matrices[0], (Type.Q4_K,))
         assert sampled[Type.Q4_K] != errors[Type.Q4_K]
         assert sampled[Type.Q4_K] == pytest.approx(errors[Type.Q4_K], rel=0.3)
-    with Model(f16, RUNTIME) as model:
+    with RUNTIME.load(f16) as model:
         ids = model.tokenize(PROMPTS.read_text(encoding="utf-8"))[:1024]
         text.write_bytes(model.detokenize(ids) + b"\n" * 200)
     quantize(f16, tmp_path / "q.gguf", recipe=recipe_of(types), imatrix=imatrix, runtime=RUNTIME)

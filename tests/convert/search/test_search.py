@@ -11,12 +11,12 @@ from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert import calibration, cli, kld, report
 from qwen_serve.convert.calibration import text as writing
-from qwen_serve.convert.llama import Runtime
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.search import Paths, Target, measure, search
 from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
+from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
 from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.convert.interrupts import held
+from qwen_serve.common.interrupts import held
 
 # The writing of gguf_file.py without an end, interrupted after 1 to 5 ms. Without `held` it stands still once
 # in some 50 times.

@@ -8,22 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from llama_cpp import llama_cpp as api
 
-from qwen_serve.convert.interrupts import held
+from qwen_serve.common.interrupts import held
 
-from .bindings import FLOATS, LlamaError, Tensor, declare, ggml_nbytes, ggml_read
-from .context import Batch, Context
+from . import ggml
+from .errors import LlamaError
+from .evaluation import Batch, ContextKind, EvalContext
+from .ggml import Tensor, declare
+from .quantize import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from .bindings import Floats
     from .model import Model
+    from .probe import Floats
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ROW_ELEMENTS: Final = 1 << 16  # of one call, so that threads share large tensors
@@ -43,14 +46,6 @@ class _Traits(ctypes.Structure):
     ]
 
 
-_write = declare(
-    "ggml_backend_tensor_set",
-    None,
-    ctypes.POINTER(Tensor),
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-)
 _quantize_chunk = declare(
     "ggml_quantize_chunk",
     ctypes.c_size_t,
@@ -71,9 +66,7 @@ _traits_of = declare("ggml_get_type_traits", ctypes.POINTER(_Traits), ctypes.c_i
 def _traits(kind: GGMLQuantizationType) -> _Traits:
     traits: _Traits = _traits_of(int(kind)).contents
     if (traits.blck_size, traits.type_size) != GGML_QUANT_SIZES[kind]:
-        raise LlamaError(
-            f"struct ggml_type_traits is not what convert/llama/weights.py declares ({kind.name})"
-        )
+        raise LlamaError(f"struct ggml_type_traits is not what llamacpp/weights.py declares ({kind.name})")
     return traits
 
 
@@ -146,13 +139,13 @@ def dequantize_rows(data: Bytes, kind: GGMLQuantizationType, threads: int = 1) -
 
 
 class Finder:
-    """An eval callback that notes where weights lie; stands in for a `Probe` in a `Context`."""
+    """An eval callback that notes where weights lie."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[int]] = defaultdict(set)
         self.interrupts: Sequence[int] = ()
         self._error: BaseException | None = None
-        self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
+        self.function = C.ggml_backend_sched_eval_callback(self._on_eval)
 
     def reraise(self) -> None:
         error, self._error = self._error, None
@@ -178,16 +171,16 @@ class Weights:
         LlamaError: the model cannot be run.
     """
 
-    def __init__(self, model: Model) -> None:
-        finder = Finder()
-        with Context(model, n_ctx=64, n_batch=2, finder=finder) as context:
+    def __init__(self, model: Model, threads: int = 1) -> None:
+        self._threads, finder = threads, Finder()
+        with self._context(model, "trunk", finder) as context:
             context.keep_hidden()
             batch = Batch(context)
             batch.add(0, 0, output=True)
             context.decode(batch)
             hidden = context.hidden().copy()
         if model.n_nextn:
-            with Context(model, n_ctx=64, n_batch=2, kind="mtp", finder=finder) as context:
+            with self._context(model, "mtp", finder) as context:
                 batch = Batch(context)
                 batch.add(0, 1, output=True, hidden=hidden[0])
                 context.decode(batch)
@@ -196,7 +189,6 @@ class Weights:
             name: [Tensor.from_address(address) for address in sorted(addresses)]
             for name, addresses in finder.found.items()
         }
-        self._threads = model.runtime.n_threads
         self._originals: dict[str, Bytes] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -225,13 +217,19 @@ class Weights:
         """Names of those that differ from the file."""
         return iter(tuple(self._originals))
 
+    def _context(self, model: Model, kind: ContextKind, finder: Finder) -> EvalContext:
+        # with op_offload, weights in the CPU's memory would be seen as copies
+        return EvalContext(
+            model, n_ctx=64, n_batch=2, kind=kind, callback=finder, op_offload=False, threads=self._threads
+        )
+
     @staticmethod
     def _read(tensor: Tensor) -> NDArray[np.uint8]:
-        data = np.empty(ggml_nbytes(tensor), np.uint8)
-        ggml_read(tensor, data.ctypes.data, 0, data.nbytes)
+        data = np.empty(ggml.nbytes(tensor), np.uint8)
+        ggml.tensor_get(ctypes.addressof(tensor), data.ctypes.data, 0, data.nbytes)
         return data
 
     @staticmethod
     def _put(tensors: Sequence[Tensor], data: Bytes) -> None:
         for tensor in tensors:
-            _write(tensor, data.ctypes.data, 0, data.nbytes)
+            ggml.tensor_set(ctypes.addressof(tensor), data.ctypes.data, 0, data.nbytes)

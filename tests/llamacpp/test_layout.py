@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from llama_cpp import llama_cpp as api
 
-from qwen_serve.convert.llama import bindings
 from qwen_serve.llamacpp import ggml
 
-F32, MUL_MAT, FLAG_INPUT, FLAG_OUTPUT = 0, bindings.MUL_MAT, 1, 2
+F32, MUL_MAT, FLAG_INPUT, FLAG_OUTPUT = 0, ggml.MUL_MAT, 1, 2
 LIBRARY: Any = api._lib
 P, I64 = ctypes.c_void_p, ctypes.c_int64
-MIRRORS = [bindings.Tensor, ggml.Tensor]
 
 
 def call(name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
@@ -39,9 +37,8 @@ def graph() -> Any:
     ggml.free(context)
 
 
-@pytest.mark.parametrize("mirror", MIRRORS, ids=["convert", "server"])
-def test_tensors(mirror: Any, graph: tuple[int, ...]) -> None:
-    a, b, product, view, scaled = map(mirror.from_address, graph)
+def test_tensors(graph: tuple[int, ...]) -> None:
+    a, b, product, view, scaled = map(ggml.Tensor.from_address, graph)
     assert (a.type, list(a.ne), list(a.nb)) == (F32, [4, 3, 2, 5], [4, 16, 48, 96])
     assert a.name == b"weight"
     assert a.flags == FLAG_INPUT | FLAG_OUTPUT
@@ -54,31 +51,15 @@ def test_tensors(mirror: Any, graph: tuple[int, ...]) -> None:
     assert ctypes.c_float.from_buffer(scaled.op_params).value == 2.5
 
 
-@pytest.mark.parametrize("mirror", MIRRORS, ids=["convert", "server"])
-def test_tensors_of_a_backends_buffer(mirror: Any) -> None:
+def test_tensors_of_a_backends_buffer() -> None:
     context = ggml.init(ggml.InitParams(1 << 16, None, True))
     pointer = call("ggml_new_tensor_1d", P, (P, context), (ctypes.c_int, F32), (ctypes.c_int64, 8))
     kind = call("ggml_backend_cpu_buffer_type", P)
     buffer = call("ggml_backend_alloc_ctx_tensors_from_buft", P, (P, context), (P, kind))
     try:
-        tensor = mirror.from_address(pointer)
+        tensor = ggml.Tensor.from_address(pointer)
         assert tensor.buffer == buffer
         assert tensor.data == call("ggml_backend_buffer_get_base", P, (P, buffer))
     finally:
         call("ggml_backend_buffer_free", None, (P, buffer))
-        ggml.free(context)
-
-
-def test_options_of_reading_a_gguf(nano_f16: Any) -> None:
-    """`no_alloc` and `context`: with the latter, tensors' descriptions come too, and no memory for them."""
-    context = ctypes.c_void_p()
-    params = bindings.GgufParams(True, ctypes.cast(ctypes.byref(context), P))
-    opened = bindings.gguf_open(str(nano_f16).encode(), params)
-    try:
-        assert context.value
-        assert call("ggml_get_no_alloc", ctypes.c_bool, (P, context.value))
-        found = call("ggml_get_tensor", P, (P, context.value), (ctypes.c_char_p, b"output_norm.weight"))
-        assert bindings.Tensor.from_address(found).ne[0] == 256
-    finally:
-        bindings.gguf_close(opened)
         ggml.free(context)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
-from llama_cpp import llama_cpp as api
+from numpy.typing import NDArray
 
-from .bindings import MUL_MAT, MUL_MAT_ID, Floats, Tensor, ggml_is_host, ggml_nbytes, ggml_read
+from . import ggml
+from .ggml import MUL_MAT, MUL_MAT_ID, Tensor
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ class Routing:
 Observer = Callable[[str, Floats, Routing | None], None]
 
 
+class EvalCallback(Protocol):
+    """What sees a graph as it is computed. An exception must not cross into C: it is kept, and `reraise`
+    brings it back when the graph was stopped."""
+
+    function: Any
+    """The `ggml_backend_sched_eval_callback`."""
+    interrupts: Sequence[int]
+    """Signals that wait for the graph to stop."""
+
+    def reraise(self) -> None: ...
+
+
 class Probe:
     """The eval callback: hands the F32 inputs of wanted matmuls to an observer (as `llama-imatrix` does).
 
@@ -39,15 +52,14 @@ class Probe:
     those with the same routing (experts' gate and up projection) the same `Routing`.
     """
 
-    def __init__(self, observe: Observer, observes: Callable[[str], bool]) -> None:
+    def __init__(self, observe: Observer, observes: Callable[[str], bool] = lambda name: True) -> None:
         self._observe, self._observes = observe, observes
         self._error: BaseException | None = None
         self.interrupts: Sequence[int] = ()
-        """Signals that wait for the graph to stop."""
         self._source, self._rows = 0, np.empty((0, 0), np.float32)
         self._routed: tuple[int, int] = (0, 0)
         self._routing: Routing | None = None
-        self.callback = api.ggml_backend_sched_eval_callback(self._on_eval)
+        self.function = C.ggml_backend_sched_eval_callback(self._on_eval)
 
     def reraise(self) -> None:
         error, self._error, self._source, self._routed = self._error, None, 0, (0, 0)
@@ -55,7 +67,6 @@ class Probe:
             raise error
 
     def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
-        # An exception must not cross into C: it is kept, the graph is stopped, and `reraise` brings it back.
         if self.interrupts:
             return ask  # to be called again, and then not to go on
         try:
@@ -65,7 +76,7 @@ class Probe:
             weight = Tensor.from_address(tensor.src[0])
             name = _weight_name(weight.name)
             rows = Tensor.from_address(tensor.src[1])
-            if rows.type != api.GGML_TYPE_F32 or not self._observes(name):
+            if rows.type != C.GGML_TYPE_F32 or not self._observes(name):
                 return not ask
             if not ask:
                 if tensor.src[1] != self._source:
@@ -100,11 +111,11 @@ def _read_rows(tensor: Tensor) -> Floats:
 
 def _read(tensor: Tensor, dtype: type[np.generic]) -> NDArray[Any]:
     """[ne3, ne2, ne1, ne0]: a view of host memory, or a copy of device memory."""
-    n_bytes = ggml_nbytes(tensor)
-    if ggml_is_host(tensor.buffer):
+    n_bytes = ggml.nbytes(tensor)
+    if ggml.is_host(tensor.buffer):
         raw = (ctypes.c_char * n_bytes).from_address(tensor.data)
     else:
         raw = (ctypes.c_char * n_bytes)()
-        ggml_read(tensor, raw, 0, n_bytes)
+        ggml.tensor_get(ctypes.addressof(tensor), raw, 0, n_bytes)
     shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
     return np.ndarray(shape, dtype, raw, strides=strides)

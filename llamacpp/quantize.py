@@ -7,17 +7,20 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from gguf import GGMLQuantizationType
-from llama_cpp import llama_cpp as api
 
-from .bindings import FLOATS, failure, log_to
+from .errors import LlamaError
+from .log import reason, set_up, tapped_log
+
+FLOATS = ctypes.POINTER(ctypes.c_float)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from .bindings import Floats
+    from .probe import Floats
 
 
 def quantize_file(
@@ -53,13 +56,14 @@ def quantize_file(
     params = _params(file_type, overrides, columns)
     params.nthread = threads
     if metadata:
-        params.kv_overrides = (api.llama_model_kv_override * (len(metadata) + 1))(
+        params.kv_overrides = (C.llama_model_kv_override * (len(metadata) + 1))(
             *(_kv_override(key, value) for key, value in metadata.items())
         )
-    with log_to(follow):
-        code = api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+    set_up()
+    with tapped_log(follow) as log:
+        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code != 0:
-        raise failure(f"llama.cpp cannot quantize {source} to {target}")
+        raise LlamaError(f"llama.cpp cannot quantize {source} to {target}: {reason(log)}")
 
 
 _PLANNED = re.compile(
@@ -83,36 +87,37 @@ def quantized_types(
     columns = {"any": np.ones(1, np.float32)}
     params = _params(file_type, overrides, columns)
     params.dry_run = True
-    with log_to(lines.append):
-        code = api.llama_model_quantize(os.fsencode(source), os.fsencode(os.devnull), ctypes.byref(params))
+    set_up()
+    with tapped_log(lines.append) as log:
+        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(os.devnull), ctypes.byref(params))
     if code != 0:
-        raise failure(f"llama.cpp cannot quantize {source}")
+        raise LlamaError(f"llama.cpp cannot quantize {source}: {reason(log)}")
     found = list(_PLANNED.finditer("".join(lines)))
     if not found or len(found) != int(found[0][1]):
-        raise failure(f"{source}: llama.cpp's dry run told the types of {len(found)} tensors")
+        raise LlamaError(f"{source}: llama.cpp's dry run told the types of {len(found)} tensors")
     return {one[2]: GGMLQuantizationType[(one[4] or one[3]).upper()] for one in found}
 
 
 def _params(file_type: int, overrides: Sequence[tuple[str, int]], columns: Mapping[str, Floats]) -> Any:
     """`llama_model_quantize_params`; `columns` must outlive it."""
-    params = api.llama_model_quantize_default_params()
+    params = C.llama_model_quantize_default_params()
     params.ftype = file_type
     if overrides:
-        params.tt_overrides = (api.llama_model_tensor_override * (len(overrides) + 1))(
-            *((pattern.encode(), kind) for pattern, kind in overrides), (None, api.GGML_TYPE_COUNT)
+        params.tt_overrides = (C.llama_model_tensor_override * (len(overrides) + 1))(
+            *((pattern.encode(), kind) for pattern, kind in overrides), (None, C.GGML_TYPE_COUNT)
         )
     if columns:
-        params.imatrix = (api.llama_model_imatrix_data * (len(columns) + 1))(
+        params.imatrix = (C.llama_model_imatrix_data * (len(columns) + 1))(
             *((name.encode(), values.ctypes.data_as(FLOATS), values.size) for name, values in columns.items())
         )
     return params
 
 
 def _kv_override(key: str, value: str | int) -> Any:
-    entry = api.llama_model_kv_override()
+    entry = C.llama_model_kv_override()
     entry.key = key.encode()
     if isinstance(value, int):
-        entry.tag, entry.value.val_i64 = api.LLAMA_KV_OVERRIDE_TYPE_INT, value
+        entry.tag, entry.value.val_i64 = C.LLAMA_KV_OVERRIDE_TYPE_INT, value
     else:
-        entry.tag, entry.value.val_str = api.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()[:127]
+        entry.tag, entry.value.val_str = C.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()[:127]
     return entry
