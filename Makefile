@@ -180,7 +180,7 @@ llama: | $(PY)
 	@$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') --patches '$(PATCHES)' --native '$(NATIVE)'
 
 $(VENV)/.serve: pyproject.toml | llama
-	$(PIP) install -e .
+	$(PIP) install -e '.[convert]'
 	@touch $@
 
 $(VENV)/.cluster: pyproject.toml | $(VENV)/.serve

@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 NANO = "nano"
 DEFAULT_QUANT = "Q4_K_M"
+
+CONVERTING = ("gguf", "huggingface_hub", "scipy", "tqdm")
+"""What the extra `convert` installs, by the names of imports."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 """What a model on the Hugging Face hub is called: owner/name."""
 
@@ -73,6 +78,11 @@ def _converted(source: str, name: str, place: str, weights: tuple[str, str], *ar
     wanted = f"{name}-{level}.gguf"
     if HUB_ID.fullmatch(source) and (target := _file(folder, wanted)):
         return target
+    if missing := [name for name in CONVERTING if find_spec(name) is None]:
+        raise WeightsError(
+            f"{source} is a checkpoint, and what converts it is not installed ({', '.join(missing)}): "
+            "pip install 'qwen-serve[convert]', or name a GGUF"
+        )
     flags = ["--src", source, "--name", name, "--no-kld", *weights, "--out", str(folder), *arguments]
     status = _convert(flags)
     target = _file(folder, wanted)

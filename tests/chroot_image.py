@@ -18,7 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HOST_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
@@ -45,6 +45,11 @@ class Stage:
         """`$NAME` and `${NAME}` of ENV and ARG."""
         values = {**self.arguments, **self.env}
         return re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], ""), text)
+
+    def copied(self, root: Path) -> Stage:
+        """A stage that goes on from this one."""
+        subprocess.run(["cp", "-a", self.root, root], check=True)
+        return replace(self, root=root, env=dict(self.env), arguments=dict(self.arguments))
 
     def read(self, name: str, rest: str) -> None:
         """An instruction that changes no files. Raises SystemExit for one that is not known."""
@@ -97,8 +102,11 @@ def build(dockerfile: Path, context: Path, folder: Path) -> Stage:
             image, _, alias = rest.partition(" AS ")
             outer = Stage(folder, arguments=given)
             stages.append(Stage(folder / str(len(stages))))
+            if image in names:
+                stages[-1] = names[image].copied(stages[-1].root)
+            else:
+                debian(outer.expand(image), stages[-1].root)
             names[alias] = stages[-1]
-            debian(outer.expand(image), stages[-1].root)
             continue
         if not stages:
             if name != "ARG":

@@ -1,0 +1,65 @@
+"""What `pip install qwen-serve` brings serves a GGUF; what converts a checkpoint is the extra `convert`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qwen_serve.server.weights import CONVERTING, WeightsError, resolve
+
+ROOT = Path(__file__).parents[2]
+
+SERVING = """
+import importlib, pkgutil, sys
+from pathlib import Path
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
+import qwen_serve.server
+for module in pkgutil.walk_packages(qwen_serve.server.__path__, "qwen_serve.server."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from qwen_serve.server.engine import Engine, EngineSettings
+engine = Engine(EngineSettings(model=Path(sys.argv[1]), ctx_size=512, parallel=1, remember=False))
+engine.start()
+engine.wait_ready(60)
+engine.close()
+"""
+
+CONVERT = """
+import runpy, sys
+sys.modules["gguf"] = None
+sys.argv[1:] = ["--src", "models/nano"]
+runpy.run_module("qwen_serve.convert", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_gguf_is_served_without_what_converts(nano_q4_k_m: Path) -> None:
+    command = [sys.executable, "-c", SERVING, str(nano_q4_k_m), *CONVERTING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_extra_is_what_is_looked_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["optional-dependencies"]["convert"]
+    extra = {line.partition("=")[0].rstrip(">").replace("-", "_") for line in wanted}
+    assert extra == set(CONVERTING)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-4B", "nano"])
+def test_a_checkpoint_without_the_extra_is_told_of_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(WeightsError, match=r"not installed \(tqdm\): pip install 'qwen-serve\[convert\]'"):
+        resolve(model, None)
+
+
+def test_the_converter_without_the_extra_is_told_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", CONVERT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: the converter needs gguf: pip install 'qwen-serve[convert]'\n"
