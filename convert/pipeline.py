@@ -12,8 +12,7 @@ and for a searched recipe, which is then quantized and reported like any other:
     F16 + imatrix + search text -> <name>.search.json, all that was measured; <name>-auto-<TARGET>.toml
 
 Quants share all that does not bear their name. A recipe that prunes layers, and every output under
---keep-vocab, has a base and an imatrix of its own, named after what is cut; it is measured against the whole
-model all the same, which writes the texts too.
+--keep-vocab, has a base and an imatrix of its own, named after what is cut; the whole model writes its texts.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class Options:
     float_types: tuple[FloatType, ...]
     recipes: dict[str, Recipe]
     search: Target | None = None
-    command: str = ""
-    """For the evidence of a searched recipe: how to make it again."""
+    command: str = ""  # that makes a searched recipe again, for its evidence
     outtype: FloatType = "F16"
     calibration: Path | None = None
     keep_vocab: int | None = None

