@@ -61,8 +61,10 @@ def test_the_plan_is_what_llama_cpp_allocates(
         n_gpu_layers=wanted.n_gpu_layers,
         embedding_on=plan.embedding_on.name if plan.embedding_on else None,
         use_mmap=False,
+        f16_copies=plan.settings.f16_copies == "on",
         load_mtp=by_head,
     )
+    assert model.f16_copies == plan.copies
     contexts = [Context(model, context_options(plan.settings))]
     if by_head:
         contexts.append(MtpContext(model, head_options(plan.settings)))
