@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import resource
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -22,7 +23,6 @@ from qwen_serve.server.api.middleware import PROBES
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -57,6 +57,10 @@ class BoundedConfig(uvicorn.Config):
         self.settings = settings
         self.max_header_bytes = settings.max_header_kib * 1024
         self.max_connections = max(1, min(settings.max_connections, free_descriptors() - FOR_PROBES))
+        self.idle: dict[BoundedProtocol, None] = {}
+        """Connections that work on nothing, the one that has been idle for longest first."""
+        self.unread: dict[BoundedProtocol, None] = {}
+        """Those that work on a request whose body is not complete, in the order of their heads."""
 
 
 def free_descriptors() -> int:
@@ -90,38 +94,55 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = self._for_probes = False
         self._refusal: ApiError | None = None
         super().connection_made(transport)
-        self.since = self.loop.time()
-        others = [
-            other for other in self.connections if isinstance(other, BoundedProtocol) and other is not self
-        ]
         most, each = self.config.max_connections, self.config.settings.max_connections_per_address
         if each and self.client is not None:
-            own = [other for other in others if other.client and other.client[0] == self.client[0]]
-            if len(own) >= each and not self._replace(own, f"{each} from {self.client[0]}"):
+            address = self.client[0]
+            if self._count(address) > each and not self._replace(f"{each} from {address}", address):
                 self._refuse_connection(429, "too many connections from your address")
                 return
-        if len(self.connections) > most and not self._replace(others, str(most)):
+        if len(self.connections) > most and not self._replace(str(most)):
             logger.warning("%d connections are open, as many as there may be: one more gets 503", most)
             if len(self.connections) > most + FOR_PROBES:
                 self._refuse_connection(503, "too many connections")
                 return
             self._for_probes = True
+        self._rank()
         self._time()
 
     def _refuse_connection(self, status: int, message: str) -> None:
         self.refuse(ApiError(status, message, code="too_many_connections"))
 
-    def _replace(self, others: Sequence[BoundedProtocol], most: str) -> bool:
-        """Closes the one of `others` that has been idle for longest; where none is, one whose client has not
-        sent all of its request. Whether there was one."""
-        waiting = [other for other in others if not other.busy] or [other for other in others if other.unread]
-        oldest = min(waiting, key=lambda other: other.since, default=None)
+    def _count(self, address: str) -> int:
+        """Open connections from there, this one included."""
+        return sum(
+            isinstance(one, BoundedProtocol) and one.client is not None and one.client[0] == address
+            for one in self.connections
+        )
+
+    def _replace(self, most: str, address: str | None = None) -> bool:
+        """Closes the one, from `address` if that is given, that has been idle for longest; where none is, one
+        whose client has not sent all of its request. Whether there was one."""
+        waiting = chain(self.config.idle, self.config.unread)
+        oldest = next((one for one in waiting if address in (None, one.client and one.client[0])), None)
         if oldest is None:
             return False
+        oldest._unrank()
         logger.warning("%s connections are open, as many as there may be: an idle one is closed", most)
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
+
+    def _rank(self) -> None:
+        """Puts it behind those that may be closed for others, if it may."""
+        self._unrank()
+        if not self.busy:
+            self.config.idle[self] = None
+        elif self.unread:
+            self.config.unread[self] = None
+
+    def _unrank(self) -> None:
+        self.config.idle.pop(self, None)
+        self.config.unread.pop(self, None)
 
     @property
     def unread(self) -> bool:
@@ -140,6 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells every request of the connection, not the newest alone."""
         super().connection_lost(exc)
+        self._unrank()
         self._stop_timer()
         self._later.clear()
         if self._active is not None and self._active is not self.cycle:
@@ -244,9 +266,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # it is read again, without the offer
         self._phase = "body"
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # RFC 9110, section 10.1.1: its clients know no interim answers
         super().on_headers_complete()
         if not self.pipeline:
             self._active = self.cycle
+            self._rank()
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
@@ -257,14 +282,15 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._phase = "idle"
         self._received = self._body = 0
-        self.since = self.loop.time()
         super().on_message_complete()
+        self._rank()
 
     def on_response_complete(self) -> None:
         if self.pipeline and not self.transport.is_closing():
             self._active = self.pipeline[-1][0]  # is answered now
         super().on_response_complete()
-        self.since = self.loop.time()
+        if not self.transport.is_closing():
+            self._rank()
         if self._refusal is not None and not self.busy and not self.transport.is_closing():
             self._answer_refusal(self._refusal)
         elif self._later and not self.pipeline:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import pytest
 
+from qwen_serve.server.api.connection import BoundedProtocol
 from tests.server.api.conftest import Server, Start, wait_until
 
 ENDLESS = list(range(97, 107)) * 10_000
@@ -230,6 +231,40 @@ def test_half_sent_bodies_make_room(start: Start) -> None:
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200
     wait_until(lambda: server.service.in_flight == 0)
     assert server.service.bodies.held == 0
+
+
+def test_a_new_connection_does_not_look_at_all_the_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands at once would hold the event loop for seconds."""
+    looks = 0
+
+    def busy(self: BoundedProtocol) -> bool:
+        nonlocal looks
+        looks += 1
+        return self._active is not None and not self._active.response_complete
+
+    monkeypatch.setattr(BoundedProtocol, "busy", property(busy))
+    server = start("x", max_connections=200)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(connected(server))
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+        looks = 0
+        for _ in range(50):
+            stack.enter_context(connected(server))
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+        assert looks < 50 * 10
+
+
+def test_a_client_of_http_1_0_gets_no_interim_answer(start: Start) -> None:
+    """It would take it for the answer (RFC 9110, section 10.1.1)."""
+    server = start("Hello!")
+    request = post('{"prompt": "x"}', Expect="100-continue")
+    for version, status in ((b"1.1", b"100 Continue"), (b"1.0", b"200 OK")):
+        with connected(server) as client:
+            client.sendall(request.replace(b"HTTP/1.1", b"HTTP/" + version))
+            assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
 def test_an_address_may_have_a_limit(start: Start) -> None:
