@@ -4,7 +4,7 @@ from uuid import uuid4
 
 from qwen_serve.bench.checks.base import COMPLETIONS, PROMPT, Answer, Target, check, expect
 from qwen_serve.bench.checks.base import expect_equal as equal
-from qwen_serve.bench.load.client import error_text
+from qwen_serve.bench.load.client import clip, error_text
 
 
 def _cached(answer: Answer) -> int:
@@ -22,12 +22,12 @@ async def salt(target: Target) -> None:
         expect(cached < length / 2, f"{cached} of {length} tokens are cached with {stranger or 'no salt'}")
 
 
-@check("a cache_salt that is no text, or empty, is refused")
+@check("a cache_salt that is no text, empty or over 1,024 characters long is refused")
 async def bad_salt(target: Target) -> None:
-    for bad in (7, ""):
+    for bad in (7, "", "x" * 1025):
         body = {"prompt": "Hi", "max_tokens": 1, "cache_salt": bad}
         reply = await target.client.request("POST", COMPLETIONS, body=body)
-        equal(reply.status, 400, f"status for cache_salt {bad!r} ({error_text(reply)})")
+        equal(reply.status, 400, f"status for cache_salt {clip(str(bad), 20)!r} ({error_text(reply)})")
 
 
 @check("cache_report tells why the rest of a prompt was not cached, and up to where it was known")

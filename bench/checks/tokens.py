@@ -52,8 +52,13 @@ async def stop_token_ids(target: Target) -> None:
 async def included_stop(target: Target) -> None:
     text = await target.text(max_tokens=48)
     middle = text[len(text) // 3 :][:7]
-    found = await target.text(max_tokens=48, stop=middle, include_stop_str_in_output=True)
-    equal(found, text[: text.index(middle) + len(middle)], "text")
+    wanted, fields = (
+        text[: text.index(middle) + len(middle)],
+        {"stop": middle, "include_stop_str_in_output": True},
+    )
+    equal(await target.text(max_tokens=48, **fields), wanted, "text")
+    chunks = await target.chunks(COMPLETIONS, prompt=PROMPT, max_tokens=48, temperature=0.0, **fields)
+    equal("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]), wanted, "streamed text")
 
 
 @check("min_tokens: an answer does not end before")

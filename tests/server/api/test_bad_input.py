@@ -1,4 +1,7 @@
-"""Whatever a client gets wrong: a 4xx with OpenAI's error object, and nothing reaches the engine."""
+"""Whatever a client gets wrong: a 4xx with OpenAI's error object, and nothing reaches the engine.
+
+The most common mistakes are rows of `bench/checks/errors.py`, asked of a live server by test_conformance.
+"""
 
 from __future__ import annotations
 
@@ -39,42 +42,26 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": 16.0}, "max_tokens"),
-    ({"max_tokens": "16"}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": [16]}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": "0"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": {}}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
-    ({"top_k": 1.5}, "top_k"),
     ({"top_k": 2**31}, "top_k"),
     ({"min_p": -0.5}, "min_p"),
-    ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repeat_penalty": -1}, "repeat_penalty"),
-    ({"presence_penalty": "high"}, "presence_penalty"),
     ({"frequency_penalty": 1e9}, "frequency_penalty"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 1.5}, "seed"),
     ({"seed": 2**63}, "seed"),
-    ({"stop": 5}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop"),
-    ({"stop": ["a", 1]}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
-    ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"stream_options": []}, "stream_options"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"ignore_eos": "no"}, "ignore_eos"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": "2"}, "n"),
@@ -82,7 +69,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     # known, and not supported: refused rather than ignored
     ({"logprobs": "yes"}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
@@ -91,20 +77,14 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [["Hello", 1]]}, "logit_bias"),
     ({"logit_bias": [[1, 1, 1]]}, "logit_bias"),
     ({"logit_bias": [5]}, "logit_bias"),
-    ({"logit_bias": "5"}, "logit_bias"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [0, 9999]}, "allowed_token_ids"),
-    ({"allowed_token_ids": ["0"]}, "allowed_token_ids[0]"),
     ({"bad_words": "word"}, "bad_words"),
     ({"bad_words": [""]}, "bad_words"),
-    ({"bad_words": [5]}, "bad_words"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"stop_token_ids": 5}, "stop_token_ids"),
-    ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"min_tokens": 9, "n_predict": 8}, "min_tokens"),
     ({"n_predict": -2}, "n_predict"),
-    ({"n_predict": "5"}, "n_predict"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
@@ -112,7 +92,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3, "n": 2}, "best_of"),
     ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
     ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
-    ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"n_cmpl": 2}, "n_cmpl"),
     ({"cache_prompt": "no"}, "cache_prompt"),
@@ -142,25 +121,20 @@ def test_fields_of_every_endpoint(server: Server, fields: dict[str, Any], param:
 
 
 PROMPTS = [
-    5,
     1.5,
     True,
-    {},
-    [],
     "",
     [""],
     ["a", ""],
-    ["a", 5],
     [1, "a"],
     [[]],
     [[1], []],
     [[1.5]],
     [True],
-    [None],
 ]
 
 
-@pytest.mark.parametrize("prompt", [*PROMPTS, [-1], [99999]])
+@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("path", [COMPLETIONS, "/invocations"])
 def test_prompts(server: Server, path: str, prompt: Any) -> None:
     assert error_of(server.post(path, prompt=prompt), 400)["param"] == "prompt"
@@ -172,17 +146,10 @@ def test_the_prompts_before_a_bad_one_are_not_begun(server: Server, echo: bool) 
 
 
 MESSAGES: list[tuple[Any, str]] = [
-    ([], "messages"),
-    ("Hi", "messages"),
     ({}, "messages"),
-    (["Hi"], "messages[0]"),
     ([None], "messages[0]"),
     ([{}], "messages[0].role"),
-    ([{"content": "Hi"}], "messages[0].role"),
-    ([{"role": "wizard", "content": "Hi"}], "messages[0].role"),
-    ([{"role": 5, "content": "Hi"}], "messages[0].role"),
     ([*HI, {"role": "assistant", "content": "Hello"}, {"role": "robot", "content": "x"}], "messages[2].role"),
-    ([{"role": "user", "content": 5}], "messages[0].content"),
     ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
     ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
@@ -349,30 +316,6 @@ def test_a_missing_prompt_is_named(server: Server) -> None:
     assert error_of(both, 400)["param"] == "messages"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"hello",
-        b"[]",
-        b'"prompt"',
-        b"null",
-        b'{"prompt": "x"} trailing',
-        b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "x", "temperature": Infinity}',
-        b"[" * 100_000,
-        b'{"prompt": ' + b"[" * 100_000,
-    ],
-)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
-def test_bodies_that_are_no_json_object(server: Server, path: str, body: bytes) -> None:
-    response = server.http.post(path, content=body, headers={"content-type": "application/json"})
-    assert error_of(response, 400)["code"] == "invalid_json"
-
-
 def test_an_enormous_number(server: Server) -> None:
     body = b'{"prompt": "x", "temperature": 1e999}'
     response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
@@ -434,27 +377,6 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         error_of(server.http.post(COMPLETIONS, content=chunks, headers=headers), 413)["code"]
         == "body_too_large"
     )
-
-
-def test_a_prompt_longer_than_the_context(server: Server) -> None:
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        (COMPLETIONS, {"prompt": LONG}),
-        (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
-    ]
-    for path, body in bodies:
-        error = error_of(server.post(path, **body), 400)
-        assert error["code"] == "context_length_exceeded"
-        assert "4096" in error["message"]
-
-
-def test_unknown_paths_and_methods(server: Server) -> None:
-    assert error_of(server.http.get("/nowhere"), 404)["type"] == "invalid_request_error"
-    assert error_of(server.post("/v1/embeddings", input="x"), 501)
-    refused = server.http.get(COMPLETIONS)
-    assert error_of(refused, 405)
-    assert refused.headers["allow"] == "POST"
-    assert error_of(server.http.post("/ping"), 405)
-    assert error_of(server.http.get("/v1/models/gpt-4"), 404)["param"] == "model"
 
 
 def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:

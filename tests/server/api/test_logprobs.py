@@ -43,14 +43,6 @@ def test_of_a_chat_without_alternatives(start: Start, fields: dict[str, Any]) ->
     assert server.engine.submissions[1].params.logprobs is None
 
 
-def test_bytes_together_are_the_text(start: Start) -> None:
-    text = "<think>\nha\n</think>\n\nç é 漢"
-    [choice] = start(text).chat(logprobs=True).json()["choices"]
-    content = choice["logprobs"]["content"]
-    assert bytes(byte for told in content for byte in told["bytes"]).decode() == text
-    assert "\ufffd" in [told["token"] for told in content]
-
-
 @pytest.mark.parametrize("stop", [None, "l", "lo w"])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -130,13 +122,6 @@ def test_of_the_prompt(start: Start) -> None:
     ids = server.engine.submissions[1].prompt
     assert [list(at or {}) for at in answer["prompt_logprobs"]] == [[], *([str(token)] for token in ids[1:])]
     assert "prompt_logprobs" not in server.chat().json()
-
-
-def test_tokens_as_ids(start: Start) -> None:
-    fields = {"return_tokens_as_token_ids": True, "logprobs": 1}
-    told = start("b").post(COMPLETIONS, prompt="x", **fields).json()["choices"][0]["logprobs"]
-    assert told["tokens"] == ["token_id:98", "token_id:258"]
-    assert told["top_logprobs"][0] == {"token_id:98": -0.1}
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HI})])

@@ -40,14 +40,6 @@ def test_pieces(server: Server) -> None:
     ]
 
 
-def test_a_prompt_as_vllm_counts_it(server: Server) -> None:
-    answer = server.post("/tokenize", model="any", prompt="hé<|im_end|>").json()
-    expected = [104, 195, 169, 258]
-    assert answer == {"tokens": expected, "count": 4, "max_model_len": 4096, "token_strs": None}
-    strings = server.post("/tokenize", prompt="hé<|im_end|>", return_token_strs=True).json()["token_strs"]
-    assert strings == ["h", "\ufffd", "\ufffd", "<|im_end|>"]
-
-
 CHATS: list[dict[str, Any]] = [
     {},
     {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]},

@@ -9,7 +9,6 @@ import pytest
 from qwen_serve.server.api.fields.sampling import spellings
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
-from tests.server.api.formats.test_completions import events
 
 
 @pytest.mark.parametrize(
@@ -51,20 +50,6 @@ def test_spellings_of_a_word() -> None:
     assert spellings(" ab", vocab) == [(65, 98), (97, 98)]
     assert spellings(" ", vocab) == [(32,)]
     assert spellings("<|im_end|>", vocab) == [(258,)]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_in_the_text(start: Start, stream: bool) -> None:
-    body: dict[str, Any] = {"prompt": "x", "stop": ["de", "zz"], "include_stop_str_in_output": True}
-    server = start("abcdefg")
-    if stream:
-        texts = [event["choices"][0]["text"] for event in events(server, "/v1/completions", **body)[:-1]]
-        assert "".join(texts) == "abcde"
-        return
-    answer = server.post("/v1/completions", **body).json()
-    assert answer["choices"][0]["text"] == "abcde"
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.parametrize(

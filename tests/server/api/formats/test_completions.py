@@ -24,44 +24,9 @@ def events(server: Server, path: str, **body: Any) -> list[Any]:
     return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
-def test_a_prompt_is_continued(start: Start, path: str) -> None:
-    server = start(" jumps over the lazy dog.")
-    answer = server.post(path, prompt="The quick brown fox", model="Qwen/Qwen3.5-4B", max_tokens=64).json()
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "Qwen/Qwen3.5-4B"
-    assert answer["id"].startswith("cmpl-")
-    assert isinstance(answer["created"], int)
-    [choice] = answer["choices"]
-    assert choice == {
-        "index": 0,
-        "text": " jumps over the lazy dog.",
-        "logprobs": None,
-        "finish_reason": "stop",
-    }
-    assert answer["usage"] == {
-        "prompt_tokens": 19,
-        "completion_tokens": 25,
-        "total_tokens": 44,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    assert server.engine.submissions[0].text == "The quick brown fox"
-
-
 def test_the_model_is_named_when_the_request_names_none(start: Start) -> None:
     assert start("x").post("/v1/completions", prompt="a").json()["model"] == "fake"
     assert start("x", alias="qwen").post("/v1/completions", prompt="a").json()["model"] == "qwen"
-
-
-def test_max_tokens_cuts(start: Start) -> None:
-    server = start("abcdef")
-    answer = server.post("/v1/completions", prompt="x", max_tokens=3).json()
-    assert answer["choices"][0]["text"] == "abc"
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 3
-    server.post("/v1/completions", prompt="x", max_completion_tokens=2)
-    server.post("/v1/completions", prompt="x", max_tokens=10**12)
-    assert [entry.limit for entry in server.engine.submissions] == [3, 2, 4095]
 
 
 @pytest.mark.parametrize(
@@ -82,25 +47,6 @@ def test_the_default_limit(start: Start, path: str, fields: Any, limit: int) -> 
     server = start("abcdef")
     assert server.post(path, prompt="x", **fields).status_code == 200
     assert server.engine.submissions[0].limit == limit
-
-
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
-        ("one", ["one"]),
-        (["one", "two"], ["one", "two"]),
-        ([111, 110, 101], ["one"]),
-        ([[111, 110, 101], [116, 119, 111]], ["one", "two"]),
-        (["one", [116, 119, 111]], ["one", "two"]),
-    ],
-)
-def test_every_form_of_prompt(start: Start, prompt: Any, texts: list[str]) -> None:
-    server = start(lambda text: f"<{text}>")
-    answer = server.post("/v1/completions", prompt=prompt).json()
-    assert [choice["text"] for choice in answer["choices"]] == [f"<{text}>" for text in texts]
-    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
-    assert [entry.text for entry in server.engine.submissions] == texts
-    assert answer["usage"]["prompt_tokens"] == 3 * len(texts)
 
 
 def test_special_tokens_in_a_raw_prompt_are_tokens(start: Start) -> None:
@@ -134,16 +80,6 @@ def test_echo(start: Start, prompt: Any) -> None:
         for event in events(server, "/v1/completions", prompt=prompt, echo=True)[:-1]
     ]
     assert texts == ["né ", "à", ""]
-
-
-def test_stop_strings(start: Start) -> None:
-    server = start("one two STOP three")
-    for stop in ("STOP", ["never", "STOP"]):
-        answer = server.post("/v1/completions", prompt="x", stop=stop).json()
-        assert answer["choices"][0]["text"] == "one two "
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        assert answer["usage"]["completion_tokens"] == len("one two ")
-    assert all(entry.cancelled for entry in server.engine.submissions), "a stopped sequence must not go on"
 
 
 @pytest.mark.parametrize("stream", [False, True])
