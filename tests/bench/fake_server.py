@@ -103,6 +103,11 @@ class FakeServer:
             target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
         )
 
+    @property
+    def connections(self) -> int:
+        """How many clients have opened."""
+        return len(self._on_connection)
+
     def __enter__(self) -> Self:
         self._thread.start()
         self._started.wait()
