@@ -22,6 +22,7 @@ from qwen_serve.server.api.limits import stopped
 from qwen_serve.server.api.openapi import AnthropicErrorAnswer, ErrorAnswer, documented, errors
 from qwen_serve.server.api.request import read_request
 from qwen_serve.server.api.service import Service, service_of
+from qwen_serve.server.engine import EngineDead
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -80,6 +81,10 @@ def _post(
             task = asyncio.current_task()
             if context.service.is_cut and task is not None:
                 task.uncancel()
+                raise stopped() from None
+            raise
+        except EngineDead:  # what a grammar that is waited for gets then
+            if context.service.is_cut:
                 raise stopped() from None
             raise
         finally:

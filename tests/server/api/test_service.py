@@ -15,8 +15,10 @@ from qwen_serve.server.api.fields.sampling import sampling_defaults
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 from qwen_serve.server.settings import Settings
 from tests.server.api.conftest import Start, starter, wait_until
+from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_bad_input import error_of
 
 
@@ -120,6 +122,29 @@ def test_work_on_a_prompt_is_cut_short_too(start: Start) -> None:
         server.service.drain()
         server.service.cut_short()
         assert error_of(running.result(), 503)["code"] == "draining"
+
+
+def test_a_grammar_that_is_waited_for_is_cut_short_too(start: Start) -> None:
+    server = start("x")
+    entered, release = threading.Event(), threading.Event()
+
+    def never() -> None:
+        entered.set()
+        release.wait(60)
+
+    compiler = GrammarCompiler(never, FakeVocab.eos_id)
+    server.engine.grammars = compiler  # type: ignore[assignment]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", prompt="x", guided_json={})
+            assert entered.wait(20)
+            wait_until(lambda: bool(compiler._jobs))
+            server.service.drain()
+            server.service.cut_short()
+            assert error_of(running.result(), 503)["code"] == "draining"
+    finally:
+        release.set()
+        compiler.close()
 
 
 def test_the_engine_is_closed_at_the_end(tmp_path: Path) -> None:
