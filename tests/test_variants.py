@@ -13,7 +13,7 @@ from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp import Device
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings
-from qwen_serve.server.engine.loading import decide
+from qwen_serve.server.engine.loading import resolve_settings
 from qwen_serve.server.engine.planning import fit, measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.plan import MemoryPlan
@@ -55,7 +55,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(path: Path, **settings: Any) -> MemoryPlan:
-    return plan_memory(decide(EngineSettings(model=path, **settings)), read_header(path))
+    return plan_memory(resolve_settings(EngineSettings(model=path, **settings)), read_header(path))
 
 
 def test_small_fits_a_card_of_4_gb(four_b: Path) -> None:

@@ -18,7 +18,7 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_header
 
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
-from .loading import Parts, decide
+from .loading import Parts, resolve_settings
 from .outputs import Generation, OutputQueue
 from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         stages = StartProfile()
-        settings = decide(settings)
+        settings = resolve_settings(settings)
         self.plan = plan_memory(settings, read_header(settings.model, "model"))
         self.settings = self.plan.settings
         """The settings with every choice made; a `prefill_budget` of 0 is measured."""

@@ -70,7 +70,7 @@ MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
 """Seconds for which the warm-up times verifications and drafts."""
 
 
-def decide(settings: EngineSettings) -> EngineSettings:
+def resolve_settings(settings: EngineSettings) -> EngineSettings:
     """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
     on_gpu = supports_gpu() and settings.n_gpu_layers != 0
     if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):

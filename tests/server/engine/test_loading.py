@@ -14,7 +14,7 @@ from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit
-from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, decide
+from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, resolve_settings
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def test_a_head_that_does_not_fit_leaves_nothing_behind(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_memory(decide(settings(nano_q4_k_m, speculation="both")), read_header(nano_q4_k_m))
+    plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="both")), read_header(nano_q4_k_m))
     closed: list[str] = []
 
     def refuse(*_: object) -> None:
@@ -51,17 +51,17 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
 
 def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu = settings(nano_q4_k_m, n_gpu_layers=-1)
-    assert decide(on_a_gpu).speculation == "ngram"
+    assert resolve_settings(on_a_gpu).speculation == "ngram"
     monkeypatch.setattr("qwen_serve.server.engine.loading.supports_gpu", lambda: True)
-    assert decide(on_a_gpu).speculation == "both"
-    assert decide(settings(nano_q4_k_m)).speculation == "ngram", "no layers are there"
-    assert decide(on_a_gpu.replace(speculation="mtp")).speculation == "mtp"
+    assert resolve_settings(on_a_gpu).speculation == "both"
+    assert resolve_settings(settings(nano_q4_k_m)).speculation == "ngram", "no layers are there"
+    assert resolve_settings(on_a_gpu.replace(speculation="mtp")).speculation == "mtp"
 
 
 def test_the_warm_up_measures_the_budget_that_is_left_open(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = decide(
+    wanted = resolve_settings(
         settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
     )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
@@ -85,7 +85,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else holds them up, such as another program on the same cores, says nothing of rows."""
-    wanted = decide(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
+    wanted = resolve_settings(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
     parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from qwen_serve.server.engine import loading
-from qwen_serve.server.engine.loading import decide
+from qwen_serve.server.engine.loading import resolve_settings
 from qwen_serve.server.engine.planning import hardware
 from tests.server.engine.helpers import settings
 
@@ -62,9 +62,9 @@ def test_an_idle_gpu_is_shouted_about(
 ) -> None:
     monkeypatch.setattr(loading, "supports_gpu", lambda: False)
     monkeypatch.setattr(loading, "nvidia_cards", lambda: ["NVIDIA A10G"])
-    decide(settings(nano_f16, n_gpu_layers=0))
+    resolve_settings(settings(nano_f16, n_gpu_layers=0))
     assert not caplog.records, "whoever asks for the CPU knows"
-    decide(settings(nano_f16, n_gpu_layers=-1))
+    resolve_settings(settings(nano_f16, n_gpu_layers=-1))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "NVIDIA A10G is present" in record.getMessage()
@@ -72,8 +72,8 @@ def test_an_idle_gpu_is_shouted_about(
 
 def test_a_core_is_left_to_everything_else(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "physical_cores", lambda: 8)
-    decided = decide(settings(nano_f16, threads=0))
+    decided = resolve_settings(settings(nano_f16, threads=0))
     assert (decided.threads, decided.threads_batch) == (7, 7)
     monkeypatch.setattr(loading, "physical_cores", lambda: 1)
-    assert decide(settings(nano_f16, threads=0)).threads == 1
-    assert decide(settings(nano_f16, threads=3)).threads_batch == 3
+    assert resolve_settings(settings(nano_f16, threads=0)).threads == 1
+    assert resolve_settings(settings(nano_f16, threads=3)).threads_batch == 3

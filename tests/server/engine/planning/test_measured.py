@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.server.engine.loading import PREFILL_CPU, decide
+from qwen_serve.server.engine.loading import PREFILL_CPU, resolve_settings
 from qwen_serve.server.engine.planning import measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.measured import Buffers, Measured, RecordFile
@@ -149,7 +149,7 @@ def test_the_next_start_rehearses_nothing(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
-    settings, header = decide(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
+    settings, header = resolve_settings(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
     plan = plan_memory(settings, header)
     buffers = [usage.compute for usage in plan.usages]
     assert min(buffers) > 0
@@ -189,7 +189,7 @@ def test_a_log_that_tells_no_buffers_is_an_error(
     """Words of another llama.cpp, in which a plan of 0 bytes fits anywhere; nor is that remembered."""
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     other = re.compile(r"(\S+)\s+(compute|output) buffer: ([0-9.]+) MiB")
-    wanted, header = decide(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
+    wanted, header = resolve_settings(EngineSettings(model=nano_q4_k_m)), read_header(nano_q4_k_m)
     with monkeypatch.context() as changed:
         changed.setattr(measured, "_BUFFER", other)
         with pytest.raises(ModelLoadError, match=r"the model's context are: no line like 'CPU compute"):
