@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -101,13 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os._exit(FAILED if app.state.service.status == "failed" else server.status)
 
 
-def load(settings: Settings) -> Backend:
-    """Loads and warms up the model; blocks for seconds to minutes."""
+def load(settings: Settings, **forced: Any) -> Backend:
+    """Loads and warms up the model, with values of `ForcedSettings`; blocks for seconds to minutes."""
     from qwen_serve.server.api.fields.sampling import sampling_defaults
     from qwen_serve.server.chat import Prompter
     from qwen_serve.server.engine import Engine
 
-    engine = Engine(settings.engine())
+    engine = Engine(settings.engine(**forced))
     try:
         template = engine.metadata.get("tokenizer.chat_template")
         if settings.chat_template is not None or template is None:

@@ -21,7 +21,7 @@ from pydantic_settings import (
 )
 
 from qwen_serve.server.about import CACHE_VARIABLE, llama_version, own_version
-from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section
+from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section, UserSettings
 from qwen_serve.server.names import nearest
 from qwen_serve.server.variant import (
     Setting,
@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "QWEN_"
+
+GONE = {
+    "max_connections_per_address": "a proxy in front bounds them, as deploy/nginx.conf does with limit_conn",
+    "prefill_budget": "prefill_seconds says how long a step may read prompts",
+    "prefix_shrinks": "the prefix cache is always as large as it is of use",
+    "sampling": "sampling_defaults says how tokens are chosen; where, the engine decides",
+}
+"""Settings that there were -> what is there instead."""
 
 
 class SettingsError(Exception):
@@ -81,8 +89,6 @@ class HttpSettings(Section, title="http"):
     """connections open at once, as far as the process may open files; a new one takes the place of the
     one that is idle for longest, else of one whose request is not all there, else it gets 503 unless it asks
     for /ping or /health"""
-    max_connections_per_address: int = Field(0, ge=0)
-    """of these, from one address; 0: any number, as behind a proxy, whose address all have"""
     allowed_hosts: str = ""
     """names, with commas between, under which a server that listens on loopback may be asked without
     an API key, besides localhost and addresses; * for any"""
@@ -119,7 +125,7 @@ class ChatSettings(Section, title="chat"):
     """temperature 0 where a request gives none; the GGUF's advice is passed over"""
 
 
-class Settings(HttpSettings, ChatSettings, EngineSettings, BaseSettings):
+class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
     """Everything that `python -m qwen_serve.server` can be told."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
@@ -180,12 +186,12 @@ class Settings(HttpSettings, ChatSettings, EngineSettings, BaseSettings):
         """The origins that browsers may call from."""
         return _split(self.allowed_origins)
 
-    def engine(self) -> EngineSettings:
-        """The part that the engine reads."""
-        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.model_fields})
+    def engine(self, **forced: Any) -> EngineSettings:
+        """The part that the engine reads, with values of `ForcedSettings`."""
+        return EngineSettings(**{name: getattr(self, name) for name in UserSettings.model_fields}, **forced)
 
 
-_ENGINE = [section for section in EngineSettings.__bases__ if section is not ModelSettings]
+_ENGINE = [section for section in UserSettings.__bases__ if section is not ModelSettings]
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
 """The groups of `--help` and of `--print-settings`, in their order."""
 
@@ -338,6 +344,9 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
         # what stands beside a mistyped flag is its value
         words = [word for word in unknown if word.startswith("--")] or unknown
         raise SettingsError("\n".join(map(_unknown_flag, words)))
+    for gone, instead in GONE.items():
+        if (variable := f"{ENV_PREFIX}{gone.upper()}") in os.environ:
+            raise SettingsError(f"{variable} is gone: {instead}")
     given = {name: value for name, value in vars(flags).items() if name in Settings.model_fields}
     config = getattr(flags, "config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     layers: list[tuple[str, Mapping[str, Any]]] = [
@@ -431,12 +440,16 @@ def _unknown_flag(word: str) -> str:
         return f"{word}: settings are flags; {hint}"
     flag = word.partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if name in GONE:
+        return f"{flag} is gone: {GONE[name]}"
     near = nearest(name, [*Settings.model_fields, "variant", "config", "print_settings", "version", "help"])
     return f"{flag} is not a setting; " + (f"did you mean {_flag(near)}?" if near else "--help lists them")
 
 
 def did_you_mean(name: str, *, known: str) -> str:
     """The setting that `name` may have been meant for; `known` where there is none like it."""
+    if name in GONE:
+        return f"it is gone: {GONE[name]}"
     near = nearest(name, Settings.model_fields)
     return f"did you mean {near!r}?" if near else known
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 import yaml
 
 from qwen_serve.server.cluster import ROUTER_FLAGS
-from tests.server.serving import served
+from qwen_serve.server.settings import Settings
+from tests.server.api.conftest import starter, wait_until
+from tests.server.serving import certificate, served
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
@@ -116,3 +126,68 @@ def test_the_dashboard_shows_metrics_that_there_are(nano_q4_k_m: Path) -> None:
     with served("--model", nano_q4_k_m, "--ctx-size", "1024", "--parallel", "2") as client:
         there = set(re.findall(r"^(qwen_\w+)", client.get("/metrics").text, re.MULTILINE))
     assert wanted <= there
+
+
+@contextmanager
+def proxied(folder: Path, upstream: str) -> Iterator[httpx.Client]:
+    """deploy/nginx.conf as it is, but for who is in front and behind, and where its files are."""
+    if (nginx := shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/bin")) is None:
+        pytest.skip("nginx is not installed (apt-get install nginx-light)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pem, key = certificate(folder)
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    ours = {
+        "worker_processes auto;": f"daemon off; master_process off; pid {folder}/pid; error_log stderr;",
+        "http {": "http { access_log off; "
+        + " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds),
+        "127.0.0.1:8080": upstream.removeprefix("http://"),
+        "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
+        "/etc/nginx/qwen.pem": str(pem),
+        "/etc/nginx/qwen.key": str(key),
+    }
+    text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    for old, new in ours.items():
+        assert text.count(f" {old}") + text.startswith(old) + text.count(f"\n{old}") == 1, old
+        text = text.replace(old, new)
+    (folder / "nginx.conf").write_text(text)
+    command = [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+    subprocess.run([*command, "-t"], check=True)
+    verify = ssl.create_default_context(cafile=pem)
+    process = subprocess.Popen(command)
+    try:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=verify, timeout=30) as client:
+            wait_until(lambda: answers(client))
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ping").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_nginx_passes_events_on_and_bounds_what_an_address_may_have(tmp_path: Path) -> None:
+    config = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    each = int(re.findall(r"limit_conn connections (\d+)", config)[0])
+    assert f"client_max_body_size {Settings.model_fields['max_body_mib'].default}m;" in config
+    ask = {"prompt": "x", "stream": True}
+    streams: list[Iterator[str]] = []
+    with starter(tmp_path) as start:
+        server = start("word " * 10_000, delay=0.01, context_size=10**6, capacity=100)
+        with proxied(tmp_path, server.url) as client, ExitStack() as open_:
+            for _ in range(each):
+                stream = client.stream("POST", "/v1/completions", json={**ask, "max_tokens": 50_000})
+                streams.append(open_.enter_context(stream).iter_lines())
+                assert next(streams[-1]).startswith("data: "), "before the answer is complete"
+            assert len(server.engine.running) == each
+            assert client.post("/v1/completions", json=ask).status_code == 429
+            assert httpx.get(f"{server.url}/ping").status_code == 200
+            open_.close()
+            wait_until(lambda: not server.engine.running)
+            assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+            assert client.get("/metrics").status_code == 403

@@ -1,7 +1,15 @@
 """One client's connection: uvicorn's, with bounds on what it may send, how slowly, and how many there are.
 
-uvicorn's httptools protocol costs less for each streamed event than its h11 one, which bounds headers, and
-neither has time-outs or notices that a client left while a pipelined request waits.
+uvicorn has no setting for these, an ASGI layer sees a request once its head is whole, and a proxy in front is
+optional. Each has a test in tests/server/api/test_connection.py that fails on uvicorn's own protocol:
+
+- httptools counts neither headers nor what frames chunks (h11 does, and costs more for each event):
+  `test_what_surrounds_a_body_has_a_limit`, `test_a_trailer_is_no_header`.
+- Idle connections alone time out: `test_headers_that_do_not_come`, `test_a_body_that_does_not_come`.
+- `limit_concurrency` refuses probes, too, and closes nobody who is idle: `test_connections_have_a_limit`.
+- An offer to upgrade drops the body: `test_an_offer_to_upgrade_is_passed_over`.
+- What is no HTTP, or for nobody, gets text or reaches the app, and what was complete before it no answer:
+  `test_what_is_no_http`, `test_one_host`, `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
 """
 
 from __future__ import annotations
@@ -94,40 +102,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = self._for_probes = False
         self._refusal: ApiError | None = None
         super().connection_made(transport)
-        most, each = self.config.max_connections, self.config.settings.max_connections_per_address
-        if each and self.client is not None:
-            address = self.client[0]
-            if self._count(address) > each and not self._replace(f"{each} from {address}", address):
-                self._refuse_connection(429, "too many connections from your address")
-                return
-        if len(self.connections) > most and not self._replace(str(most)):
+        most = self.config.max_connections
+        if len(self.connections) > most and not self._replace():
             logger.warning("%d connections are open, as many as there may be: one more gets 503", most)
             if len(self.connections) > most + FOR_PROBES:
-                self._refuse_connection(503, "too many connections")
+                self._refuse_connection()
                 return
             self._for_probes = True
         self._rank()
         self._time()
 
-    def _refuse_connection(self, status: int, message: str) -> None:
-        self.refuse(ApiError(status, message, code="too_many_connections"))
+    def _refuse_connection(self) -> None:
+        self.refuse(ApiError(503, "too many connections", code="too_many_connections"))
 
-    def _count(self, address: str) -> int:
-        """Open connections from there, this one included."""
-        return sum(
-            isinstance(one, BoundedProtocol) and one.client is not None and one.client[0] == address
-            for one in self.connections
-        )
-
-    def _replace(self, most: str, address: str | None = None) -> bool:
-        """Closes the one, from `address` if that is given, that has been idle for longest; where none is, one
-        whose client has not sent all of its request. Whether there was one."""
-        waiting = chain(self.config.idle, self.config.unread)
-        oldest = next((one for one in waiting if address in (None, one.client and one.client[0])), None)
+    def _replace(self) -> bool:
+        """Closes the one that has been idle for longest; where none is, one whose client has not sent all of
+        its request. Whether there was one."""
+        oldest = next(chain(self.config.idle, self.config.unread), None)
         if oldest is None:
             return False
         oldest._unrank()
-        logger.warning("%s connections are open, as many as there may be: an idle one is closed", most)
+        most = self.config.max_connections
+        logger.warning("%d connections are open, as many as there may be: an idle one is closed", most)
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
@@ -238,7 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"HTTP/{version}: this server speaks HTTP/1.1"
             self.refuse(ApiError(505, message, code="not_supported"))
         elif self._for_probes and self.url.decode("latin-1").partition("?")[0] not in PROBES:
-            self._refuse_connection(503, "too many connections")
+            self._refuse_connection()
         elif len(hosts) > 1 or not (hosts or version == "1.0"):
             message = f"a request has one Host header (RFC 9112, section 3.2); this one has {len(hosts)}"
             self.refuse(ApiError(400, message, code="invalid_host"))

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 LARGE = 256 * 1024
-"""Bytes from which on a body is large: one such is worked on at a time, on a thread of its own, so that the
-others never wait for more than some 0.1 s of work, and no more than one is there decoded."""
+"""Bytes from which on a body is large: no more than one such is there decoded at a time."""
 
 _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
@@ -93,8 +92,8 @@ class Body:
         self._alone = True
 
     def rest_collector(self) -> None:
-        """No look for garbage until the body is released: it becomes many objects and none, and each look at
-        them would take some 10 ms in which no other thread runs.
+        """No look for garbage until the body is released: no other thread would run while its many objects
+        are looked at, none of which is garbage.
 
         Of several at once, the last to end lets the collector go on.
         """

@@ -29,12 +29,11 @@ Result = TypeVar("Result")
 
 LARGE_JSON = 128 * 1024
 LONG_TEXT = 4 * 1024
-"""Bytes from which on a body is decoded, or its text tokenised, off the event loop: a millisecond or two that
-every stream would wait for. Below, the way to a thread and back costs as much as the work."""
+"""Bytes from which on a body is decoded, or its text tokenized, off the event loop: below, the way to a
+thread and back costs as much as the work."""
 
 MAX_VALUES = 2**19
-"""JSON values of a body, counted by its brackets and commas: a nested one takes up to 90 bytes of memory, and
-all are made with the GIL held, some 50 ns each."""
+"""JSON values of a body, counted by its brackets and commas: all are made with the GIL held."""
 
 MAX_KEYS = 2**17
 """Keys of a body's objects: each is hashed and becomes a string, five times the work of a value."""
@@ -43,9 +42,7 @@ KEY = re.compile(rb"(?<!\\)(?:\\\\)*\"[ \t\r\n]*:")
 """The end of a key. A quote inside a string has a backslash before it, or another odd number of them."""
 
 MAX_DIGITS = 2**20
-"""Digits of a body's numbers that have 19 or more: those do not fit in 64 bits, and making one takes time
-with the square of its length, some 7 ns for each of 4,290 digits as for each of 20. They are counted in
-texts, too: more of them than any context has tokens."""
+"""Digits, in texts too, of a body's numbers of 19 or more: what does not fit in 64 bits is slow to make."""
 
 LONG_NUMBER = re.compile(rb"[0-9]{19,}")
 
@@ -119,8 +116,7 @@ def count_digits(body: bytes | bytearray) -> int:
 def all_finite(value: Any) -> bool:
     """Whether no number in a JSON value was too large for a float: infinity could not be written back.
 
-    The decoder reads 1e400 as infinity, whatever `allow_inf_nan` says. (orjson refuses it, but does not say
-    in which field, takes as long to decode, and reads integers above 64 bits as floats.)
+    The decoder reads 1e400 as infinity, whatever `allow_inf_nan` says.
     """
     unread: list[list[Any]] = [[value]]
     while unread:

@@ -123,13 +123,8 @@ class SchedulerSettings(Section, title="scheduler"):
     if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
     """a prefill step holds running answers up about so long, to the nearest whole number of passes
-    (ubatch_size); more gives more throughput where many requests arrive at once"""
-    prefill_budget: int = Field(0, ge=0)
-    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
-    fastest of the start's measurement and the steps since, and without a GPU no more than 128"""
-    sampling: Sampling = "auto"
-    """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
-    logits, or on the host; auto: on the device if it is a GPU"""
+    (ubatch_size), and without a GPU for 128 tokens at most; more gives more throughput where many requests
+    arrive at once"""
     deterministic: bool = False
     """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
     (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
@@ -163,9 +158,7 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     prefix_cells: int = Field(0, ge=0)
     """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
     where steps read their own only; else, as those of others make steps longer, a tenth of the bytes of the
-    weights, at least 9,216"""
-    prefix_shrinks: bool = True
-    """hold fewer cells where less than half of what prompts bring was read before, in proportion"""
+    weights, at least 9,216, and fewer where less than half of what prompts bring was read before"""
     prefix_interval: int = Field(4096, ge=0)
     """tokens between the states kept while a long prompt is read; 0: none on the way"""
     prefix_host_mib: int = Field(0, ge=0)
@@ -235,10 +228,23 @@ class CpuSettings(Section, title="CPU"):
         return threads
 
 
-class EngineSettings(
+class ForcedSettings(Section, title="forced"):
+    """What tests and measurements force; else the engine decides. No flag, variable or key has it."""
+
+    prefill_budget: int = Field(0, ge=0)
+    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
+    fastest of the start's measurement and the steps since"""
+    prefix_shrinks: bool = True
+    """hold fewer cells where less than half of what prompts bring was read before, in proportion"""
+    sampling: Sampling = "auto"
+    """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
+    logits, or on the host; auto: on the device if it is a GPU"""
+
+
+class UserSettings(
     ModelSettings, CacheSettings, SchedulerSettings, PrefixCacheSettings, SpeculationSettings, CpuSettings
 ):
-    """Everything the engine needs to know before it loads a model. Zero means "choose for me" where noted.
+    """What users say of the engine. Zero means "choose for me" where noted.
 
     Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
     """
@@ -266,3 +272,7 @@ class EngineSettings(
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""
         return type(self)(**{**dict(self), **changes})
+
+
+class EngineSettings(UserSettings, ForcedSettings):
+    """Everything the engine needs to know before it loads a model."""

@@ -1,4 +1,4 @@
-"""`python -m qwen_serve.server` as a child process on a free port."""
+"""`python -m qwen_serve.server` as a child process on a free port, or the same in this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from qwen_serve.server.__main__ import load
+from qwen_serve.server.api import Backend, create_app
+from qwen_serve.server.engine.settings import ForcedSettings
+from qwen_serve.server.settings import Settings
+from tests.server.api.conftest import running, wait_until
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
+
+    from qwen_serve.server.engine import Engine
 
 START_S = 120
 
@@ -87,8 +96,43 @@ class ServerProcess:
         self.process.wait()
 
 
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A new one for 127.0.0.1, and its key."""
+    pem, key = folder / "certificate.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*command, "-keyout", key, "-out", pem], check=True, capture_output=True)
+    return pem, key
+
+
 @contextmanager
 def served(*arguments: str | Path) -> Iterator[httpx.Client]:
     """A client of a server that is ready."""
     with ServerProcess(*arguments) as server, server.client() as client:
         yield client
+
+
+@dataclass
+class Served:
+    """Where it listens, and what answers."""
+
+    url: str
+    backend: Backend
+
+    @property
+    def engine(self) -> Engine:
+        return self.backend.engine
+
+
+@contextmanager
+def serving(model: Path, **options: Any) -> Iterator[Served]:
+    """In this process: greedy, in F32, so that answers can be compared; with what only tests force."""
+    forced = {name: options.pop(name) for name in list(options) if name in ForcedSettings.model_fields}
+    exact = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
+    defaults = {**exact, "threads": 1, "parallel": 6, "ctx_size": 8192, "greedy": True, "alias": "nano"}
+    settings = Settings(model=model, **{**defaults, **options})
+    app = create_app(settings, lambda: load(settings, **forced))
+    with running(app, settings) as url:
+        service = app.state.service
+        wait_until(lambda: service.status != "loading", 120)
+        yield Served(url, service.backend)

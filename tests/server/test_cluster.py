@@ -49,7 +49,7 @@ class ClusterProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [*command, "--speculation", "off", "--prefix-checkpoints", "32", "--prefill-budget", "128"],
+            [*command, "--speculation", "off", "--prefix-checkpoints", "32"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -8,55 +8,26 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from qwen_serve.server.__main__ import load
-from qwen_serve.server.api import Backend, create_app
 from qwen_serve.server.chat import Prompter, ReplyParser
 from qwen_serve.server.engine.sampling import Sampler
-from qwen_serve.server.settings import Settings
-from tests.server.api.conftest import running, wait_until
+from tests.server.api.conftest import wait_until
+from tests.server.serving import Served, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from qwen_serve.server.engine import Engine
 
-EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 MARK = "FAULT"
 SEED = 424_242
 CLIENTS = 1000
 AT_ONCE = 40
-
-
-@dataclass
-class Served:
-    """Where it listens, and what answers."""
-
-    url: str
-    backend: Backend
-
-    @property
-    def engine(self) -> Engine:
-        return self.backend.engine
-
-
-@contextmanager
-def serving(model: Path, **options: Any) -> Iterator[Served]:
-    """Greedy, in F32, so that answers can be compared."""
-    defaults = {**EXACT, "threads": 1, "parallel": 6, "ctx_size": 8192, "greedy": True, "alias": "nano"}
-    settings = Settings(model=model, **{**defaults, **options})
-    app = create_app(settings, lambda: load(settings))
-    with running(app, settings) as url:
-        service = app.state.service
-        wait_until(lambda: service.status != "loading", 120)
-        yield Served(url, service.backend)
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from qwen_serve.server.__main__ import BAD_SETTINGS
 from qwen_serve.server.listening import ListenError, exposures, listen
 from qwen_serve.server.settings import Settings, load_settings
-from tests.server.serving import ServerProcess
+from tests.server.serving import ServerProcess, certificate
 
 SMALL = ("--parallel", "1", "--ctx-size", "512")
 
@@ -32,16 +31,11 @@ def answers(client: httpx.Client) -> Callable[[], bool]:
 
 
 def test_tls(nano_q4_k_m: Path, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    with ServerProcess(
-        "--model", nano_q4_k_m, *SMALL, "--ssl-certfile", certificate, "--ssl-keyfile", key
-    ) as server:
+    pem, key = certificate(tmp_path)
+    with ServerProcess("--model", nano_q4_k_m, *SMALL, "--ssl-certfile", pem, "--ssl-keyfile", key) as server:
         url = server.url
         assert url.startswith("https://")
-        context = ssl.create_default_context(cafile=certificate)
+        context = ssl.create_default_context(cafile=pem)
         with httpx.Client(base_url=url, verify=context) as client:
             server.wait_for(answers(client))
             assert client.get("/v1/models").status_code == 200

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.server.engine import EngineSettings
+from qwen_serve.server.engine.settings import ForcedSettings, UserSettings
 from qwen_serve.server.settings import (
+    GONE,
     Settings,
     SettingsError,
     describe,
@@ -72,6 +74,9 @@ def test_precedence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["--ssl-certfile", "/no/such.pem"], r"--ssl-certfile.*/no/such.pem is not a file"),
         (["--ssl-certfile", __file__], r"--ssl-certfile and --ssl-keyfile: give both, or neither"),
         (["--allowed-origins", "page.example"], r"--allowed-origins.*page.example is not an origin such as"),
+        (["--prefill-budget", "512"], "--prefill-budget is gone: prefill_seconds says"),
+        (["--no-prefix-shrinks"], "--no-prefix-shrinks is gone: the prefix cache is"),
+        (["--sampling=host"], "--sampling is gone: sampling_defaults says"),
         (["--config", "/no/such.toml"], r"--config: /no/such.toml is not a file"),
         (["--flash-attn", "off", "--cache-type-v", "q8_0"], "cache_type_v.*flash"),
     ],
@@ -105,6 +110,23 @@ def test_every_problem_is_told_at_once(model: str, monkeypatch: pytest.MonkeyPat
 def test_no_model() -> None:
     with pytest.raises(SettingsError, match=r"--model is required \(or QWEN_MODEL\)"):
         load_settings([])
+
+
+@pytest.mark.parametrize("name", sorted(GONE))
+def test_what_is_gone_is_named_with_what_is_there(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text(f"{name} = 1")
+    with pytest.raises(SettingsError, match=rf"server\.toml: unknown key '{name}'; it is gone: {GONE[name]}"):
+        load_settings(["--model", model, "--config", str(config)])
+    monkeypatch.setenv(f"QWEN_{name.upper()}", "1")
+    with pytest.raises(SettingsError, match=rf"QWEN_{name.upper()} is gone: {GONE[name]}"):
+        load_settings(["--model", model])
+
+
+def test_what_is_forced_is_no_setting() -> None:
+    assert not Settings.model_fields.keys() & ForcedSettings.model_fields.keys()
 
 
 @pytest.mark.parametrize("text", ["prot = 1", "port = ", "[server]\nport = 1"])
@@ -150,7 +172,7 @@ def test_a_description_is_a_file_of_settings(model: str, tmp_path: Path) -> None
 
 
 def test_every_engine_setting_can_be_set(model: str) -> None:
-    for name, field in EngineSettings.model_fields.items():
+    for name, field in UserSettings.model_fields.items():
         assert Settings.model_fields[name].default == field.default
         assert field.description, f"{name} says nothing of itself"
     settings, _, _ = load_settings(["--model", model, "--ubatch-size", "64", "--no-use-mmap"])
@@ -162,10 +184,10 @@ def test_help_names_every_setting() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "qwen_serve.server", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    lines = " ".join(shown.split())
+    letters = "".join(shown.split())  # a line may end behind a hyphen
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')} " in shown.replace(",", " ")
-        assert " ".join(str(field.description).split()) in lines
+        assert "".join(str(field.description).split()) in letters
 
 
 @pytest.mark.usefixtures("model")

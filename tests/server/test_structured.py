@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.marks import slow_but
-from tests.server.serving import served
+from tests.server.serving import served, serving
 
 PERSON = {
     "type": "object",
@@ -34,7 +34,7 @@ ASK = [{"role": "user", "content": "What is 2+2?"}]
 
 @pytest.fixture(scope="module")
 def http(nano_f32: Path) -> Iterator[httpx.Client]:
-    with served("--model", nano_f32, "--parallel", "8", "--sampling", "host") as client:
+    with served("--model", nano_f32, "--parallel", "8") as client:
         yield client
 
 
@@ -479,6 +479,9 @@ def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str)
         check(PERSON, found["message"]["content"])
         return True
 
-    arguments = ("--model", nano_f32, "--parallel", "8", "--sampling", sampling)
-    with served(*arguments) as http, ThreadPoolExecutor(8) as pool:
+    with (
+        serving(nano_f32, parallel=8, sampling=sampling) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+        ThreadPoolExecutor(8) as pool,
+    ):
         assert sum(pool.map(partial(one, http), range(64))) > 48

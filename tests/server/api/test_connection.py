@@ -267,21 +267,6 @@ def test_a_client_of_http_1_0_gets_no_interim_answer(start: Start) -> None:
             assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
-def test_an_address_may_have_a_limit(start: Start) -> None:
-    server = start(lambda _: ENDLESS, delay=0.01, max_connections_per_address=3)
-    server.http.close()
-    with ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}'))
-        wait_until(lambda: len(server.engine.running) == 3)
-        with connected(server) as late:
-            assert everything(late).startswith(b"HTTP/1.1 429 ")
-        other = httpx.HTTPTransport(local_address="127.0.0.2")
-        with httpx.Client(transport=other, base_url=server.url) as client:
-            assert client.get("/ping").status_code == 200
-    wait_until(lambda: server.service.in_flight == 0)
-
-
 UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQ"}
 
 
