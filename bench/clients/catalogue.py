@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ClientProgram:
-    """One client. ``lacks`` tells of snippets that fail for a reason of the client's own, in words."""
+    """One client."""
 
     checks: Mapping[str, str]
     pip: tuple[str, ...] = ()
     npm: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def main_package(self) -> str:

@@ -37,9 +37,9 @@ class ServedTo(ServerOptions):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One snippet: ``detail`` says what was wrong, or what the client itself lacks."""
+    """One snippet: ``detail`` says what was wrong."""
 
-    status: Literal["pass", "FAIL", "lacks", "skip"]
+    status: Literal["pass", "FAIL", "skip"]
     detail: str
     seconds: float
 
@@ -99,7 +99,6 @@ def prepare(client: str, folder: Path) -> tuple[str, str]:
 def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
     """Runs one snippet and its check."""
     program, folder = CLIENTS[snippet.client], root / snippet.client
-    lacks = program.lacks.get(snippet.name)
     text = snippet.pointed_at(server.url.rstrip("/"), server.api_key, TASKS)
     check = program.checks[snippet.name]
     began = perf_counter()
@@ -127,8 +126,6 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
         except Exception as error:
             detail = f"{type(error).__name__}: {error} {last_line(errors)}"
     seconds = perf_counter() - began
-    if detail and lacks:
-        return Outcome("lacks", lacks, seconds)
     return Outcome("FAIL" if detail else "pass", detail[:300], seconds)
 
 

@@ -15,9 +15,7 @@ from qwen_serve.bench.arguments import Natural, Positive, StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.report.perplexity import (
     FEW_TOKENS,
-    HISTOGRAM,
     WORKLOAD,
-    nats,
     positions,
     show_perplexity,
 )
@@ -29,7 +27,6 @@ from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
 
-LOWEST, HIGHEST, BINS_A_DECADE = -8, 2, 8  # of the histogram, powers of ten in nats
 QUANTILES = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1.0}
 
 
@@ -70,11 +67,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``values`` by the names of `bench.metrics`; ``histogram``: tokens by range of divergence; ``about``:
-    what else is known of the comparison."""
+    """``values`` by the names of `bench.metrics`; ``about``: what else is known of the comparison."""
 
     values: dict[str, float]
-    histogram: dict[str, int]
     about: dict[str, Any]
 
 
@@ -116,8 +111,6 @@ def perplexity(
             tokens = measured.values["scored_tokens"]
             run.note(f"only {tokens:,.0f} tokens: the 99% quantile rests on a handful")
         run.add(gguf.name, WORKLOAD, reading.cell, 1, measured.values)
-        for cell, count in measured.histogram.items():
-            run.add(gguf.name, HISTOGRAM, cell, 1, {"scored_tokens": count})
         show_perplexity(run.results())
     return 0
 
@@ -157,7 +150,6 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
         raise BenchError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return Measured(
         {"size": gguf.stat().st_size / 1e6, **summarize(scores)},
-        histogram(scores),
         {
             "reference": reference.name,
             "reference_bytes": reference.stat().st_size,
@@ -189,15 +181,6 @@ def summarize(scores: Scores) -> dict[str, float]:
         **dict(zip(QUANTILES, quantiles, strict=True)),
         "dropped": 100 * float(scores.dropped[:, :-1].mean()),
     }
-
-
-def histogram(scores: Scores) -> dict[str, int]:
-    """Tokens by range of divergence, as `nats` names it; the first range begins at 0."""
-    divergence = scores.divergence[:, :-1]
-    edges = np.logspace(LOWEST, HIGHEST, (HIGHEST - LOWEST) * BINS_A_DECADE + 1)
-    bounds = [0.0, *edges.tolist()]
-    counts = np.histogram(divergence.clip(max=edges[-1]), bounds)[0].tolist()
-    return {nats(low, high): count for low, high, count in zip(bounds, bounds[1:], counts, strict=False)}
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:

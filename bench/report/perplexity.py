@@ -6,8 +6,8 @@ from typing import Any
 from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
-WORKLOAD, HISTOGRAM = "divergence", "divergence by size"
-"""The store's workloads: a cell each range of positions, and a cell each range of nats."""
+WORKLOAD = "divergence"
+"""The store's workload: a cell each range of positions."""
 
 FEW_TOKENS = 10_000  # below, the last hundredth of the tokens is fewer than a hundred
 
@@ -30,11 +30,6 @@ def positions(first: int, last: int, context: int) -> str:
     """A cell: which positions of each chunk are compared, from 0. Means over others are other figures: the
     more context a token has, the less two models differ."""
     return f"positions {first} to {last} of {context}"
-
-
-def nats(low: float, high: float) -> str:
-    """A cell of the histogram."""
-    return f"{low:.6g} to {high:.6g} nats"
 
 
 def show_perplexity(results: Results) -> None:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
-VERDICTS = {"pass": PALETTE[2], "fail": PALETTE[3], "undecided": PALETTE[1], None: PALETTE[6]}
-"""Colours of a gate's verdict."""
 STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,

@@ -1,14 +1,14 @@
-"""A sweep's own pictures: speed against quality, items lost and gained, and divergence against size."""
+"""A sweep's own pictures: items lost and gained, and divergence against size."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from qwen_serve.bench.report.plot import PALETTE, VERDICTS, figure
+from qwen_serve.bench.report.plot import PALETTE, figure
 from qwen_serve.bench.report.sweep import ALL_GATES, VERB, gate_names, paired_of, weights_of
 from qwen_serve.bench.store import Results
-from qwen_serve.bench.variants.standing import Ranking, Standing, rank
+from qwen_serve.bench.variants.standing import Standing, rank
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -18,60 +18,12 @@ def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str
         if manifest.verb != VERB:
             continue
         rows, ranking = results.of(run=run), rank(results, run)
-        if any(one.speed is not None and one.quality is not None for one in ranking.standings):
-            path = folder / f"{prefix}speed-quality.svg"
-            made["Speed against quality"] = draw_speed_quality(ranking, path)
         if any(one.paired is not None for one in ranking.standings):
             path = folder / f"{prefix}losses.svg"
             made["Items lost and gained against full precision"] = draw_losses(ranking.standings, path)
         if (rows["metric"] == "kld_mean").any():
             made["Divergence against size"] = draw_divergence(rows, folder / f"{prefix}divergence.svg")
     return made
-
-
-def draw_speed_quality(ranking: Ranking, path: Path) -> Path:
-    """All gates at once: the margin at the tightest, the front marked; bars are 95% intervals."""
-    points = [one for one in ranking.standings if one.speed is not None and one.quality is not None]
-    thresholds = any(one.tightest is not None for one in points)
-    front = sorted((one.quality or 0.0, _speed(one)) for one in points if one.front)
-    with figure(path, width=8, height=4.6) as (axis,):
-        axis.plot(
-            [x for x, _ in front],
-            [y for _, y in front],
-            color=PALETTE[0],
-            linewidth=1,
-            drawstyle="steps-pre",
-            label="Pareto front",
-            zorder=1,
-        )
-        for number, one in enumerate(sorted(points, key=_speed)):
-            ship, ratio, colour = one.name == ranking.recommended, one.speed, VERDICTS[one.verdict]
-            x, y = one.quality or 0.0, _speed(one)
-            if ratio is not None and ratio.low is not None and ratio.high is not None:
-                reach = [[y - ratio.low], [ratio.high - y]]
-                axis.errorbar(x, y, yerr=reach, color=colour, alpha=0.5, linewidth=1)
-            label = f"{one.name}: {one.verdict or 'no threshold'}{', ship' if ship else ''}"
-            edges, size = "black" if one.front else "none", 160 if ship else 45
-            axis.scatter(
-                [x], [y], s=size, marker="*" if ship else "o", color=colour, edgecolors=edges, zorder=3
-            )
-            side = -7 if number % 2 else 7  # neighbours in speed are labelled on different sides
-            axis.annotate(
-                label,
-                (x, y),
-                xytext=(side, 3),
-                textcoords="offset points",
-                ha="right" if side < 0 else "left",
-                fontsize=8,
-            )
-        if thresholds:
-            axis.axvline(0, color="black", linewidth=1, label="gates")
-        axis.set_title("All gates: margin at the tightest" if thresholds else "Mean score")
-        axis.set_xlabel("points over the threshold" if thresholds else "score, %")
-        axis.set_ylabel(f"times as fast as {ranking.baseline}", fontsize=8)
-        axis.margins(x=0.3, y=0.12)
-        axis.legend(fontsize=8)
-    return path
 
 
 def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
@@ -127,7 +79,3 @@ def draw_divergence(rows: pd.DataFrame, path: Path) -> Path:
         axis.margins(x=0.12)
         axis.legend()
     return path
-
-
-def _speed(one: Standing) -> float:
-    return one.speed.value if one.speed is not None else 0.0

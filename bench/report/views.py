@@ -25,8 +25,6 @@ TABLES = {
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
 
 PICTURES = {
-    "quality": "qwen_serve.bench.report.quality_pictures:quality_pictures",
-    "perplexity": "qwen_serve.bench.report.quality_pictures:perplexity_pictures",
     "sweep": "qwen_serve.bench.report.sweep_pictures:sweep_pictures",
 }
 """By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix

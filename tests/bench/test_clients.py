@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine" / "bin").mkdir(parents=True)
     (tmp_path / "mine" / "bin" / "python").symlink_to(sys.executable)
     checks = {"good": "assert answer == 42", "printing": "assert printed == 'hi\\n', printed"}
-    program = ClientProgram(pip=("mine",), checks={**checks, "weak": "assert 0"}, lacks={"weak": "it cannot"})
+    program = ClientProgram(pip=("mine",), checks=checks)
     monkeypatch.setitem(CLIENTS, "mine", program)
     return tmp_path
 
@@ -59,7 +59,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("printing", "bash", "echo hi", "pass", ""),
         ("printing", "bash", "echo ho", "FAIL", "AssertionError: ho"),
         ("printing", "bash", "false; echo hi", "FAIL", "exit status 1"),
-        ("weak", "python", "", "lacks", "it cannot"),
         ("good", "python", "import time; time.sleep(60)", "FAIL", "not done within 1 s"),
     ],
 )

@@ -8,12 +8,11 @@ from tests.bench.variants.made import Made, gate, swept
 PASS = gate("reading", 0.95, 0.90, 0.97, 0.80)
 
 
-def test_speed_against_quality_and_divergence_against_size(tmp_path: Path) -> None:
+def test_divergence_against_size(tmp_path: Path) -> None:
     variants = (Made("Q8_0", 200, [PASS], scatter=0.05, bits=8.5), Made("Q4_K_M", 100, [PASS], scatter=0.05))
     results = swept(tmp_path / "store", *variants, Made("Q2_K", 0, error="gone"))
     drawn = sweep_pictures(results, tmp_path / "pictures", "a-")
     assert {title: path.name for title, path in drawn.items()} == {
-        "Speed against quality": "a-speed-quality.svg",
         "Divergence against size": "a-divergence.svg",
     }
     assert all(path.read_text(encoding="utf-8").rstrip().endswith("</svg>") for path in drawn.values())
