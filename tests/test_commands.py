@@ -16,13 +16,16 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from qwen_serve.bench.cli import COMMANDS as BENCH
 from qwen_serve.bench.cli import make_app
 from qwen_serve.convert.cli import _parser as convert_parser
+from qwen_serve.server.cli import USAGE
 from qwen_serve.server.settings import Settings
 from tests.server.serving import ServerProcess
 
@@ -37,6 +40,10 @@ FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "bash", "sh", "console")
 OTHER = ("text", "toml", "mermaid", "json", "python", "yaml")
 """Languages of blocks that hold no commands; clients.md's have the names of its clients behind them."""
+INLINE = re.compile(
+    r"(?<!`)`((?:\.venv/bin/)?(?:make|qwen-bench|qwen-convert|qwen-serve|python -m)[ \n][^`]+)`(?!`)"
+)
+"""A command, or the beginning of one, in a sentence."""
 ACTIVATE = ". .venv/bin/activate"
 OWN = re.compile(r"(qwen-|python -m|vllm-router)")
 """What lies in the environment's bin."""
@@ -80,6 +87,7 @@ SMALLER = {
     r"^(qwen-bench sweep .*)": r"\1 --rounds 0 --limit 2 --threads 1",
     r"^(qwen-bench engine kv-cache (?!.*--types).*)": r"\1 --types q8_0 --chunks 1",
 }
+SETTINGS = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
 SERVES = re.compile(r"^(python -m qwen_serve.server |qwen-serve serve )")
 
 
@@ -171,11 +179,54 @@ def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPat
         case ["qwen-convert", *options]:
             convert_parser().parse_args(options)
         case ["python", "-m", "qwen_serve.server", *options]:
-            flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
-            assert {word for word in options if word.startswith("--")} <= flags
+            assert {word for word in options if word.startswith("--")} <= SETTINGS
         case [program, *_]:
             known = {"curl", "docker", "pip", "export", "lm_eval", "vllm-router", "python", "qwen-serve"}
             assert program in known or (ROOT / program).is_file() or program.startswith("BIN/"), program
+
+
+INLINES = sorted(
+    {
+        (str(page.relative_to(ROOT)), " ".join(text.split()))
+        for page in PAGES
+        for text in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    }
+)
+
+
+def test_sentences_hold_commands() -> None:
+    assert len(INLINES) > 50
+
+
+@pytest.mark.parametrize(("page", "text"), INLINES)
+def test_what_a_sentence_names_exists(page: str, text: str) -> None:
+    """Targets and their variables, commands, their parts and flags."""
+    words = shlex.split(text.removeprefix(".venv/bin/"))
+    asked = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--help"}
+    match words:
+        case ["make", target, *variables]:
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("$(VENV)", ".venv")
+            assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
+            for name in (variable.partition("=")[0] for variable in variables):
+                assert re.search(rf"\b{name}\b", makefile), name
+        case [_, "COMMAND" | "..."] | ["python", "-m", "qwen_serve.bench", "COMMAND"]:
+            pass
+        case ["qwen-bench", name, *rest]:
+            app = make_app([name, *rest])[name]
+            if BENCH[name].where is None or (rest and rest[0] in BENCH[name].parts):
+                app = app[rest[0]] if rest else app
+            taken = app.assemble_argument_collection() if app.default_command else []
+            assert asked <= {flag for argument in taken for flag in argument.names}
+        case ["qwen-convert", *_]:
+            assert asked <= convert_parser()._option_string_actions.keys()
+        case ["qwen-serve", command, *_]:
+            assert f"qwen-serve {command} " in USAGE
+            assert asked <= SETTINGS | {"--quant"} or command == "setup"
+        case ["python", "-m", module, *_]:
+            assert find_spec(module) is not None
+            assert asked <= SETTINGS or module != "qwen_serve.server"
+        case _:
+            pytest.fail("nobody looks whether that exists")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
