@@ -158,7 +158,7 @@ def drafts(
 
 
 def _possible_ways(gguf: Path, draft_model: Path | None) -> list[str]:
-    mtp = ["mtp"] if ModelSpec.from_header(read_header(gguf)).mtp_weights else []
+    mtp = ["mtp"] if ModelSpec.from_header(read_header(gguf)).mtp.weights else []
     drafts = [DRAFT, *(f"{way}+{DRAFT}" for way in mtp)] if draft_model else []
     if not (mtp or drafts):
         raise BenchError(f"{gguf} has no MTP head: want a --draft-model, or --speculation off,ngram")

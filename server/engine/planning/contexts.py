@@ -39,7 +39,7 @@ def padded(cells: int) -> int:
 
 def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
     """Whether the multi-token-prediction head is loaded."""
-    return settings.speculation in ("both", "mtp") and spec.mtp_weights > 0
+    return settings.speculation in ("both", "mtp") and spec.mtp.weights > 0
 
 
 def mtp_cells(settings: EngineSettings) -> int:

@@ -173,7 +173,7 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
 
 def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Without the multi-token-prediction head, if the file has none."""
-    if spec.mtp_weights or settings.speculation not in ("both", "mtp"):
+    if spec.mtp.weights or settings.speculation not in ("both", "mtp"):
         return settings
     left: Speculation = "draft" if spec.draft else "off"
     left = "ngram" if settings.speculation == "both" else left
@@ -243,8 +243,9 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
     room = MAX_SEQUENCES - SequenceIds.of(settings).rollback.stop
     usual = STREAM_CHECKPOINTS if settings.deterministic else CHECKPOINTS
     checkpoints = min(settings.prefix_checkpoints or usual, room)
-    weights = sum(spec.layer_weights) + spec.output_weights
-    cells = settings.prefix_cells or max(MIN_CELLS, padded(int(SLOWDOWN * weights / spec.cell(settings))))
+    cells = settings.prefix_cells or max(
+        MIN_CELLS, padded(int(SLOWDOWN * spec.weights / spec.cell(settings)))
+    )
     return settings.replace(prefix_checkpoints=checkpoints, prefix_cells=cells)
 
 
@@ -341,34 +342,28 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         """The largest value that does; one less than `least` if none does."""
         return _largest(least - 1, below - 1, lambda value: does_with(**{name: value}))
 
-    found = []
-    if settings.f16_copies == "on" and does_with(f16_copies="off"):
-        found.append("f16_copies=off")
+    packed, q8 = "cache_type_k=q8_0 with cache_type_v=q8_0", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    switches: list[tuple[bool, str, dict[str, Any]]] = [
+        (settings.f16_copies == "on", "f16_copies=off", {"f16_copies": "off"}),
+        (settings.flash_attn != "off", packed, q8),
+        (settings.speculation != "off", "speculation=off", {"speculation": "off", "snapshots": 0}),
+        (settings.snapshots > 0, "snapshots=0", {"snapshots": 0}),
+    ]
+    found = [said for there, said, changes in switches if there and does_with(**changes)]
     if cells := _most_cells(plan, does):
         if settings.deterministic:  # of the running sequences
             cells = cells // len(SequenceIds.of(settings)) * settings.parallel
         found.append(f"ctx_size={cells}")
-    if settings.flash_attn != "off" and does_with(cache_type_k="q8_0", cache_type_v="q8_0"):
-        found.append("cache_type_k=q8_0 with cache_type_v=q8_0")
-    if settings.speculation != "off" and does_with(speculation="off", snapshots=0):
-        found.append("speculation=off")
-    if settings.snapshots and does_with(snapshots=0):
-        found.append("snapshots=0")
-    if window := most("mtp_window", 1, settings.mtp_window):
-        found.append(f"mtp_window={window}")
-    if checkpoints := most("prefix_checkpoints", 1, settings.prefix_checkpoints):
-        found.append(f"prefix_checkpoints={checkpoints}")
-    elif settings.prefix_cache and does_with(prefix_cache=False, prefix_checkpoints=0, prefix_cells=0):
+    sizes = {"mtp_window": 1, "prefix_checkpoints": 1, "parallel": 1, "prefix_host_mib": 0}
+    for name, least in sizes.items():
+        if (value := most(name, least, getattr(settings, name))) >= least:
+            found.append(f"{name}={value}")
+    without = {"prefix_cache": False, "prefix_checkpoints": 0, "prefix_cells": 0}
+    if settings.prefix_cache and not any("checkpoints" in said for said in found) and does_with(**without):
         found.append("prefix_cache=false")
-    if parallel := most("parallel", 1, settings.parallel):
-        found.append(f"parallel={parallel}")
-    if (host_mib := most("prefix_host_mib", 0, settings.prefix_host_mib)) >= 0:
-        found.append(f"prefix_host_mib={host_mib}")
     ubatch = settings.ubatch_size // 2
-    if ubatch >= SMALLEST_UBATCH:
-        passes = settings.replace(ubatch_size=ubatch)
-        if does(plan.rehearsed(passes)):
-            found.append(f"ubatch_size={ubatch}")
+    if ubatch >= SMALLEST_UBATCH and does(plan.rehearsed(settings.replace(ubatch_size=ubatch))):
+        found.append(f"ubatch_size={ubatch}")
     if plan.places[index].is_gpu:
         all_layers = plan.spec.n_blocks + 1 if settings.n_gpu_layers < 0 else settings.n_gpu_layers
         if layers := most("n_gpu_layers", 1, all_layers):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Device
     from qwen_serve.server.engine.settings import EngineSettings
 
-    from .spec import DraftSpec, ModelSpec
+    from .spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -130,22 +130,25 @@ def rehearse(
     file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
     if file is not None and (known := file.read()) is not None:
         return known.sizes
-    model = load_model(settings, spec, embedding_on, rehearse=True)
     sizes: Counter[str] = Counter()
-    try:
-        context = Context(model, context_options(settings))
-        sizes += reported(context.log, "the model's context")
-        if spec.draft is not None:
-            sizes += reported(_rehearsed_draft(settings, spec.draft, context), "the draft model's context")
-        context.close()
-        if uses_mtp(settings, spec):
-            head = MtpContext(model, head_options(settings))
-            sizes += reported(head.log, "the MTP head's context")
-            head.close()
-    except LlamaError as error:
-        raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
-    finally:
-        model.close()
+    with load_model(settings, spec, embedding_on, rehearse=True) as model:
+        try:
+            context = Context(model, context_options(settings))
+            sizes += reported(context.log, "the model's context")
+            if spec.draft is not None:
+                with load_draft(settings, spec.draft, rehearse=True) as draft:
+                    beside = draft_context(settings, spec.draft, draft, context)
+                    sizes += reported(beside.log, "the draft model's context")
+                    beside.close()
+            context.close()
+            if uses_mtp(settings, spec):
+                head = MtpContext(model, head_options(settings))
+                sizes += reported(head.log, "the MTP head's context")
+                head.close()
+        except ModelLoadError:
+            raise
+        except LlamaError as error:
+            raise ModelLoadError(f"llama.cpp refuses these settings for {settings.model}: {error}") from error
     if file is not None:
         file.write(Buffers(sizes=sizes))
     return sizes
@@ -167,14 +170,3 @@ def reported(lines: Sequence[str], whose: str) -> Counter[str]:
     for device, _, mib in (match.groups() for match in found):
         sizes[device] += int(float(mib) * 1024**2)
     return sizes
-
-
-def _rehearsed_draft(settings: EngineSettings, spec: DraftSpec, trunk: Context) -> list[str]:
-    model = load_draft(settings, spec, rehearse=True)
-    try:
-        context = draft_context(settings, spec, model, trunk)
-        lines = context.log
-        context.close()
-    finally:
-        model.close()
-    return lines

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine.settings import EngineSettings
 
-    from .spec import ModelSpec
+    from .spec import ModelSpec, Part
 
 MIB = 1024**2
 
@@ -62,6 +62,17 @@ class Usage:
     """Hidden states that wait for the MTP head and for a draft model."""
     saved: int = 0
     """What the prefix cache may put aside in host memory."""
+
+    def add(
+        self, part: Part, settings: EngineSettings, cells: int = 0, states: int = 0, settling: int = 0
+    ) -> None:
+        """What a part of a model takes with so many cells and states."""
+        self.weights += part.weights
+        if settings.f16_copies == "on" and self.device.is_gpu and keeps_f16_copies(self.device.name):
+            self.copies += part.copies
+        self.kv += part.cell(settings) * cells
+        self.states += part.state * states
+        self.settling += part.state * settling
 
     @property
     def parts(self) -> dict[str, int]:
@@ -134,8 +145,8 @@ class MemoryPlan:
         if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
             lines.append(f"snapshots: {settings.snapshots} {whose}")
-        if spec.mtp_weights and not uses_mtp(settings, spec):
-            lines.append(f"not loaded: multi-token-prediction head, {size_text(spec.mtp_weights)}")
+        if spec.mtp.weights and not uses_mtp(settings, spec):
+            lines.append(f"not loaded: multi-token-prediction head, {size_text(spec.mtp.weights)}")
         return "\n".join(lines)
 
     @property
@@ -216,41 +227,28 @@ def arrange(
     def holder_of(layer: int) -> Usage:
         return usages[_place_of(layer, settings, spec, len(places))]
 
-    def copies_on(holder: Usage, size: int) -> int:
-        kept = settings.f16_copies == "on" and holder.device.is_gpu and keeps_f16_copies(holder.device.name)
-        return size if kept else 0
-
     last = holder_of(spec.n_blocks)
     n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
     n_settling = len(ids.lone) if settings.snapshots or drafts else 0
-    for layer, size in enumerate(spec.layer_weights):
-        holder = holder_of(layer)
-        holder.weights += size
-        holder.copies += copies_on(holder, spec.layer_copies[layer])
-        holder.kv += spec.kv_cell(layer, settings) * settings.ctx_size
-        holder.states += spec.layer_state[layer] * n_states
-        holder.settling += spec.layer_state[layer] * n_settling
-    last.weights += spec.output_weights
-    last.copies += copies_on(last, spec.output_copies)
+    for number, layer in enumerate(spec.layers):
+        holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_settling)
+    last.add(spec.head, settings)
     embedding = host if embedding_place(settings, spec, places) is None else holder_of(0)
     if not (spec.output_is_tied and embedding is last):  # else they are one tensor
         embedding.weights += spec.input_weights
     host.cells = CELL_ENTRY * settings.ctx_size
     host.saved = settings.prefix_host_mib * MIB if settings.prefix_cache else 0
     if by_head:
-        head, cells = holder_of(spec.n_blocks - 1), mtp_cells(settings)
-        head.weights += spec.mtp_weights
-        head.copies += copies_on(head, spec.mtp_copies)
-        head.kv += spec.mtp_cell(settings) * cells
+        cells = mtp_cells(settings)
+        holder_of(spec.n_blocks - 1).add(spec.mtp, settings, cells)
         host.cells += CELL_ENTRY * cells
         host.hidden += host_bytes(
             settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd
         )
     if (draft := spec.draft) is not None:
         cells = draft_cells(settings, draft)
-        last.weights += draft.weights
-        last.kv += draft.cell(settings) * cells
+        last.add(draft.part, settings, cells)
         host.cells += CELL_ENTRY * cells
         if HAS_RING:
             last.hidden += 4 * draft.n_features * draft_ring(settings).n_rows

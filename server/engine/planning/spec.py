@@ -1,10 +1,16 @@
-"""The sizes of a model and of a draft model, from the metadata and the tensors of their files."""
+"""What a model and a draft model take, from the metadata and the tensors of their files.
+
+llama.cpp divides by a file's numbers, allocates by them, or aborts: what makes no sense is refused by its
+key, with its value and what would be right. Sources: `load_hparams` in llama-model.cpp, models/qwen35.cpp,
+qwen35moe.cpp and dflash.cpp.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
+from math import lcm
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -14,17 +20,9 @@ from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import Metadata
 from qwen_serve.server.engine.model_file import ModelFile
 
-from .limits import (
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_MTP,
-    MAX_WIDTH,
-    check_attention,
-    check_experts,
-    check_recurrence,
-)
-
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from qwen_serve.llamacpp.gguf import Header, TensorInfo
     from qwen_serve.server.engine.settings import EngineSettings
 
@@ -32,19 +30,62 @@ ARCHITECTURES = ("qwen35", "qwen35moe")
 """llama.cpp's names for Qwen3.5 (`general.architecture`), dense and with experts."""
 
 DRAFT_ARCHITECTURE = "dflash"
-"""llama.cpp's name for block drafters (`general.architecture`)."""
+"""llama.cpp's name for block drafters."""
 
 MAX_BLOCK = 256
 """Tokens of a block: every one is a row of one pass."""
 
 TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
+MAX_LAYERS = 512
+"""`LLAMA_MAX_LAYERS`."""
+
+MAX_MTP = 1
+"""Blocks to predict further tokens: `QWEN35 MTP currently only supports a single MTP block`."""
+
+MAX_EXPERTS = 1024
+"""`LLAMA_MAX_EXPERTS`."""
+
+MAX_HEADS, MAX_HEAD_SIZE, MAX_WIDTH = 2**12, 2**13, 2**20
+"""Far above every Qwen's; products of them fit 64 bits."""
+
+MAX_KERNEL = 64
+"""Tokens that the convolution before a recurrent layer looks at."""
+
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a layer takes, the output head, or a draft model."""
+
+    weights: int = 0
+    """Bytes."""
+    copies: int = 0
+    """Bytes of copies in FP16 of quantized matrices; those of experts and of a draft model have none."""
+    kv: tuple[int, int] = (0, 0)
+    """Keys and values of one token, in elements."""
+    state: int = 0
+    """Bytes of one sequence's recurrent state, F32."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorInfo], kv: tuple[int, int] = (0, 0), state: int = 0) -> Self:
+        """Copies as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
+        weights = copies = 0
+        for tensor in tensors:
+            weights += tensor.n_bytes
+            copies += 2 * tensor.n_elements if len(tensor.shape) == 2 and is_quantized(tensor.type) else 0
+        return cls(weights, copies, kv, state)
+
+    def cell(self, settings: EngineSettings) -> int:
+        """Bytes of one token's keys and values, as the cache stores them."""
+        types = settings.cache_type_k, settings.cache_type_v
+        return sum(row_bytes(CACHE_TYPES[kind], n) for kind, n in zip(types, self.kv, strict=True))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a model, in bytes unless said otherwise; tuples are by layer of the trunk."""
+    """A model's parts and sizes."""
 
     file: ModelFile = field(compare=False)
     n_blocks: int
@@ -55,44 +96,33 @@ class ModelSpec:
     """Tokens of the vocabulary; 0 where the file has none."""
     n_ctx_train: int
     """Tokens of the longest sequence that it was made for."""
-    layer_weights: tuple[int, ...]
+    layers: tuple[Part, ...]
+    """Of the trunk."""
+    mtp: Part
+    """The multi-token-prediction block; loaded only if it is to draft."""
+    head: Part
+    """The final norm and the output head, which is a second copy of the embedding when the two are tied."""
     input_weights: int
-    output_weights: int
-    """The final norm and the head, which is a second copy of the embedding when the two are tied."""
+    """Bytes of the token embedding."""
+    embedding_type: int
+    """ggml's number for its type (`enum ggml_type`)."""
     output_is_tied: bool
-    mtp_weights: int
-    """The multi-token-prediction blocks; loaded only if they are to draft."""
-    mtp_kv_elements: tuple[int, int]
-    """Keys and values of one token in those blocks, in elements."""
-    kv_elements: tuple[tuple[int, int], ...]
-    """Keys and values of one token, in elements; zero in recurrent layers."""
-    layer_state: tuple[int, ...]
-    """One sequence's recurrent state, F32; zero in attention layers."""
     draft: DraftSpec | None = None
     """The draft model beside it, if there is one."""
-    embedding_type: int = 0
-    """ggml's number for the type of the token embedding (`enum ggml_type`)."""
-    layer_copies: tuple[int, ...] = ()
-    """Copies in FP16 of the quantized matrices; those of experts have none."""
-    output_copies: int = 0
-    mtp_copies: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes that a step reads: those of the trunk and the head."""
+        return self.head.weights + sum(layer.weights for layer in self.layers)
 
     @property
     def state(self) -> int:
         """Bytes of one sequence's recurrent state in all layers."""
-        return sum(self.layer_state)
-
-    def kv_cell(self, layer: int, settings: EngineSettings) -> int:
-        """Bytes that one token takes in one layer's cache."""
-        return kv_bytes(self.kv_elements[layer], settings)
+        return sum(layer.state for layer in self.layers)
 
     def cell(self, settings: EngineSettings) -> int:
         """Bytes of one token in all layers."""
-        return sum(self.kv_cell(layer, settings) for layer in range(len(self.kv_elements)))
-
-    def mtp_cell(self, settings: EngineSettings) -> int:
-        """Bytes of one token in the multi-token-prediction blocks."""
-        return kv_bytes(self.mtp_kv_elements, settings)
+        return sum(layer.cell(settings) for layer in self.layers)
 
     @classmethod
     def from_header(cls, header: Header) -> Self:
@@ -110,21 +140,13 @@ class ModelSpec:
         n_blocks = metadata.integer("block_count", least=1)
         n_mtp = metadata.integer("nextn_predict_layers", 0)
         n_trunk = n_blocks - n_mtp
-        blocks: Counter[int] = Counter()
-        copies: Counter[int] = Counter()
-        is_tied = "output.weight" not in header.tensors
-        output_copies = 0
-        input_weights = output_weights = 0
+        blocks: dict[int, list[TensorInfo]] = defaultdict(list)
+        inputs: list[TensorInfo] = []
+        outputs: list[TensorInfo] = []
         for name, tensor in header.tensors.items():
-            if match := _BLOCK.match(name):
-                blocks[int(match[1])] += tensor.n_bytes
-                copies[int(match[1])] += _copy(tensor)
-            elif name.startswith("token_embd"):
-                input_weights += tensor.n_bytes
-                output_copies += _copy(tensor) if is_tied else 0
-            else:
-                output_weights += tensor.n_bytes
-                output_copies += _copy(tensor)
+            block = _BLOCK.match(name)
+            group = blocks[int(block[1])] if block else inputs if name.startswith("token_embd") else outputs
+            group.append(tensor)
         if n_blocks != len(blocks) or n_blocks != max(blocks) + 1 or n_trunk < 1:
             raise ModelLoadError(
                 f"{header.name}: by its metadata it has {n_blocks:,} layers, {n_mtp:,} of them to "
@@ -132,55 +154,41 @@ class ModelSpec:
             )
         metadata.relate("block_count", n_blocks <= MAX_LAYERS, f"at most {MAX_LAYERS}")
         metadata.relate("nextn_predict_layers", n_mtp <= MAX_MTP, f"at most {MAX_MTP}")
-        check_attention(metadata)
-        check_recurrence(metadata)
-        check_experts(metadata, header)
-        n_embd = metadata.integer("embedding_length", least=1, most=MAX_WIDTH)
+        keys, values = _attention(metadata)
+        state = _recurrence(metadata)
+        _check_experts(metadata, header)
         heads = _by_layer(metadata, "attention.head_count", n_blocks, n_trunk)
         heads_kv = _by_layer(metadata, "attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
-        head_size = n_embd // max(heads[0], 1)
-        key_length = metadata.integer("attention.key_length", head_size)
-        value_length = metadata.integer("attention.value_length", head_size)
-        kv_elements = [(n * key_length, n * value_length) for n in heads_kv]
-        inner, state = metadata.integer("ssm.inner_size", 0), metadata.integer("ssm.state_size", 0)
-        recurrent = [
-            bool(layer) for layer in _by_layer(metadata, "attention.recurrent_layers", n_blocks, n_trunk)
-        ]
+        recurrent = _by_layer(metadata, "attention.recurrent_layers", n_blocks, n_trunk)
         if state and metadata.get("attention.recurrent_layers") is None:
             interval = metadata.integer("full_attention_interval", 4, least=1)
             recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
-        channels = inner + 2 * metadata.integer("ssm.group_count", 0) * state
-        layer_state = 4 * ((metadata.integer("ssm.conv_kernel", 1, least=1) - 1) * channels + inner * state)
+        parts = [
+            Part.of(blocks[i], state=state)
+            if recurrent[i] and i < n_trunk
+            else Part.of(blocks[i], (heads_kv[i] * keys, heads_kv[i] * values))
+            for i in range(n_blocks)
+        ]
+        is_tied = "output.weight" not in header.tensors
+        embedding = header.tensors.get(EMBEDDING)
         return cls(
             file=ModelFile.of(header.path, header.status),
             n_blocks=n_blocks,
-            n_embd=n_embd,
+            n_embd=metadata.integer("embedding_length"),
             n_vocab=header.lengths.get(TOKENS, 0),
             n_ctx_train=n_ctx_train,
-            layer_weights=tuple(blocks[layer] for layer in range(n_trunk)),
-            input_weights=input_weights,
-            embedding_type=embedding.type if (embedding := header.tensors.get(EMBEDDING)) else 0,
-            output_weights=output_weights + (input_weights if is_tied else 0),
+            layers=tuple(parts[:n_trunk]),
+            mtp=parts[n_trunk] if n_mtp else Part(),
+            head=Part.of([*outputs, *inputs] if is_tied else outputs),
+            input_weights=sum(tensor.n_bytes for tensor in inputs),
+            embedding_type=embedding.type if embedding else 0,
             output_is_tied=is_tied,
-            mtp_weights=sum(blocks[layer] for layer in range(n_trunk, n_blocks)),
-            mtp_kv_elements=(
-                sum(k for k, _ in kv_elements[n_trunk:]),
-                sum(v for _, v in kv_elements[n_trunk:]),
-            ),
-            kv_elements=tuple((0, 0) if recurrent[i] else kv_elements[i] for i in range(n_trunk)),
-            layer_state=tuple(layer_state if recurrent[i] else 0 for i in range(n_trunk)),
-            layer_copies=tuple(copies[layer] for layer in range(n_trunk)),
-            output_copies=output_copies,
-            mtp_copies=sum(copies[layer] for layer in range(n_trunk, n_blocks)),
         )
 
 
-def _copy(tensor: TensorInfo) -> int:
-    """Bytes of its copy in FP16, as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
-    return 2 * tensor.n_elements if len(tensor.shape) == 2 and is_quantized(tensor.type) else 0
-
-
-def _by_layer(metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, default: int = 0) -> list[int]:
+def _by_layer(
+    metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, default: int = 0
+) -> Sequence[int]:
     """One value for each block; blocks beyond the trunk may be left out."""
     values = (default,) if metadata.get(key) is None else metadata.integers(key)
     if len(values) == 1:
@@ -190,12 +198,66 @@ def _by_layer(metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, defa
     return [*values, *[0] * (n_blocks - len(values))]
 
 
-def kv_bytes(elements: tuple[int, int], settings: EngineSettings) -> int:
-    """Bytes of keys and values, given in elements, as the cache stores them."""
-    keys, values = elements
-    return row_bytes(CACHE_TYPES[settings.cache_type_k], keys) + row_bytes(
-        CACHE_TYPES[settings.cache_type_v], values
-    )
+def _attention(metadata: Metadata) -> tuple[int, int]:
+    """Elements of a head's keys and of its values, where heads, their sizes, and how many elements of each
+    are turned by their position make sense."""
+    n_embd = metadata.integer("embedding_length", least=1, most=MAX_WIDTH)
+    if isinstance(metadata.get("feed_forward_length"), int):
+        metadata.integer("feed_forward_length", least=1, most=MAX_WIDTH)
+    heads = metadata.integers("attention.head_count")
+    metadata.relate("attention.head_count", all(0 < n <= MAX_HEADS for n in heads), f"1 to {MAX_HEADS:,}")
+    if metadata.get("attention.head_count_kv") is not None:
+        heads_kv = metadata.integers("attention.head_count_kv")
+        metadata.relate(
+            "attention.head_count_kv",
+            any(heads_kv) and all(not n or lcm(*heads) % n == 0 for n in heads_kv),
+            f"a divisor of the number of heads, {heads[0]}",
+        )
+    size = n_embd // heads[0]
+    key_length = metadata.integer("attention.key_length", size, least=1, most=MAX_HEAD_SIZE)
+    value_length = metadata.integer("attention.value_length", size, least=1, most=MAX_HEAD_SIZE)
+    turned = metadata.integer("rope.dimension_count", key_length, least=2, most=key_length)
+    metadata.relate("rope.dimension_count", turned % 2 == 0, "even")
+    if metadata.get("rope.dimension_sections") is not None:
+        sections = metadata.integers("rope.dimension_sections")
+        metadata.relate(
+            "rope.dimension_sections",
+            any(sections) and len(sections) <= 4 and sum(sections) <= turned // 2,
+            f"up to 4 numbers that add up to 1 to {turned // 2}, half of rope.dimension_count",
+        )
+    return key_length, value_length
+
+
+def _recurrence(metadata: Metadata) -> int:
+    """Bytes of a layer's recurrent state; 0 where a model has no such layers."""
+    keys = [f"ssm.{key}" for key in ("state_size", "inner_size", "group_count", "time_step_rank")]
+    if all(metadata.get(key) is None for key in [*keys, "ssm.conv_kernel"]):
+        return 0
+    kernel = metadata.integer("ssm.conv_kernel", least=1, most=MAX_KERNEL)
+    state = metadata.integer("ssm.state_size", least=1, most=MAX_HEAD_SIZE)
+    groups = metadata.integer("ssm.group_count", least=1, most=MAX_HEADS)
+    inner = metadata.integer("ssm.inner_size", least=1, most=MAX_WIDTH)
+    rank = metadata.integer("ssm.time_step_rank", inner // state, least=1, most=MAX_HEADS)
+    metadata.relate("ssm.inner_size", inner == rank * state, f"{rank * state}, time_step_rank x state_size")
+    metadata.relate("ssm.group_count", rank % groups == 0, f"a divisor of ssm.time_step_rank, {rank}")
+    return 4 * ((kernel - 1) * (inner + 2 * groups * state) + inner * state)
+
+
+def _check_experts(metadata: Metadata, header: Header) -> None:
+    """How many there are, and how many of them a token goes to."""
+    there = any("_exps." in name for name in header.tensors)
+    count = metadata.integer("expert_count", 0, most=MAX_EXPERTS)
+    metadata.relate("expert_count", bool(count) == there, "1 or more with tensors of experts, else 0")
+    used = metadata.get("expert_used_count")
+    if isinstance(used, int) or count:
+        metadata.integer("expert_used_count", 0, least=min(1, count), most=count)
+    elif used is not None:
+        raise ModelLoadError(f"{header.name}: expert_used_count is {used!r:.60} in a model without experts")
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if isinstance(metadata.get(key), int):
+            metadata.integer(key, least=1, most=MAX_WIDTH)
+    if metadata.get("expert_group_count"):
+        raise metadata.unusable("expert_group_count", "0 or missing: Qwen's experts have no groups")
 
 
 @dataclass(frozen=True)
@@ -203,8 +265,7 @@ class DraftSpec:
     """A block drafter."""
 
     file: ModelFile
-    weights: int
-    """Bytes."""
+    part: Part
     block: int
     """Tokens of a block, the newest one included."""
     mask: int
@@ -213,18 +274,12 @@ class DraftSpec:
     """Of the trunk, whose inputs it reads."""
     n_embd: int
     """Elements of a hidden state, the trunk's too."""
-    kv_elements: tuple[int, int]
-    """Keys and values of one token in all layers, in elements."""
     causal: bool
 
     @property
     def n_features(self) -> int:
         """Elements that it reads of a token."""
         return len(self.layers) * self.n_embd
-
-    def cell(self, settings: EngineSettings) -> int:
-        """Bytes of one token in its cache."""
-        return kv_bytes(self.kv_elements, settings)
 
     @classmethod
     def from_header(cls, header: Header, target: ModelSpec) -> Self:
@@ -240,7 +295,7 @@ class DraftSpec:
             )
         metadata = Metadata(header, DRAFT_ARCHITECTURE)
         layers = metadata.integers("target_layers")
-        n_embd, n_trunk = metadata.integer("embedding_length"), len(target.layer_weights)
+        n_embd, n_trunk = metadata.integer("embedding_length"), len(target.layers)
         if n_embd != target.n_embd or max(layers) >= n_trunk:
             raise ModelLoadError(
                 f"{header.name} drafts for another model: its hidden states have {n_embd} elements and "
@@ -253,22 +308,21 @@ class DraftSpec:
                 f"{target.n_vocab:,}"
             )
         _check_own_vocabulary(header, n_vocab)
-        check_attention(metadata)
+        keys, values = _attention(metadata)
         n_layers = metadata.integer("block_count", least=1, most=MAX_LAYERS)
         there = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
         metadata.relate("block_count", n_layers == there, f"{there}, of so many layers there are tensors")
         heads = metadata.integer("attention.head_count_kv", least=1, most=MAX_HEADS)
-        size = n_embd // metadata.integer("attention.head_count", least=1, most=MAX_HEADS)
-        keys = metadata.integer("attention.key_length", size)
-        values = metadata.integer("attention.value_length", size)
         return cls(
             file=ModelFile.of(header.path, header.status),
-            weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
+            part=Part(
+                weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
+                kv=(n_layers * heads * keys, n_layers * heads * values),
+            ),
             block=metadata.integer("block_size", 16, least=2, most=MAX_BLOCK),
             mask=Metadata(header, "tokenizer.ggml").integer("mask_token_id", most=max(0, n_vocab - 1)),
             layers=layers,
             n_embd=n_embd,
-            kv_elements=(n_layers * heads * keys, n_layers * heads * values),
             causal=metadata.get("attention.causal") is True,
         )
 

@@ -82,10 +82,7 @@ def test_sizes_are_those_of_the_file(nano_moe_f32: Path, nano_f32: Path) -> None
     """Of its cache and states those of the dense model; of its weights, all experts."""
     header = read_header(nano_moe_f32)
     spec, dense = ModelSpec.from_header(header), ModelSpec.from_header(read_header(nano_f32))
-    assert (spec.kv_elements, spec.layer_state, spec.mtp_kv_elements) == (
-        dense.kv_elements,
-        dense.layer_state,
-        dense.mtp_kv_elements,
-    )
+    for ours, theirs in zip([*spec.layers, spec.mtp], [*dense.layers, dense.mtp], strict=True):
+        assert (ours.kv, ours.state) == (theirs.kv, theirs.state)
     experts = sum(tensor.n_bytes for name, tensor in header.tensors.items() if "_exps" in name)
-    assert sum(spec.layer_weights) + spec.mtp_weights > experts > 7 * sum(dense.layer_weights) / 2
+    assert spec.weights + spec.mtp.weights > experts > 7 * sum(layer.weights for layer in dense.layers) / 2

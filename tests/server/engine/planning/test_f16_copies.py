@@ -14,7 +14,7 @@ from qwen_serve.llamacpp.gguf import Header, TensorInfo, read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
 from qwen_serve.server.engine.loading import Parts, resolve_settings
 from qwen_serve.server.engine.planning.fit import plan_memory
-from qwen_serve.server.engine.planning.spec import ModelSpec
+from qwen_serve.server.engine.planning.spec import ModelSpec, Part
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
 from tests.server.engine.helpers import settings
 from tests.server.engine.planning.cards import FILE, FOUR_B, GIB, LAYERS, PLAN, STATUS, pretend_copies
@@ -154,9 +154,13 @@ def test_they_are_a_file_s_quantized_matrices(nano_q4_k_m: Path, nano_f16: Path)
     if "output.weight" in elements:
         elements.pop("token_embd.weight", None)
     assert len(elements) > 10
-    assert sum(spec.layer_copies) + spec.output_copies + spec.mtp_copies == 2 * sum(elements.values())
+    assert sum(part.copies for part in parts(spec)) == 2 * sum(elements.values())
     bare = ModelSpec.from_header(read_header(nano_f16))
-    assert (sum(bare.layer_copies), bare.output_copies, bare.mtp_copies) == (0, 0, 0)
+    assert not any(part.copies for part in parts(bare))
+
+
+def parts(spec: ModelSpec) -> list[Part]:
+    return [*spec.layers, spec.head, spec.mtp]
 
 
 @pytest.mark.skipif(not HAS_F16_COPIES, reason="a llama.cpp without the patch")

@@ -16,10 +16,9 @@ def test_the_spec_of_the_4b() -> None:
     spec = ModelSpec.from_header(four_b())
     assert spec.n_embd == 2560
     assert spec.state == pytest.approx(50.5e6, rel=0.05)  # design fact: about 50 MB a sequence
-    cell = sum(spec.kv_cell(i, EngineSettings(model=Path("4b.gguf"))) for i in range(32))
-    assert cell == 32 * 1024
-    assert spec.mtp_weights == 70 * MIB
-    assert [keys > 0 for keys, _ in spec.kv_elements] == [False, False, False, True] * 8
+    assert spec.cell(EngineSettings(model=Path("4b.gguf"))) == 32 * 1024
+    assert spec.mtp.weights == 70 * MIB
+    assert [layer.kv[0] > 0 for layer in spec.layers] == [False, False, False, True] * 8
 
 
 def test_missing_metadata_is_named() -> None:
