@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, ClientLeft
 from qwen_serve.server.api.limits import Bodies, in_thread
 from qwen_serve.server.api.request import MAX_KEYS, decode, until_gone
-from tests.server.api.conftest import Start
+from tests.server.api.conftest import Start, wait_until
 
 
 def request(*messages: str) -> Request:
@@ -195,6 +196,20 @@ def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: d
         for _ in range(3):
             assert server.post(path, **fields).status_code == status
         assert marked() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": -1}, {"prompt": [MARKED]}])
+def test_a_requests_state_is_freed_with_it(start: Start, fields: dict[str, Any]) -> None:
+    """The scope holds the context for as long as it is answered: the context holds the scope."""
+    server = start("Hi")
+    gc.collect()
+    gc.disable()
+    try:
+        for path in ("/v1/completions", "/nothing", "/ping"):
+            server.post(path, **{"prompt": "x", **fields})
+        wait_until(lambda: not any(isinstance(found, RequestContext) for found in gc.get_objects()))
     finally:
         gc.enable()
 
