@@ -26,7 +26,6 @@ from qwen_serve.llamacpp.device_sampler import DeviceSamplers, n_blocks
 from qwen_serve.llamacpp.devices import _dev_get
 from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
-from qwen_serve.server.engine.sampling.candidates import best_of
 from qwen_serve.server.engine.sampling.logprobs import Logprobs, Scores, log_softmax
 from qwen_serve.server.engine.vocab import Vocab
 from qwen_serve.server.engine.warmup import time_prompt, warm_up
@@ -248,116 +247,6 @@ def test_too_many_ends_for_a_row_stay_with_the_host(model: Model) -> None:
     context.close()
 
 
-@pytest.mark.parametrize(
-    ("n_vocab", "blocks"),
-    [(248_320, 128), (151_936, 128), (3712, 128), (50_257, 29), (32_003, 1), (96, 6), (31, 1), (4, 1)],
-)
-def test_rows_are_cut_into_equal_blocks(n_vocab: int, blocks: int) -> None:
-    """Few where the vocabulary has no divisor that would do, as a prime number of tokens."""
-    assert n_blocks(n_vocab) == blocks
-
-
-SIZES = [1, 31, 30 * 31, 128 * 40]
-"""Vocabularies of one block and of many."""
-
-
-def logits_of(n_vocab: int, n: int = 40) -> npt.NDArray[np.float32]:
-    """Coarse, so that some rows have several best tokens."""
-    return np.random.default_rng(n_vocab).normal(0, 3, (n, n_vocab)).round(1).astype(np.float32)
-
-
-def best_figures(
-    logits: npt.NDArray[np.float32], ends: list[int], n_real: int
-) -> tuple[npt.NDArray[np.float32], int]:
-    """What the device would give for BEST, and the number of blocks."""
-    n, n_vocab = logits.shape
-    blocks = n_blocks(n_vocab)
-    going_on = logits.copy()
-    going_on[:, n_real:] = going_on[:, ends] = -np.inf
-    local = going_on.reshape(n, blocks, -1).argmax(axis=2)
-    tokens = local + np.arange(0, n_vocab, n_vocab // blocks)
-    banned = np.isinf(going_on.reshape(n, blocks, -1)).all(axis=2)
-    tokens[banned] = np.isfinite(going_on[0]).argmax()
-    tokens = np.concatenate([np.tile(ends, (n, 1)), tokens], axis=1).astype(np.int64)
-    sums = logits.reshape(n, blocks, -1).sum(axis=2)
-    values = np.take_along_axis(logits, tokens, axis=1)
-    return np.concatenate([tokens, values, sums], axis=1).astype(np.float32), blocks
-
-
-@pytest.mark.parametrize("ends", [0, 1, 5])
-@pytest.mark.parametrize("n_vocab", SIZES[1:])
-def test_the_best_of_blocks(n_vocab: int, ends: int) -> None:
-    logits, n_real = logits_of(n_vocab), n_vocab - n_vocab // 10
-    banned = np.random.default_rng(1).permutation(n_real)[:ends]
-    logits[: len(logits) // 2, banned] += 5  # an end is the best, or as good as the best
-    figures, blocks = best_figures(logits, sorted(banned.tolist()), n_real)
-    assert best_tokens(figures, blocks).tolist() == logits[:, :n_real].argmax(axis=1).tolist()
-    logits[:, banned] = -np.inf
-    assert best_but_ends(figures, blocks).tolist() == logits[:, :n_real].argmax(axis=1).tolist()
-
-
-@pytest.mark.parametrize("n_vocab", SIZES)
-def test_the_probability_from_blocks(n_vocab: int) -> None:
-    logits = logits_of(n_vocab)
-    n, blocks = len(logits), n_blocks(n_vocab)
-    found = guesses(guess_figures(logits), n_vocab // blocks)
-    assert found[0].tolist() == logits.argmax(axis=1).tolist()
-    chances = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(found[1], chances.max(axis=1), rtol=1e-5)
-    sums = np.log(np.exp(logits.astype(float)).sum(axis=1))
-    np.testing.assert_allclose(log_sums(guess_figures(logits)), sums, rtol=1e-6)
-    np.testing.assert_allclose(log_sums(guess_figures(logits + 500)), sums + 500, rtol=1e-6)
-    for spoilt in (np.nan, np.inf):
-        bad = logits.copy()
-        bad[np.arange(n), np.arange(n) % n_vocab] = spoilt
-        assert np.isnan(guesses(guess_figures(bad), n_vocab // blocks)[1]).all()
-        assert np.isnan(log_sums(guess_figures(bad))).all()
-
-
-def guess_figures(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """What the device would give for GUESS. Its argmax passes over NaN."""
-    pieces = logits.reshape(len(logits), n_blocks(logits.shape[1]), -1)
-    places = np.where(np.isnan(pieces), -np.inf, pieces).argmax(axis=2)
-    with np.errstate(invalid="ignore"):
-        chances = np.exp(pieces - pieces.max(axis=2, keepdims=True))
-        chances /= chances.sum(axis=2, keepdims=True)
-    each = [np.take_along_axis(found, places[:, :, None], axis=2)[:, :, 0] for found in (pieces, chances)]
-    return np.concatenate([places, *each], axis=1).astype(np.float32)
-
-
-@pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])
-def test_unusable_logits_are_noticed(spoilt: float) -> None:
-    logits = logits_of(30 * 31, 3)
-    expected = logits.argmax(axis=1).tolist()
-    logits[1, 77] = spoilt
-    figures, blocks = best_figures(logits, [3, 4], 900)
-    rows = Rows(0, logits.shape[1], 900)
-
-    def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
-        rows.fill(kinds, range(len(kinds)), None)
-        rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
-        rows._outputs["probs"] = np.pad(
-            figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan
-        )
-
-    fill([DeviceSampler.BEST] * 3, figures)
-    assert rows.all_best() is None
-    assert (rows.best(0), rows.best(2), rows.best_but_end(2)) == (expected[0], expected[2], expected[2])
-    for ask in (rows.best, rows.best_but_end):
-        with pytest.raises(FloatingPointError, match="no usable logits"):
-            ask(1)
-    fill([DeviceSampler.BEST] * 2, figures[[0, 2]])
-    assert rows.all_best() == [expected[0], expected[2]]
-    if spoilt != -np.inf:  # that a chance of nothing is none is right
-        fill([DeviceSampler.GUESS] * 3, guess_figures(logits))
-        assert rows.best(0) == expected[0]
-        with pytest.raises(FloatingPointError):
-            rows.best(1)
-    # a row of another kind in between, with anything in its memory
-    fill([DeviceSampler.BEST, DeviceSampler.ROW, DeviceSampler.BEST], figures)
-    assert (rows.best(0), rows.best(2), rows.all_best()) == (expected[0], expected[2], None)
-
-
 def computed(
     kind: DeviceSampler, logits: npt.NDArray[np.float32], ends: list[int], n_real: int
 ) -> npt.NDArray[np.float32]:
@@ -446,46 +335,6 @@ def test_what_serves_what() -> None:
         assert DeviceSampler.ROW.serves(other)
 
 
-@pytest.mark.parametrize(
-    ("params", "need"),
-    [
-        (SamplingParams(), DeviceSampler.BEST),
-        (SamplingParams(ignore_eos=True), DeviceSampler.BEST),
-        (SamplingParams(temperature=1.0, top_k=1), DeviceSampler.BEST),
-        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), DeviceSampler.TOP_K),
-        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
-        (SamplingParams(temperature=1.0, top_p=0.9), DeviceSampler.ROW),
-        (SamplingParams(presence_penalty=1.0), DeviceSampler.TOP_K),
-        (SamplingParams(presence_penalty=-1.0), DeviceSampler.ROW),
-        (SamplingParams(frequency_penalty=-0.1), DeviceSampler.ROW),
-        (SamplingParams(repetition_penalty=0.9), DeviceSampler.ROW),
-        (SamplingParams(presence_penalty=1.5, temperature=1.0, top_p=0.95, top_k=20), DeviceSampler.TOP_K),
-        (SamplingParams(presence_penalty=1.5, temperature=1.0, top_k=N_CANDIDATES), DeviceSampler.ROW),
-        (SamplingParams(presence_penalty=1.5, temperature=1.0), DeviceSampler.ROW),
-        (SamplingParams(presence_penalty=1.5, logit_bias=((5, -1.0),)), DeviceSampler.ROW),
-        (SamplingParams(logprobs=20), DeviceSampler.LOGPROBS),
-        (SamplingParams(logprobs=0, temperature=1.0, top_k=20), DeviceSampler.LOGPROBS),
-        (SamplingParams(logprobs=0, ignore_eos=True), DeviceSampler.LOGPROBS),
-        (SamplingParams(logprobs=1, temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
-        (SamplingParams(logprobs=1, temperature=1.0), DeviceSampler.ROW),
-        (SamplingParams(logprobs=1, repetition_penalty=1.1), DeviceSampler.ROW),
-        (SamplingParams(prompt_logprobs=0), DeviceSampler.ROW),
-    ],
-)
-def test_what_a_request_needs(model: Model, params: SamplingParams, need: DeviceSampler) -> None:
-    sampler = Sampler(params, Vocab(model), [1])
-    assert sampler.need is need
-    sampler.close()
-
-
-def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:
-    """In whatever order the device gives them, as from a whole row."""
-    sampler = Sampler(SamplingParams(), Vocab(model), [1])
-    ids, logits = np.array([900, 300, 500, 400], np.int32), np.array([2, 2, 1, 2], np.float32)
-    assert sampler.choose_among(ids, logits) == 300
-    sampler.close()
-
-
 def test_draws_from_candidates_follow_the_distribution(model: Model, logits: npt.NDArray[np.float32]) -> None:
     """Top-k, temperature, top-p and min-p by the book, against 20,000 draws from the device's candidates."""
     params = SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05, seed=3)
@@ -509,17 +358,6 @@ def test_draws_from_candidates_follow_the_distribution(model: Model, logits: npt
     assert shares.sum() == pytest.approx(1)
     # five standard deviations of a share
     assert (np.abs(shares - chances) <= 5 * np.sqrt(chances * (1 - chances) / len(drawn))).all()
-
-
-@pytest.mark.parametrize("n", [5, 300, 40_000])
-@pytest.mark.parametrize("k", [1, 20, 64])
-def test_the_best_of_many(n: int, k: int) -> None:
-    rng = np.random.default_rng(n + k)
-    values = rng.normal(size=n).astype(np.float32)
-    values[rng.integers(0, n, n // 3)] = -np.inf
-    found = best_of(values, k)
-    best = -np.sort(-values)[: min(k, n)]
-    np.testing.assert_array_equal(-np.sort(-values[found]), best)
 
 
 def test_the_warm_up_keeps_samplers_that_are_right(model: Model) -> None:

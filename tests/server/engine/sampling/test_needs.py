@@ -1,0 +1,75 @@
+"""What requests need of a row, and what is chosen among a device's candidates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Model
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams
+from qwen_serve.server.engine.sampling.candidates import best_of
+from qwen_serve.server.engine.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def model(nano_f32: Path) -> Iterator[Model]:
+    model = Model(nano_f32, n_gpu_layers=0)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "need"),
+    [
+        (SamplingParams(), DeviceSampler.BEST),
+        (SamplingParams(ignore_eos=True), DeviceSampler.BEST),
+        (SamplingParams(temperature=1.0, top_k=1), DeviceSampler.BEST),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES), DeviceSampler.TOP_K),
+        (SamplingParams(temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
+        (SamplingParams(temperature=1.0, top_p=0.9), DeviceSampler.ROW),
+        (SamplingParams(presence_penalty=1.0), DeviceSampler.TOP_K),
+        (SamplingParams(presence_penalty=-1.0), DeviceSampler.ROW),
+        (SamplingParams(frequency_penalty=-0.1), DeviceSampler.ROW),
+        (SamplingParams(repetition_penalty=0.9), DeviceSampler.ROW),
+        (SamplingParams(presence_penalty=1.5, temperature=1.0, top_p=0.95, top_k=20), DeviceSampler.TOP_K),
+        (SamplingParams(presence_penalty=1.5, temperature=1.0, top_k=N_CANDIDATES), DeviceSampler.ROW),
+        (SamplingParams(presence_penalty=1.5, temperature=1.0), DeviceSampler.ROW),
+        (SamplingParams(presence_penalty=1.5, logit_bias=((5, -1.0),)), DeviceSampler.ROW),
+        (SamplingParams(logprobs=20), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=0, temperature=1.0, top_k=20), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=0, ignore_eos=True), DeviceSampler.LOGPROBS),
+        (SamplingParams(logprobs=1, temperature=1.0, top_k=N_CANDIDATES, ignore_eos=True), DeviceSampler.ROW),
+        (SamplingParams(logprobs=1, temperature=1.0), DeviceSampler.ROW),
+        (SamplingParams(logprobs=1, repetition_penalty=1.1), DeviceSampler.ROW),
+        (SamplingParams(prompt_logprobs=0), DeviceSampler.ROW),
+    ],
+)
+def test_what_a_request_needs(model: Model, params: SamplingParams, need: DeviceSampler) -> None:
+    sampler = Sampler(params, Vocab(model), [1])
+    assert sampler.need is need
+    sampler.close()
+
+
+def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:
+    """In whatever order the device gives them, as from a whole row."""
+    sampler = Sampler(SamplingParams(), Vocab(model), [1])
+    ids, logits = np.array([900, 300, 500, 400], np.int32), np.array([2, 2, 1, 2], np.float32)
+    assert sampler.choose_among(ids, logits) == 300
+    sampler.close()
+
+
+@pytest.mark.parametrize("n", [5, 300, 40_000])
+@pytest.mark.parametrize("k", [1, 20, 64])
+def test_the_best_of_many(n: int, k: int) -> None:
+    rng = np.random.default_rng(n + k)
+    values = rng.normal(size=n).astype(np.float32)
+    values[rng.integers(0, n, n // 3)] = -np.inf
+    found = best_of(values, k)
+    best = -np.sort(-values)[: min(k, n)]
+    np.testing.assert_array_equal(-np.sort(-values[found]), best)
