@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from qwen_serve.bench.servers.launch import free_port
+from qwen_serve.server.weights import CONVERTING
 from tests.chroot_image import Stage, build, instructions, start
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +88,12 @@ def test_it_answers_however_it_is_started(image: Stage, arguments: tuple[str, ..
         assert image.run(*check, QWEN_PORT=port).returncode == 0
         assert image.run(*check, QWEN_PORT="1").returncode != 0
         assert not os.access(f"/proc/{pid}/root/opt", os.W_OK)  # even root: the file system is read-only
+
+
+def test_it_has_nothing_that_converts(image: Stage) -> None:
+    installed = {path.name for path in (image.root / "opt/venv/lib").glob("python3*/site-packages/*")}
+    assert "qwen_serve" in installed
+    assert not installed & {*CONVERTING}
 
 
 def test_a_mounted_folder_replaces_the_model(image: Stage, tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ LONGER = {
     "server/engine/speculation/speculator.py",
     "server/settings.py",
     "server/setup_llama.py",
-    "tests/server/api/formats/test_messages.py",
     "tests/server/api/formats/test_responses.py",
     "tests/server/api/test_bad_input.py",
     "tests/server/engine/prefix_cache/test_cache.py",
