@@ -145,6 +145,7 @@ class DrainingServer(uvicorn.Server):
         self._said_ready = self._dropped_unread = False
         self.status = 0
         """The process's exit code."""
+        faulthandler.register(signal.SIGALRM, chain=True)  # where it stands, then the signal's own: the end
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup sets
             signal.signal(signal.SIGHUP, self.handle_exit)
 
@@ -173,6 +174,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, without the watchdog: what the engine saves at its end takes its time."""
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -180,7 +182,11 @@ class DrainingServer(uvicorn.Server):
         if seconds := self._service.settings.watchdog:
             # a thread of C, which needs no lock of Python's: an allocation that fails inside an extension can
             # leave one held for ever, and with it /ping dead and signals unheard
-            faulthandler.dump_traceback_later(seconds, exit=True)
+            try:
+                faulthandler.dump_traceback_later(seconds, exit=True)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except RuntimeError:  # there is no memory for that thread: a signal, which a PID 1 would survive
+                signal.setitimer(signal.ITIMER_REAL, seconds)
         if not self._said_ready and self._service.status == "ready":
             self._said_ready = True
             engine, name = self._service.backend.engine, self._service.settings.model_id

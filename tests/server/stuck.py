@@ -1,7 +1,10 @@
-"""`python -m tests.server.stuck`: the server, whose event loop POST /stuck holds for ever."""
+"""`python -m tests.server.stuck`: the server, whose event loop POST /stuck holds for ever. With NO_THREAD set
+there is no memory for the watchdog's thread."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import threading
 from typing import Any
 
@@ -21,6 +24,13 @@ def create_app(*arguments: Any) -> FastAPI:
 
     return app
 
+
+def no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("unable to start watchdog thread")
+
+
+if os.environ.get("NO_THREAD"):
+    faulthandler.dump_traceback_later = no_thread
 
 original = program.create_app  # type: ignore[attr-defined]
 program.create_app = create_app  # type: ignore[attr-defined, assignment]
