@@ -161,7 +161,7 @@ class Context:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
         sequences = self.sequences[:n_tokens]
         for sequence in self._snapshots.disturbed(sequences):
-            self._settle(sequence)
+            self._materialize(sequence)
         if self.ring is not None and self._fills_ring:
             self._ring_rows = self.ring.rows(sequences, self.positions[:n_tokens])
             layers.set_ring_rows(self._handle, self._ring_rows)
@@ -285,7 +285,7 @@ class Context:
         one that has just gone back to a snapshot gets its state copied first.
         """
         for sequence in self._snapshots.pending & {source, target}:
-            self._settle(sequence)
+            self._materialize(sequence)
         for sequence in (source, target):  # they share a state now: neither goes back in it
             self._snapshots.gone(sequence)
         if not self.unified:
@@ -318,7 +318,7 @@ class Context:
         """Make that the sequence's state again; `remove` then drops the cells of what came after it."""
         self._load(sequence, self._stashes[sequence], ON_DEVICE)
 
-    def _settle(self, sequence: int) -> None:
+    def _materialize(self, sequence: int) -> None:
         """Make the state that a sequence went back to its newest."""
         self.stash(sequence)
         self.unstash(sequence)

@@ -45,7 +45,7 @@ class Snapshots:
         """The sequence that was alone in the last call, and how many of its tokens can be taken back."""
 
     def disturbed(self, sequences: npt.NDArray[np.int32]) -> set[int]:
-        """Who went back and must settle there before a call with tokens of these sequences."""
+        """Who went back and must be materialized there before a call with tokens of these sequences."""
         return {one for one in self.pending if (sequences != one).any()} if self.pending else self.pending
 
     def decoded(self, sequences: npt.NDArray[np.int32]) -> None:
@@ -64,7 +64,7 @@ class Snapshots:
         self.pending.add(sequence)
 
     def gone(self, sequence: int) -> None:
-        """A sequence was emptied, or has settled in a state of its own."""
+        """A sequence was emptied, or its state was materialized."""
         self.pending.discard(sequence)
         if sequence == self._last:
             self._last, self._reach = -1, 0

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
     from .sequence import Sequence
 
-Sampled = list[int] | Exception | None
-"""What a step gave one chunk: the draft tokens that were accepted and one more, what its sampler raised, or
-None where the prompt goes on. RowNotKept is no failure: the sequence computes what is pending again."""
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """The next `count` pending tokens of a sequence, then a `draft` of what may follow them.
 
-    With `samples`, they are all that is pending; then, and only then, there may be a draft.
+    With `samples`, they are all that is pending; then, and only then, there may be a draft. The fields are
+    Final: a frozen dataclass takes three times as long to make.
     """
 
-    sequence: Sequence
-    start: int
-    """Tokens that the sequence's slot held when the batch was scheduled."""
-    count: int
-    samples: bool
-    is_prompt: bool = False
+    sequence: Final[Sequence]
+    count: Final[int]
+    samples: Final[bool]
+    is_prompt: Final[bool] = False
     """The pending tokens are prefill: read for the first time, or again after a preemption."""
-    decodes: bool = True
+    decodes: Final[bool] = True
     """It takes part in a step that decodes, where drafts may be verified: all that is pending gives a token,
     and of a prompt only the last token is."""
-    draft: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    """Where its tokens are in llama.cpp's batch; the runner writes this."""
-    rows: list[int] = field(default_factory=list)
-    """Which rows of logits its tokens are sampled from, in order; the runner writes this."""
-    scored: range = range(0)
+    draft: Final[tuple[int, ...]] = ()
+    scored: Final[range] = range(0)
     """Positions in its sequence, which is a prompt there, after which the next token's log-probability is
     wanted."""
-    scored_rows: list[int] = field(default_factory=list)
-    """The rows of logits of those; the runner writes this."""
+
+    @property
+    def start(self) -> int:
+        """Tokens that its sequence's slot holds, until the step is committed."""
+        return self.sequence.computed
 
     @property
     def n_tokens(self) -> int:
@@ -60,6 +56,18 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class Placement:
+    """Where a chunk is in llama.cpp's batch."""
+
+    batch_indices: list[int]
+    """Of its tokens."""
+    rows: list[int] = field(default_factory=list)
+    """Rows of logits that its tokens are sampled from, in order."""
+    scored_rows: list[int] = field(default_factory=list)
+    """Rows of logits after its `scored` positions."""
+
+
+@dataclass(slots=True)
 class Batch:
     """Either decodes, perhaps with drafts, or chunks of prompts."""
 
@@ -70,19 +78,21 @@ class Batch:
     n_rows: int = 0
     prompt_tokens: int = 0
     """Those of its tokens that are prefill."""
+    placements: list[Placement] = field(default_factory=list)
+    """One for each chunk; the runner writes this."""
     greedy: bool = False
     """Every row's best token is what its request wants, and none but the usual ones end it; the runner writes
     this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Read the next `count` pending tokens of `sequence`."""
+        samples = count == sequence.pending
         chunk = Chunk(
             sequence,
-            sequence.computed,
             count,
-            samples=count == sequence.pending,
+            samples=samples,
             is_prompt=not sequence.decoding,
-            decodes=sequence.ready and count == sequence.pending,
+            decodes=samples and sequence.ready,
             scored=sequence.unscored(sequence.computed, count) if sequence.logprobs else range(0),
         )
         self.chunks.append(chunk)
@@ -90,21 +100,20 @@ class Batch:
         self.n_rows += chunk.n_rows
         self.prompt_tokens += count if chunk.is_prompt else 0
 
-    def add_draft(self, chunk: Chunk, tokens: list[int]) -> None:
+    def add_draft(self, chunk: Chunk, tokens: ListLike[int]) -> None:
         """Have `tokens` verified behind the chunk's own; it has no draft yet, and samples."""
-        chunk.draft = tokens
+        self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens))
         self.n_tokens += len(tokens)
         self.n_rows += len(tokens)
         self.draft_room -= len(tokens)
 
     def drop_drafts(self) -> None:
         """Verify nothing after all."""
-        for chunk in self.chunks:
-            n = len(chunk.draft)
-            chunk.draft = []
-            self.n_tokens -= n
-            self.n_rows -= n
-            self.draft_room += n
+        n = sum(len(chunk.draft) for chunk in self.chunks)
+        self.chunks[:] = [replace(chunk, draft=()) if chunk.draft else chunk for chunk in self.chunks]
+        self.n_tokens -= n
+        self.n_rows -= n
+        self.draft_room += n
 
     @property
     def is_decode(self) -> bool:

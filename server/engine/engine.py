@@ -18,7 +18,7 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_header
 
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
-from .loading import Parts, resolve_settings
+from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PIECE = 8192
-"""Tokens of a prompt that are checked in one go, with the GIL held: some 0.4 ms."""
+"""Tokens of a prompt that are checked in one go, with the GIL held."""
 
 
 class Engine:
@@ -59,18 +59,19 @@ class Engine:
         log.info("memory for %s:\n%s", settings.model, self.plan)
         stages.done("plan")
         self._profile = StepProfile()
-        self._parts = parts = Parts(self.plan, self._profile, stages)
-        self._scheduler, self._runner, self._speculator = parts.scheduler, parts.runner, parts.speculator
-        self.vocab = parts.vocab
-        self.metadata = parts.model.metadata()
+        self.components = components = build_engine(self.plan, self._profile, stages)
+        self._scheduler, self._runner = components.scheduler, components.runner
+        self._speculator = components.speculator
+        self.vocab = components.vocab
+        self.metadata = components.model.metadata()
         """The GGUF's scalar keys, as text."""
-        self.description = parts.model.description()
-        self.n_params = parts.model.n_params
-        self.size_bytes = parts.model.size_bytes
+        self.description = components.model.description()
+        self.n_params = components.model.n_params
+        self.size_bytes = components.model.size_bytes
         """Bytes of all tensors in the file."""
-        self.context_size = min(parts.model.n_ctx_train, parts.context.n_ctx_seq)
+        self.context_size = min(components.model.n_ctx_train, components.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
-        self.grammars = parts.grammars
+        self.grammars = components.grammars
         """Compiles what answers are kept to."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
@@ -187,7 +188,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine did so far and does now; safe from any thread."""
         running = 0 if self._error else len(self._scheduler.running)
-        cells = self._parts.states.cells
+        cells = self.components.states.cells
         return EngineStats(
             running=running,
             waiting=max(0, len(self._open) - running),
@@ -197,7 +198,7 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             kv_cells_used=cells.used,
             kv_cells=cells.total,
-            prefix=self._parts.cache.stats(),
+            prefix=self.components.cache.stats(),
             sampler_changes=self._runner.sampler_changes,
             step_totals=self._profile.times(),
             drafts=self._speculator.stats(),
@@ -215,9 +216,9 @@ class Engine:
         for queue in self._queues.values():
             queue.close()
         if intact:
-            self._parts.write_prefixes()
-            self._parts.remember()
-        self._parts.close()
+            self.components.write_prefixes()
+            self.components.remember()
+        self.components.close()
 
     def _request_cancel(self, generation: Generation) -> None:
         self._post(generation, partial(self._end, generation, "cancelled"))
@@ -241,9 +242,9 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._parts.warm_up()
-            self._parts.read_prefixes()
-            log.info("start: %s", self._parts.stages)
+            self.components.warm_up()
+            self.components.read_prefixes()
+            log.info("start: %s", self.components.stages)
             self._warm.set()
             while self._receive():
                 self._step()
@@ -268,7 +269,7 @@ class Engine:
     def _step(self) -> None:
         """What the device does not have to wait for is done while it computes."""
         lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
-        asynchronous = self._parts.device_runs_alone
+        asynchronous = self.components.device_runs_alone
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
@@ -277,7 +278,7 @@ class Engine:
             lap("flush")
         speculator.propose(batch)
         lap("propose")
-        launched = self._parts.clock()
+        launched = self.components.clock()
         try:
             self._runner.launch(batch)
         except NoMemorySlot as error:
@@ -296,7 +297,7 @@ class Engine:
         rows = self._runner.collect(batch)
         sampled = sample(batch, rows, self.vocab.eog_ids)
         lap("sample")
-        done = self._parts.clock()
+        done = self.components.clock()
         scheduler.prefill_budget.add(batch.prompt_tokens, launched, None if rows is None else done)
         held = speculator.verify(batch, sampled, done - launched)
         lap("verify")
@@ -367,7 +368,7 @@ class Engine:
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # without room for any, the prompt is read all the same
-        forced, done = sequence.extend([], self.vocab.eog_ids) if max_tokens else ([], None)
+        forced, done = sequence.extend(sampler.forced([]), self.vocab.eog_ids) if max_tokens else ([], None)
         self._generated_tokens += len(forced)
         if done is not None:  # nothing is left to the model
             self._finish(sequence, done, forced)
@@ -409,7 +410,7 @@ class Engine:
 
     def _relieve(self, error: NoMemorySlot) -> None:
         """llama.cpp found no cells where the scheduler counted some: run fewer, and say so."""
-        scheduler, cells = self._scheduler, self._parts.states.cells
+        scheduler, cells = self._scheduler, self.components.states.cells
         log.error("%s, though only %d of %d are counted as used", error, cells.used, cells.total)
         if len(scheduler.running) > 1:
             scheduler.preempt_youngest()

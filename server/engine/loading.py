@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
@@ -35,12 +35,13 @@ from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
 from .sampling import GrammarCompiler, Sampler, SamplingParams, sample
 from .scheduler import Reproducible, Scheduler
-from .sequence import Sequence
+from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
 from .vocab import Vocab
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as ListLike
     from pathlib import Path
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .planning.plan import MemoryPlan
     from .profile import StartProfile, StepProfile
     from .settings import EngineSettings
+    from .speculation import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -101,89 +103,32 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
     )
 
 
-class Parts:
-    """What the engine is made of, put together as planned. `close` frees what llama.cpp holds.
+@dataclass
+class Components:
+    """What the engine is made of; `build_engine` makes it, `close` frees what llama.cpp holds."""
 
-    Raises ModelLoadError when the file is no good, DoesNotFit without memory.
-    """
-
-    def __init__(self, plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -> None:
-        settings, spec = plan.settings, plan.spec
-        self._plan, self.stages = plan, stages
-        self._file: RecordFile[Measured] | None = None
-        log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-        self.model = load_model(settings, spec, plan.embedding_on)
-        if self.model.f16_copies < plan.copies:
-            log.warning(
-                "FP16 copies of weights got %s of the %s that they need; steps of many sequences are slower",
-                size_text(self.model.f16_copies),
-                size_text(plan.copies),
-            )
-        self.stages.done("weights")
-        self.context, self._head = _contexts(self.model, plan)
-        self._draft = _draft(plan, self.context) if spec.draft else None
-        self.stages.done("contexts")
-        self.device_runs_alone = plan.fully_offloaded
-        """llama_decode returns before what it started is computed."""
-        self.clock = perf_counter if plan.on_gpu else thread_time
-        """What steps are compared by. Without a GPU it is this thread's own time: programs beside it hold up
-        a long step, and a short one slips past them. On two cores shared by twelve processes, nano's repeated
-        text was never drafted from by wall time, and came 2.0 to 2.6 times as fast by this."""
-        ids = SequenceIds.of(settings)
-        self.vocab = Vocab(self.model, settings.tokenizer_cache)
-        self.grammars = GrammarCompiler(
-            partial(llguidance_tokenizer, self.model), self.model.eos, self.vocab.added_tokens
-        )
-        cut = _chunk(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
-        copied = _longest_draft(plan) if plan.on_gpu else 0
-        self.states = StateStore(self.context, settings.parallel, ids.rollback, device_copies=copied)
-        self.speculator = build_speculator(
-            settings,
-            self.context,
-            self._head,
-            self.states,
-            slots=len(ids.rollback),
-            most_rows=verified_rows(settings),
-            clock=self.clock,
-            draft=(self._draft[1], spec.draft) if self._draft and spec.draft else None,
-        )
-        self.states.hidden_drafters += self.speculator.hidden_drafters
-        self.cache = PrefixCache(
-            self.states,
-            ids=ids.checkpoints,
-            max_cells=self.context.n_ctx if settings.deterministic else settings.prefix_cells,
-            shrinks=settings.prefix_shrinks,
-            interval=settings.prefix_interval,
-            chunk=cut,
-            host_bytes=settings.prefix_host_mib * 1024**2,
-            turn_ids=self.vocab.turn_ids,
-            tool_ids=self.vocab.tool_ids,
-            cell_bytes=spec.cell(settings),
-            state_bytes=spec.state,
-        )
-        self.runner = Runner(self.context, profile)
-        self.scheduler = Scheduler(
-            slots=settings.parallel,
-            batch_size=self.context.n_batch,
-            ubatch_size=self.context.n_ubatch,
-            prefill_budget=PrefillBudget(
-                settings.prefill_seconds,
-                self.context.n_ubatch,
-                self.context.n_batch if plan.on_gpu else min(PREFILL_CPU, self.context.n_batch),
-                fixed=settings.prefill_budget,
-            ),
-            states=self.states,
-            cache=self.cache,
-            ends=self.vocab.eog_ids,
-            draft_rows=verified_rows(settings),
-            scored_rows=scored_rows(settings),
-            reproducible=Reproducible(cut) if settings.deterministic else None,
-            place=self.runner.place,
-        )
+    plan: MemoryPlan
+    stages: StartProfile
+    model: Model
+    context: Context
+    head: MtpContext | None
+    draft: tuple[Model, DraftContext] | None
+    vocab: Vocab
+    grammars: GrammarCompiler
+    states: StateStore
+    speculator: Speculator
+    cache: PrefixCache
+    runner: Runner
+    scheduler: Scheduler
+    clock: Callable[[], float]
+    """What steps are compared by."""
+    device_runs_alone: bool
+    """llama_decode returns before what it started is computed."""
+    _file: RecordFile[Measured] | None = None
 
     def warm_up(self) -> None:
         """Touch every shape that the first requests need, and measure what is chosen by measurement."""
-        settings, context, on_gpu = self._plan.settings, self.context, self._plan.on_gpu
+        settings, context, on_gpu = self.plan.settings, self.context, self.plan.on_gpu
         self._file = self._measured_file() if settings.remember else None
         known = self._file.read() if self._file else None
         if known:
@@ -223,11 +168,11 @@ class Parts:
             self._file.write(Measured(token_seconds=each, step_times=self.speculator.step_times()))
 
     def _measured_file(self) -> RecordFile[Measured]:
-        places = [usage.device for usage in self._plan.usages]
+        places = [usage.device for usage in self.plan.usages]
         return RecordFile(
             Measured,
-            self._plan.settings,
-            self._plan.spec,
+            self.plan.settings,
+            self.plan.spec,
             places,
             cores=physical_cores(),
             clock=self.clock.__name__,
@@ -235,7 +180,7 @@ class Parts:
 
     def read_prefixes(self) -> None:
         """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
-        path = self._plan.settings.prefix_file
+        path = self.plan.settings.prefix_file
         if path is None or not path.exists():
             return
         started = perf_counter()
@@ -248,11 +193,11 @@ class Parts:
 
     def write_prefixes(self) -> None:
         """Leave what the prefix cache holds for the next server; a failure costs the file alone."""
-        settings, started = self._plan.settings, perf_counter()
+        settings, started = self.plan.settings, perf_counter()
         path = settings.prefix_file
         if path is None:
             return
-        if self._plan.spec.file.overwritten:
+        if self.plan.spec.file.overwritten:
             log.error(
                 "the prefix cache was not written to %s: %s was overwritten while it was served, "
                 "and states may be of either model; put a new file in its place instead (mv)",
@@ -270,11 +215,11 @@ class Parts:
         log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
 
     def _prefix_file(self, path: Path) -> PrefixFile:
-        settings = self._plan.settings
+        settings = self.plan.settings
         made_by = {
-            "model": self._plan.spec.file.fingerprint(),
+            "model": self.plan.spec.file.fingerprint(),
             "build": build(),
-            "device": [usage.device.description for usage in self._plan.usages],
+            "device": [usage.device.description for usage in self.plan.usages],
             **{name: getattr(settings, name) for name in STATE_SETTINGS},
             "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
             "f16_copies": settings.deterministic and settings.f16_copies,
@@ -284,7 +229,7 @@ class Parts:
     def _check_rows(self, counts: ListLike[int]) -> None:
         """See whether a row has the same bits in any company; if not, each is computed by itself."""
         assert self.scheduler.reproducible is not None
-        sizes = sorted({*range(2, min(8, self._plan.settings.parallel) + 1), *counts} - {1})
+        sizes = sorted({*range(2, min(8, self.plan.settings.parallel) + 1), *counts} - {1})
         alone = bool(sizes) and not warmup.rows_are_the_same(self.context, sizes)
         self.scheduler.reproducible = replace(self.scheduler.reproducible, alone=alone)
         log.info(
@@ -301,7 +246,7 @@ class Parts:
         batch = Batch()
         for slot in range(n):
             sequence = Sequence([0], rows, sampler)
-            sequence.slot, sequence.begun = slot, True
+            sequence.slot, sequence.status = slot, SequenceStatus.PREFILL
             batch.add(sequence, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
@@ -315,14 +260,100 @@ class Parts:
     def close(self) -> None:
         """Free the contexts and the model. Idempotent."""
         self.grammars.close()
-        if self._head is not None:
-            self._head.close()
-        if self._draft is not None:
-            model, context = self._draft
+        if self.head is not None:
+            self.head.close()
+        if self.draft is not None:
+            model, context = self.draft
             context.close()
             model.close()
         self.context.close()
         self.model.close()
+
+
+def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -> Components:
+    """Put the components together as planned. Raises ModelLoadError when the file is no good, DoesNotFit
+    without memory."""
+    settings, spec = plan.settings, plan.spec
+    log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
+    model = load_model(settings, spec, plan.embedding_on)
+    if model.f16_copies < plan.copies:
+        log.warning(
+            "FP16 copies of weights got %s of the %s that they need; steps of many sequences are slower",
+            size_text(model.f16_copies),
+            size_text(plan.copies),
+        )
+    stages.done("weights")
+    context, head = _contexts(model, plan)
+    draft = _draft(plan, context) if spec.draft else None
+    stages.done("contexts")
+    # without a GPU this thread's own time: programs beside it hold up long steps more often than short ones
+    clock = perf_counter if plan.on_gpu else thread_time
+    ids = SequenceIds.of(settings)
+    vocab = Vocab(model, settings.tokenizer_cache)
+    grammars = GrammarCompiler(partial(llguidance_tokenizer, model), model.eos, vocab.added_tokens)
+    cut = _chunk(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
+    copied = _longest_draft(plan) if plan.on_gpu else 0
+    states = StateStore(context, settings.parallel, ids.rollback, device_copies=copied)
+    speculator = build_speculator(
+        settings,
+        context,
+        head,
+        states,
+        slots=len(ids.rollback),
+        most_rows=verified_rows(settings),
+        clock=clock,
+        draft=(draft[1], spec.draft) if draft and spec.draft else None,
+    )
+    states.hidden_drafters += speculator.hidden_drafters
+    cache = PrefixCache(
+        states,
+        ids=ids.checkpoints,
+        max_cells=context.n_ctx if settings.deterministic else settings.prefix_cells,
+        shrinks=settings.prefix_shrinks,
+        interval=settings.prefix_interval,
+        chunk=cut,
+        host_bytes=settings.prefix_host_mib * 1024**2,
+        turn_ids=vocab.turn_ids,
+        tool_ids=vocab.tool_ids,
+        cell_bytes=spec.cell(settings),
+        state_bytes=spec.state,
+    )
+    runner = Runner(context, profile)
+    scheduler = Scheduler(
+        slots=settings.parallel,
+        batch_size=context.n_batch,
+        ubatch_size=context.n_ubatch,
+        prefill_budget=PrefillBudget(
+            settings.prefill_seconds,
+            context.n_ubatch,
+            context.n_batch if plan.on_gpu else min(PREFILL_CPU, context.n_batch),
+            fixed=settings.prefill_budget,
+        ),
+        states=states,
+        cache=cache,
+        ends=vocab.eog_ids,
+        draft_rows=verified_rows(settings),
+        scored_rows=scored_rows(settings),
+        reproducible=Reproducible(cut) if settings.deterministic else None,
+        place=runner.place,
+    )
+    return Components(
+        plan=plan,
+        stages=stages,
+        model=model,
+        context=context,
+        head=head,
+        draft=draft,
+        vocab=vocab,
+        grammars=grammars,
+        states=states,
+        speculator=speculator,
+        cache=cache,
+        runner=runner,
+        scheduler=scheduler,
+        clock=clock,
+        device_runs_alone=plan.fully_offloaded,
+    )
 
 
 def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:

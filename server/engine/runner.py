@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_serve.llamacpp import DeviceSampler
 
+from .batch import Placement
 from .ubatches import ubatches
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 PATIENCE = 400
-"""Rows that may tell more than is needed before slots get narrower device samplers: what a change
-costs (all graphs are planned anew, 33 to 40 ms on an H200's host) over what a whole row costs
-(`qwen-bench engine sampling`)."""
+"""Rows that may tell more than is needed before slots get narrower device samplers: what a change costs, for
+which all graphs are planned anew, over what a whole row costs (docs/kernels.md)."""
 
 
 class Runner:
@@ -112,12 +112,12 @@ class Runner:
         )
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks):
-            self._fill_decodes(batch.chunks)
+            batch.placements = self._fill_decodes(batch.chunks)
         else:
-            self._fill_ubatches(batch.chunks)
+            batch.placements = self._fill_ubatches(batch.chunks)
         self._filled = batch if batch.is_decode else None
 
-    def _fill_decodes(self, chunks: list[Chunk]) -> None:
+    def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
         """A token of each."""
         context, n = self._context, len(chunks)
         slots = [chunk.slot for chunk in chunks]
@@ -125,43 +125,46 @@ class Runner:
         context.positions[:n] = [chunk.start for chunk in chunks]
         context.sequences[:n] = slots
         context.outputs[:n] = [chunk.n_rows for chunk in chunks]
+        placements = []
         for index, chunk in enumerate(chunks):
-            chunk.places, chunk.rows, chunk.scored_rows = [index], [], []
+            placements.append(placement := Placement([index]))
             if chunk.samples:
-                self._add_row(chunk, index, chunk.rows)
+                self._add_row(chunk, index, placement.rows)
             elif chunk.scored:
-                self._add_row(chunk, index, chunk.scored_rows)
+                self._add_row(chunk, index, placement.scored_rows)
+        return placements
 
-    def _fill_ubatches(self, chunks: list[Chunk]) -> None:
+    def _fill_ubatches(self, chunks: list[Chunk]) -> list[Placement]:
         """In the order of computation: outputs that came in another would be swapped back, row by row."""
         context = self._context
         tokens = [
-            chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] + chunk.draft for chunk in chunks
+            [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.draft]
+            for chunk in chunks
         ]
-        for chunk in chunks:
-            chunk.places, chunk.rows, chunk.scored_rows = [], [], []
+        placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
         tail = context.n_snapshots + 1 if context.n_snapshots else 0
         for length, taken in ubatches([len(mine) for mine in tokens], context.n_ubatch, tail):
             for i in taken:
-                chunk, first, end = chunks[i], done[i], start + length
+                chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 context.tokens[start:end] = tokens[i][first : first + length]
                 context.positions[start:end] = self._offsets[:length]
                 context.positions[start:end] += chunk.start + first
                 context.sequences[start:end] = chunk.slot
                 context.outputs[start:end] = 0
-                chunk.places += range(start, end)
+                placement.batch_indices.extend(range(start, end))
                 for position in chunk.scored:
                     if first <= position - chunk.start < first + length:
                         index = start + position - chunk.start - first
                         context.outputs[index] = 1
-                        self._add_row(chunk, index, chunk.scored_rows)
+                        self._add_row(chunk, index, placement.scored_rows)
                 if chunk.samples:
                     for index in range(start + max(0, chunk.count - 1 - first), end):
                         context.outputs[index] = 1
-                        self._add_row(chunk, index, chunk.rows)
+                        self._add_row(chunk, index, placement.rows)
                 done[i] += length
                 start = end
+        return placements
 
     def _add_row(self, chunk: Chunk, index: int, rows: list[int]) -> None:
         rows.append(len(self._slots))

@@ -37,15 +37,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .batch import Batch
-from .sampling import RowNotKept, UnusableLogits
+from .sequence import DECODE, PREFILL, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as ListLike
 
-    from .batch import Sampled
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
+    from .sampling import SampleResult
     from .sequence import FinishReason, Sequence
     from .states import StateStore
 
@@ -189,7 +189,7 @@ class Scheduler:
         """llama.cpp has begun to compute the batch: count its cells."""
         self._states.appended(batch)
 
-    def commit(self, batch: Batch, sampled: ListLike[Sampled], held: ListLike[int]) -> list[Output]:
+    def commit(self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int]) -> list[Output]:
         """Account for a step: what each sequence has computed, gained, and whether it has ended.
 
         `held` is what each chunk's slot holds now. Sequences that ended are removed.
@@ -199,32 +199,31 @@ class Scheduler:
         finished: list[Output] = []
         again: list[Sequence] = []
         alone, usable = True, True
-        for chunk, tokens, computed in zip(batch.chunks, sampled, held, strict=True):
+        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             sequence.computed = computed
-            if tokens is None and not chunk.samples:
+            if result.error is not None:
+                if sequence.suspect or not result.recompute:
+                    finished.append(Output(sequence, [], result.error))
+                    continue
+                sequence.suspect, usable = True, False
+            elif not chunk.samples:
                 self._cache.cache_unfinished(sequence)
                 continue
-            sequence.decoding = computed > 0  # where taking a draft back failed, it reads everything again
-            spoilt = isinstance(tokens, UnusableLogits) and not sequence.suspect
-            usable = usable and not spoilt
-            # it comes back, to a slot whose rows come back whole or to cells that were cleared
-            if isinstance(tokens, RowNotKept) or (spoilt and isinstance(tokens, UnusableLogits)):
-                new, done = sequence.extend(tokens.chosen, self._ends)
-                sequence.suspect = sequence.suspect or (spoilt and not done)
-                if new or done:
-                    (finished if done else outputs).append(Output(sequence, new, done))
+            # where taking a draft back failed, it reads everything again
+            sequence.status = DECODE if computed else PREFILL
+            if result.recompute:  # it comes back, to a slot whose rows come back whole or to cleared cells
                 again.append(sequence)
-                continue
-            if not isinstance(tokens, list):
-                finished.append(Output(sequence, [], tokens or RuntimeError("nothing was sampled")))
-                continue
-            if sequence.suspect:
+            elif sequence.suspect:
                 sequence.suspect = False
                 if any(other.suspect for other in self.waiting):
                     again.append(sequence)
-            sequence.timings.first_token = sequence.timings.first_token or now
-            new, done = sequence.extend(tokens, self._ends)
+            if not result.tokens:
+                continue
+            if not sequence.timings.first_token:
+                sequence.timings.first_token = now
+            new = [*result.tokens, *result.forced] if result.forced else result.tokens
+            new, done = sequence.extend(new, self._ends)
             alone = alone and len(new) == 1  # nothing was forced beside
             (finished if done else outputs).append(Output(sequence, new, done))
         steady = alone and not finished and batch.is_decode and len(batch.chunks) == len(self.running)
@@ -246,8 +245,6 @@ class Scheduler:
         if batch is None or (self.waiting and self._free_slots) or not self._make_room(batch.n_tokens):
             return None
         self._prefill_is_due = True
-        for chunk in batch.chunks:
-            chunk.start += 1
         return batch
 
     def _anew(self) -> Batch:
@@ -283,6 +280,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             sequence.slot = self._place(sequence, self._free_slots)
+            sequence.status = SequenceStatus.WAITING_FOR_PREFIX
             self._free_slots.remove(sequence.slot)
             self.running.append(sequence)
 
@@ -290,7 +288,7 @@ class Scheduler:
         """Start those from the cache who do not wait for somebody else to compute their beginning."""
         for index, sequence in enumerate(self.running):
             if not sequence.begun and not self._cache.waits(sequence, self.running[:index]):
-                sequence.begun = True
+                sequence.status = PREFILL
                 sequence.timings.started = sequence.timings.started or perf_counter()
                 self._cache.match_prefix(sequence)
 
@@ -384,7 +382,7 @@ class Scheduler:
         self._free_slots = sorted([*self._free_slots, sequence.slot])
         sequence.slot = None
         sequence.computed = 0
-        sequence.begun = sequence.decoding = False
+        sequence.status = SequenceStatus.WAITING
 
 
 def _with_rows(sequence: Sequence, rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +11,23 @@ if TYPE_CHECKING:
     from .sampling import Logprobs, Sampler
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class SequenceStatus(Enum):
+    """What becomes of a sequence next."""
+
+    WAITING = "waiting"
+    """It has no slot."""
+    WAITING_FOR_PREFIX = "waiting for prefix"
+    """It has a slot, and another sequence computes its beginning."""
+    PREFILL = "prefill"
+    """Its prompt is read, or what it had before a preemption."""
+    DECODE = "decode"
+    """It has sampled a token since it began: what is pending is no prompt any more."""
+
+
+PREFILL, DECODE = SequenceStatus.PREFILL, SequenceStatus.DECODE
+"""Asked for many times a step, and an enum's members are slow to look up."""
 
 
 @dataclass(slots=True)
@@ -118,11 +136,8 @@ class Sequence:
     computed: int = field(init=False, default=0)
     """Tokens whose keys, values and state the slot holds."""
     slot: int | None = field(init=False, default=None)
-    """llama.cpp's sequence id while it runs."""
-    begun: bool = field(init=False, default=False)
-    """It runs, and does not wait for another to compute its beginning."""
-    decoding: bool = field(init=False, default=False)
-    """It has sampled a token since it began: what is pending now is no prompt any more."""
+    """llama.cpp's sequence id while it does not wait for one."""
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
     suspect: bool = field(init=False, default=False)
     """Its logits were no use, or those of one that ran beside it: it runs alone until it has a token."""
     reused: int | None = field(init=False, default=None)
@@ -152,24 +167,30 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def decoding(self) -> bool:
+        return self.status is DECODE
+
+    @property
+    def begun(self) -> bool:
+        """Whether it takes part in steps."""
+        return self.status is DECODE or self.status is PREFILL
+
+    @property
     def ready(self) -> bool:
         """Whether its next step gives a token, and no stretch of a prompt is in between."""
-        return self.begun and (self.decoding or self.pending == 1)
+        return self.status is DECODE or (self.status is PREFILL and self.pending == 1)
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
-        """Append `new` tokens, and those that its sampler says must follow, up to the end of the answer; what
-        was appended, and why it ends if it does.
+        """Append `new` tokens up to the end of the answer; what was appended, and why it ends if it does.
 
         `ends` are the tokens that end every generation; they are not appended, and its own `stops` only where
         they are to be a part of the answer.
         """
         ends = ends | self.stops if self.stops else ends
-        if forced := self.sampler.forced(new):
-            new = new + forced
         done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):

@@ -60,8 +60,7 @@ def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:
     """Whether sequences' logits have the same bits in a decode of one and of each of `counts` sequences.
 
     For a long sequence beside short ones, as kernels choose by that, too. Each decode has other tokens, and
-    several of its rows are compared: two ways to add up agree on more than half of all rows where matrices
-    are small (nano on an AMD EPYC, four rows and one).
+    several of its rows are compared: two ways to add up agree on many rows where matrices are small.
     """
     sampled = context.samplers.active
     context.set_samplers(None)

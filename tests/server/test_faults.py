@@ -109,7 +109,7 @@ def in_sampler(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         if params.seed == SEED:
             left[self] = 5
 
-    def sampling(self: Sampler, *what: Any) -> int:
+    def sampling(self: Sampler, *what: Any) -> int | None:
         if self in left:
             left[self] -= 1
             if not left[self]:
@@ -192,14 +192,14 @@ def test_a_fault_in_a_drafter_costs_nobody_anything(
 def at_rest(engine: Engine) -> bool:
     """Nobody runs, waits or is listened for, and cells belong to the prefix cache alone."""
     stats = engine.stats()
-    kept = (engine._open, engine._sequences, engine._listeners, engine._parts.cache._paths)
+    kept = (engine._open, engine._sequences, engine._listeners, engine.components.cache._paths)
     return not any(kept) and stats.running == stats.waiting == 0 and _only_checkpoints(engine)
 
 
 def _only_checkpoints(engine: Engine) -> bool:
     stats = engine.stats()
-    chains = {id_ for id_, chain in engine._parts.states.cells._chains.items() if chain}
-    held = {node.holder for node in engine._parts.cache._held}
+    chains = {id_ for id_, chain in engine.components.states.cells._chains.items() if chain}
+    held = {node.seq_id for node in engine.components.cache._held}
     return stats.kv_cells_used == stats.prefix.resident_cells and chains <= held
 
 

@@ -84,7 +84,7 @@ class _PromptPath:
     """Tokens with which others in the tree began, too, when it came."""
     parts: bool
     """And they went another way there."""
-    marks: list[Node]
+    nodes: list[Node]
     """The nodes that are there because of this request: those that it wants kept, `end` among them, and the
     one that it started from."""
 
@@ -145,13 +145,13 @@ class PrefixCache:
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
         root = self._tree.root_of(sequence.salt)
         known, parts = self._tree.common(tokens, root)
-        marks, node, start = [], root, 0
+        nodes, node, start = [], root, 0
         for depth in self._wanted(tokens, known):
             node = self._tree.insert(tokens[start:depth], node)
             start = depth
-            node.marks += 1
-            marks.append(node)
-        self._paths[sequence] = _PromptPath(node, root, known, parts, marks)
+            node.refcount += 1
+            nodes.append(node)
+        self._paths[sequence] = _PromptPath(node, root, known, parts, nodes)
         if best := self._deepest_held(node):
             self._touch(best)
 
@@ -162,14 +162,14 @@ class PrefixCache:
             return
         assert sequence.slot is not None
         node = None if sequence.reads_all else self._source(sequence)
-        if node is not None and node.holder is not None:
-            self._states.copy(node.holder, sequence.slot)
+        if node is not None and node.seq_id is not None:
+            self._states.copy(node.seq_id, sequence.slot)
             sequence.computed = node.depth
-            marks = self._paths[sequence].marks
-            marks.append(node)  # who shares it will come as long as somebody runs on it
-            node.marks += 1
-            for above in marks:  # the next request will want them, too
-                if above.holder is not None:
+            nodes = self._paths[sequence].nodes
+            nodes.append(node)  # who shares it will come as long as somebody runs on it
+            node.refcount += 1
+            for above in nodes:  # the next request will want them, too
+                if above.seq_id is not None:
                     self._touch(above)
         if sequence.reused is None:  # else it was preempted
             sequence.reused = sequence.computed
@@ -199,7 +199,9 @@ class PrefixCache:
         own = self._paths[sequence].end
         best = self._deepest_held(own)
         needed = MIN_GAIN + (best.depth if best else 0)
-        shared = {node for node in own.path() if node.depth >= needed and (node.children or node.marks > 1)}
+        shared = {
+            node for node in own.path() if node.depth >= needed and (node.children or node.refcount > 1)
+        }
         return bool(shared) and any(
             node in shared and self._has_id(node)
             for leader in earlier
@@ -218,7 +220,7 @@ class PrefixCache:
         if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
             return
         for node in self._paths[sequence].end.path():
-            if node.depth == sequence.computed and node.holder is None:
+            if node.depth == sequence.computed and node.seq_id is None:
                 if self._has_id(node) and node in self._cuts(sequence, since=sequence.computed - 1):
                     self._hold(node, sequence.slot)
                 return
@@ -247,8 +249,8 @@ class PrefixCache:
     def forget(self, sequence: Sequence) -> None:
         """A request is over, wherever it was: only what it left behind stays."""
         track = self._paths.pop(sequence, None)
-        for node in track.marks if track else ():
-            node.marks -= 1
+        for node in track.nodes if track else ():
+            node.refcount -= 1
             self._tree.prune(node)
 
     # --- room ----------------------------------------------------------------------------------------------
@@ -260,10 +262,10 @@ class PrefixCache:
         """
         share = min(1.0, self._again / FULL) if self._shrinks else 1.0
         last = next(reversed(self._held), None)
-        least = min(self._max_cells, self._cells.idle_in(self._holder(last))) if last else 0
+        least = min(self._max_cells, self._cells.idle_in(self._seq_id(last))) if last else 0
         cells = max(int(share * self._max_cells), least)
         while self._cells.idle > cells:
-            sizes = {node: self._cells.exclusive(self._holder(node)) for node in self._held}
+            sizes = {node: self._cells.exclusive(self._seq_id(node)) for node in self._held}
             # one that alone is too large would otherwise drive out all the others first
             too_large = (node for node, size in sizes.items() if size > self._max_cells)
             victim = next(too_large, None) or next(node for node, size in sizes.items() if size)
@@ -274,14 +276,14 @@ class PrefixCache:
         if cells > self._cells.available:
             return False
         while cells > self._cells.free:
-            self._evict(next(node for node in self._held if self._cells.exclusive(self._holder(node))))
+            self._evict(next(node for node in self._held if self._cells.exclusive(self._seq_id(node))))
         return True
 
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
         reads_all = not self.enabled or sequence.reads_all
         best = None if reads_all else self._deepest_held(self._paths[sequence].end)
-        return (best.depth, self._cells.idle_in(self._holder(best))) if best else (0, 0)
+        return (best.depth, self._cells.idle_in(self._seq_id(best))) if best else (0, 0)
 
     def clear(self) -> None:
         """Give up all checkpoints, those in host memory, too."""
@@ -299,10 +301,10 @@ class PrefixCache:
         One at a time is in memory. One that can not be copied is left out.
         """
         for node in [*reversed(self._held), *reversed(self._host.nodes)]:
-            if node.depth < MIN_RESTORE or (node.holder is None and node.saved is None):
+            if node.depth < MIN_RESTORE or (node.seq_id is None and node.saved is None):
                 continue
             try:
-                state = node.saved or self._states.save(self._holder(node))
+                state = node.saved or self._states.save(self._seq_id(node))
             except LlamaError as error:
                 self._stats.failed_copies += 1
                 log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
@@ -319,7 +321,7 @@ class PrefixCache:
             node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
             saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
             fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
-            if node.depth % self._chunk or node.holder is not None:
+            if node.depth % self._chunk or node.seq_id is not None:
                 pass
             elif fits and self._bring_back(node, saved):
                 resident.append(node)
@@ -376,7 +378,7 @@ class PrefixCache:
         previous = 0
         for node in reversed([*self._paths[sequence].end.path()]):
             worth = node.depth > since and node.depth - previous >= MIN_GAIN
-            if node.holder is not None:
+            if node.seq_id is not None:
                 previous = node.depth
             elif worth and node.depth % self._chunk == 0:
                 previous = node.depth
@@ -384,7 +386,7 @@ class PrefixCache:
 
     def _has_id(self, node: Node) -> bool:
         """Whether a state may be kept here: for one request nothing goes that another in flight wants."""
-        return node.marks > 1 or bool(self._free) or any(not held.marks for held in self._held)
+        return node.refcount > 1 or bool(self._free) or any(not held.refcount for held in self._held)
 
     def _read(self, sequence: Sequence, length: int) -> int:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
@@ -393,7 +395,7 @@ class PrefixCache:
         return self._ghost.read(sequence.tokens[:length], sequence.salt)
 
     def _deepest_held(self, node: Node) -> Node | None:
-        return next((above for above in node.path() if above.holder is not None), None)
+        return next((above for above in node.path() if above.seq_id is not None), None)
 
     def _source(self, sequence: Sequence) -> Node | None:
         """The node to start from; one that is only in host memory is brought back if that pays."""
@@ -401,19 +403,19 @@ class PrefixCache:
         held = self._deepest_held(end)
         worth = MIN_RESTORE + (held.depth if held else 0)
         saved = next((node for node in end.path() if node.saved is not None), None)
-        if saved is not None and saved.holder is None and saved.depth >= worth and self._restore(saved):
+        if saved is not None and saved.seq_id is None and saved.depth >= worth and self._restore(saved):
             return saved
         return self._deepest_held(end)  # again: making room may have taken it
 
     def _hold(self, node: Node, source: int) -> None:
         """Take a checkpoint of the sequence id `source`."""
-        holder = self._take_id(node)
+        seq_id = self._take_id(node)
         try:
-            self._states.copy(source, holder)
+            self._states.copy(source, seq_id)
         except LlamaError as error:
-            self._lost_copy(holder, "a checkpoint of %d tokens could not be taken: %s", node.depth, error)
+            self._lost_copy(seq_id, "a checkpoint of %d tokens could not be taken: %s", node.depth, error)
             return
-        node.holder = holder
+        node.seq_id = seq_id
         self._held[node] = None
         self._stats.checkpoints += 1
 
@@ -422,51 +424,51 @@ class PrefixCache:
         assert saved is not None
         # Those that make room for it may go to the host, and its own copy may have to leave for them.
         self._host.touch(node)
-        node.marks += 1
+        node.refcount += 1
         try:
             return self.make_room(node.depth) and self._bring_back(node, saved)
         finally:
-            node.marks -= 1
+            node.refcount -= 1
 
     def _bring_back(self, node: Node, saved: SavedState) -> bool:
-        holder = self._take_id(node)
+        seq_id = self._take_id(node)
         try:
-            self._states.restore(holder, saved)
+            self._states.restore(seq_id, saved)
         except LlamaError as error:
-            self._lost_copy(holder, "a checkpoint of %d tokens could not be restored: %s", node.depth, error)
+            self._lost_copy(seq_id, "a checkpoint of %d tokens could not be restored: %s", node.depth, error)
             if node.saved is not None:
                 self._host.discard(node)
             return False
-        node.holder = holder
+        node.seq_id = seq_id
         self._held[node] = None
         self._stats.restores += 1
         return True
 
     def _take_id(self, node: Node) -> int:
         """A free sequence id for `node`, which must not go while others make room for it."""
-        node.marks += 1
+        node.refcount += 1
         if not self._free:
-            unwanted = (held for held in self._held if not held.marks)
+            unwanted = (held for held in self._held if not held.refcount)
             self._evict(next(unwanted, None) or next(iter(self._held)))
-        node.marks -= 1
+        node.refcount -= 1
         return self._free.pop()
 
     def _evict(self, node: Node, *, keep: bool = True) -> None:
         """Off the device; `keep`: into host memory."""
-        holder = self._holder(node)
+        seq_id = self._seq_id(node)
         if keep and node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
-            self._save(node, holder)
-        self._states.free(holder)
-        self._free.append(holder)
-        node.holder = None
+            self._save(node, seq_id)
+        self._states.free(seq_id)
+        self._free.append(seq_id)
+        node.seq_id = None
         del self._held[node]
         self._stats.evictions += 1
         self._tree.prune(node)
 
-    def _save(self, node: Node, holder: int) -> None:
+    def _save(self, node: Node, seq_id: int) -> None:
         """Copy a checkpoint to host memory; one that can not be copied is lost, and nothing else."""
         try:
-            saved = self._states.save(holder)
+            saved = self._states.save(seq_id)
         except Exception as error:
             self._stats.failed_copies += 1
             log.warning("a checkpoint of %d tokens could not be saved: %s", node.depth, error)
@@ -474,18 +476,18 @@ class PrefixCache:
         for lost in self._host.put(node, saved):
             self._tree.prune(lost)
 
-    def _lost_copy(self, holder: int, text: str, *about: object) -> None:
+    def _lost_copy(self, seq_id: int, text: str, *about: object) -> None:
         """A copy into a sequence id failed; the id holds nothing."""
         self._stats.failed_copies += 1
         log.warning(text, *about)
-        self._states.free(holder)
-        self._free.append(holder)
+        self._states.free(seq_id)
+        self._free.append(seq_id)
 
     def _touch(self, node: Node) -> None:
         del self._held[node]
         self._held[node] = None
 
     @staticmethod
-    def _holder(node: Node) -> int:
-        assert node.holder is not None
-        return node.holder
+    def _seq_id(node: Node) -> int:
+        assert node.seq_id is not None
+        return node.seq_id

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Node:
     """A prefix: the tokens on the way from the root to here, `depth` of them.
 
-    It is there for one of four reasons: a checkpoint is held here on the device (`holder`) or in host memory
-    (`saved`), somebody marked it, or paths part here.
+    It is there for one of four reasons: a checkpoint is held here on the device (`seq_id`) or in host memory
+    (`saved`), requests refer to it (`refcount`), or paths part here.
     """
 
-    __slots__ = ("children", "depth", "holder", "marks", "parent", "saved", "tokens")
+    __slots__ = ("children", "depth", "parent", "refcount", "saved", "seq_id", "tokens")
 
     def __init__(self, tokens: Tokens, parent: Node | None) -> None:
         self.tokens = tokens
@@ -32,10 +32,10 @@ class Node:
         self.depth: int = len(tokens) + (parent.depth if parent else 0)
         self.children: dict[int, Node] = {}
         """By the first token after this node."""
-        self.holder: int | None = None
+        self.seq_id: int | None = None
         """The sequence id that keeps the state at this depth."""
         self.saved: SavedState | None = None
-        self.marks = 0
+        self.refcount = 0
         """Requests in flight that want a checkpoint here, or have started from it."""
 
     def path(self) -> Iterator[Node]:
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def _needed(self) -> bool:
-        return self.holder is not None or self.saved is not None or self.marks > 0 or self.parent is None
+        return self.seq_id is not None or self.saved is not None or self.refcount > 0 or self.parent is None
 
 
 class Tree:
@@ -116,7 +116,7 @@ class Tree:
                 return
             del parent.children[int(node.tokens[0])]
             node = parent
-        if node in self._salts and not node.children and not node.marks:
+        if node in self._salts and not node.children and not node.refcount:
             del self._salted[self._salts.pop(node)]
 
     @staticmethod

@@ -1,12 +1,12 @@
 """From rows of logits to tokens: each request's parameters, processors, constraint and draws."""
 
 from .constraint import Constraint
-from .draw import RowNotKept, Sampler, UnusableLogits
+from .draw import Sampler
 from .grammar import LONGEST_GRAMMAR, Grammar, GrammarCompiler
 from .logprobs import Logprobs, TokenLogprobs
 from .parameters import MAX_LOGPROBS, SamplingParams
 from .thinking import ThinkingLimits
-from .verification import sample
+from .verification import SampleResult, sample
 
 __all__ = [
     "LONGEST_GRAMMAR",
@@ -15,11 +15,10 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "Logprobs",
-    "RowNotKept",
+    "SampleResult",
     "Sampler",
     "SamplingParams",
     "ThinkingLimits",
     "TokenLogprobs",
-    "UnusableLogits",
     "sample",
 ]

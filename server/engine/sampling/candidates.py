@@ -1,4 +1,4 @@
-"""Whether the best tokens of a row, which the device found, say what the whole row would."""
+"""Choices from the best tokens of a row alone, as the device tells them: what it must tell."""
 
 from __future__ import annotations
 
@@ -9,13 +9,101 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler
+
+from .processors import LogitRules
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
+    from qwen_serve.llamacpp import SamplerChain
+
+    from .constraint import Constraint
     from .parameters import SamplingParams
+    from .processors import Penalties
 
 MARGIN = 1e-4
 """What llama.cpp's sums of probabilities, in F32, may be off by."""
+
+
+def device_sampler_for(
+    params: SamplingParams, penalties: Sequence[Penalties], *, constrained: bool, ends: int, banned: int
+) -> DeviceSampler:
+    """The least that the device has to tell about a row; `banned` of the `ends` of a generation may not
+    come."""
+    if LogitRules.wanted(params) or not all(each.only_lowers for each in penalties):
+        return DeviceSampler.ROW  # any token may become the best
+    if 0 < banned < ends:
+        return DeviceSampler.ROW  # the device bans all ends or none
+    logprobs = params.logprobs is not None
+    if params.prompt_logprobs is not None or (logprobs and constrained):
+        return DeviceSampler.ROW  # a token of a prompt, or a forced one, need not be among the best
+    if penalties and (logprobs or constrained):
+        return DeviceSampler.ROW  # nor need the best that is left
+    if params.is_greedy and not logprobs and not penalties:
+        return DeviceSampler.TOP_K if constrained else DeviceSampler.BEST
+    top_k = 1 if params.is_greedy else params.top_k
+    wanted = top_k + banned + bool(penalties)  # the last is a bound
+    if not top_k or wanted > N_CANDIDATES:
+        return DeviceSampler.ROW
+    return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
+
+
+def choose_among(
+    ids: npt.NDArray[np.integer],
+    logits: npt.NDArray[np.float32],
+    lowest: float,
+    params: SamplingParams,
+    chain: SamplerChain | None,
+    constraint: Constraint | None,
+) -> int | None:
+    """The choice from the best tokens of a row [n], as it would be from the whole row; None where they do not
+    say what it would be. Every other token has a logit of at most `lowest`.
+
+    The best ones are offered to the constraint one by one, which is quicker than its mask; a draw takes that.
+    """
+    if chain is None:
+        best = logits.max()
+        token = int(ids[logits == best].min())
+        if best > lowest and (constraint is None or constraint.accept(token)):
+            return token
+        return None if constraint is None else _best_allowed(ids, logits, lowest, constraint)
+    if constraint is None and lowest == -math.inf:
+        return chain.draw(ids, logits)
+    mask = None if constraint is None else constraint.mask()
+    if mask is not None:
+        keep = mask[ids]
+        n_kept = np.count_nonzero(keep)
+        if n_kept == len(ids):
+            lowest = -math.inf  # as without a constraint: the device gave as many as top-k takes
+        else:
+            ids, logits = ids[keep], logits[keep]
+    if lowest > -math.inf:
+        known = logits > lowest
+        if is_settled(params, logits[known], lowest):
+            ids, logits = ids[known], logits[known]
+        elif mask is None or n_kept < np.count_nonzero(mask):
+            return None
+    if mask is not None and (not len(ids) or logits.max() == -np.inf):
+        return None
+    token = chain.draw(ids, logits)
+    if constraint is not None:
+        constraint.accept(token)
+    return token
+
+
+def _best_allowed(
+    ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32], lowest: float, constraint: Constraint
+) -> int | None:
+    order = np.lexsort((ids, -logits))  # of equal ones the lowest first
+    for token, logit in zip(ids[order].tolist(), logits[order].tolist(), strict=True):
+        if logit <= lowest:
+            break
+        if constraint.accept(token):
+            return int(token)
+    return None
 
 
 def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:

@@ -1,7 +1,7 @@
 """Grammars: texts in llguidance's Lark dialect, compiled once, each answer followed by a matcher of its own.
 
 llguidance (https://github.com/guidance-ai/llguidance) does the work: an Earley parser over a lexer of
-derivatives of regular expressions, which finds the tokens that may come next in 50 to 100 us.
+derivatives of regular expressions, which finds the tokens that may come next.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CACHED = 64
 """Compiled grammars that are kept for when they come again, and as many refusals."""
 
 WAITING = 32
-"""Grammars that may wait; a hostile one takes 2 s."""
+"""Grammars that may wait; a hostile one takes as long as the validator lets it."""
 
 LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 """llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .parameters import SamplingParams
+    from .thinking import ThinkingWatch
 
 NONE_LEFT = (
     "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"
@@ -22,7 +23,7 @@ NONE_LEFT = (
 
 
 class LogitRules:
-    """Changes rows of logits before a token is chosen, in vLLM's order: bias, then bans; penalties come next.
+    """What a request says about single tokens, in vLLM's order: bias, then bans; penalties come next.
 
     Follows one answer: `accept` takes its tokens in order.
     """
@@ -80,17 +81,24 @@ class LogitRules:
 
 
 class Penalties:
-    """Of one answer, over the tokens seen.
+    """Of one answer, over the tokens seen; with a `watch`, of its thoughts as long as it thinks.
 
     Repetition divides positive and multiplies negative logits (Keskar et al. 2019, section 4.1); presence
     and frequency subtract, as in OpenAI's API.
     """
 
-    def __init__(self, params: SamplingParams, n_vocab: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        n_vocab: int,
+        prompt: Sequence[int],
+        watch: ThinkingWatch | None = None,
+    ) -> None:
+        self._watch = watch
         self._repetition = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
-        self.only_lower = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
-        """No logit becomes higher."""
+        self.only_lowers = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
+        """No logit becomes higher: what is not among the best tokens of a row stays below them."""
         self._counts: Counter[int] = Counter()
         """How often each token was generated."""
         self._less = np.zeros(n_vocab, np.float32)
@@ -103,6 +111,15 @@ class Penalties:
         self._tokens = np.flatnonzero(self._repeated)
         """All that have a penalty, once each; room for more behind the first `_n`."""
         self._n = len(self._tokens)
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether a request has any."""
+        return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+    @property
+    def active(self) -> bool:
+        return self._watch is None or self._watch.open
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
         """Penalise a row in place, which takes as many operations as there are tokens to penalise."""

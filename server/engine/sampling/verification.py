@@ -2,68 +2,101 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .draw import RowNotKept, UnusableLogits
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
     from qwen_serve.llamacpp import Rows
-    from qwen_serve.server.engine.batch import Batch, Chunk, Sampled
+    from qwen_serve.server.engine.batch import Batch, Chunk, Placement
 
 
-def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sampled]:
-    """For each chunk what is accepted of its draft and the token after that; None where a prompt goes on.
+@dataclass(slots=True)
+class SampleResult:
+    """What a step gave one chunk; nothing where its prompt goes on."""
+
+    tokens: list[int] = field(default_factory=list)
+    """The draft tokens that were accepted, and one more."""
+    forced: ListLike[int] = ()
+    """Tokens that follow these whatever the model says."""
+    error: Exception | None = None
+    """What its sampler raised."""
+    recompute: bool = False
+    """The row of the next token is gone; or, with an `error`, no use, which may be others' doing. What is
+    pending then must be computed again."""
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were right, as far as that is known."""
+        return max(0, len(self.tokens) - 1)
+
+
+def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[SampleResult]:
+    """For each chunk what is accepted of its draft and the token after that.
 
     A token of the draft is accepted if the request's own sampler chooses it from the row that it stands for:
     for a proposal that is certain of its token that is speculative sampling (Leviathan et al. 2023, section
     2.3), so the distribution of the output does not change, whatever the sampler. Nothing is accepted behind
-    one of `ends`, the tokens that end a generation. What a sampler raises is given in place of its tokens.
+    one of `ends`, the tokens that end a generation.
     """
     if rows is None:
-        return [None] * len(batch.chunks)
+        return [SampleResult() for _ in batch.chunks]
     best = rows.all_best() if batch.greedy else None
-    if best is not None and ends.isdisjoint(best):  # an end may have to be ignored
-        if batch.n_tokens == batch.n_rows == len(batch.chunks):  # else the shortest come first
-            return [[token] for token in best]
+    if best is None or not ends.isdisjoint(best):  # an end may have to be ignored
         return [
-            _accepted(chunk.draft, [best[row] for row in chunk.rows]) if chunk.rows else None
-            for chunk in batch.chunks
+            _sample(chunk, placement, rows, ends)
+            for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
         ]
-    return [_sample(chunk, rows, ends) if chunk.rows or chunk.scored_rows else None for chunk in batch.chunks]
+    if batch.n_tokens == batch.n_rows == len(batch.chunks):  # else the shortest come first
+        return [
+            _result(chunk, [token]) if chunk.sequence.sampler.forces else SampleResult([token])
+            for chunk, token in zip(batch.chunks, best, strict=True)
+        ]
+    return [
+        _result(chunk, _accepted(chunk.draft, [best[row] for row in placement.rows]))
+        for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
+    ]
 
 
-def _accepted(draft: list[int], best: list[int]) -> list[int]:
+def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
     for n, (token, proposed) in enumerate(zip(best, draft, strict=False)):
         if token != proposed:
             return best[: n + 1]
     return best
 
 
-def _sample(chunk: Chunk, rows: Rows, ends: frozenset[int]) -> Sampled:
+def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:
+    if not tokens or not chunk.sequence.sampler.forces:
+        return SampleResult(tokens, recompute=recompute)
+    try:
+        return SampleResult(tokens, chunk.sequence.sampler.forced(tokens), recompute=recompute)
+    except Exception as error:  # one sequence's trouble is not its batch mates'
+        return SampleResult(error=error)
+
+
+def _sample(chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int]) -> SampleResult:
     new: list[int] = []
     sequence, draft = chunk.sequence, chunk.draft
     sampler, logprobs = sequence.sampler, sequence.logprobs
     try:
         if logprobs is not None:
-            for position, row in zip(chunk.scored, chunk.scored_rows, strict=True):
+            for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
                 logprobs.add_prompt(rows.logits(row), sequence.tokens[position + 1])
-            if not chunk.samples:
-                return None
-        for n, row in enumerate(chunk.rows):
-            if logprobs is not None and logprobs.of_answer:
-                told = logprobs.scores(rows, row)  # first: the sampler changes the row
-                token = sampler.sample(rows, row)
-                logprobs.add(told, token)
-            else:
-                token = sampler.sample(rows, row)
+        for n, row in enumerate(placement.rows):
+            # before the token: the sampler changes the row
+            scores = logprobs.scores(rows, row) if logprobs is not None and logprobs.of_answer else None
+            if (token := sampler.sample(rows, row)) is None:
+                return _result(chunk, new, recompute=True)
+            if logprobs is not None and scores is not None:
+                logprobs.add(scores, token)
             new.append(token)
             if n == len(draft) or token != draft[n] or token in ends or token in sequence.stops:
                 break
-    except RowNotKept as error:
-        error.chosen = new
-        return error
     except FloatingPointError as error:
-        return UnusableLogits(str(error), new)
-    except Exception as error:  # one sequence's trouble is not its batch mates'
-        return error
-    return new
+        result = _result(chunk, new, recompute=True)
+        result.error = result.error or error
+        return result
+    except Exception as error:
+        return SampleResult(error=error)
+    return _result(chunk, new)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context
     from qwen_serve.llamacpp.draft import DraftContext
     from qwen_serve.llamacpp.mtp import MtpContext
-    from qwen_serve.server.engine.batch import Batch, Chunk, Sampled
+    from qwen_serve.server.engine.batch import Batch, Chunk
     from qwen_serve.server.engine.planning.spec import DraftSpec
+    from qwen_serve.server.engine.sampling import SampleResult
     from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.settings import EngineSettings
     from qwen_serve.server.engine.states import StateStore
@@ -120,12 +121,12 @@ class Speculator:
     def catches_up(self, batch: Batch) -> bool:
         """Whether `propose` will have drafters read what was put off: a batch that only decodes may be
         drafted for, and others may write over it."""
-        backlog = self._states.backlog
-        return bool(backlog) and (not batch.prompt_tokens or backlog.spoiled_by(batch))
+        deferred = self._states.deferred
+        return bool(deferred) and (not batch.prompt_tokens or deferred.spoiled_by(batch))
 
     def catch_up(self) -> None:
         """Have drafters read what was put off: nothing else is to be done."""
-        self._states.backlog.clear_up()
+        self._states.deferred.clear_up()
 
     def propose(self, batch: Batch) -> None:
         """Add drafts to a decode batch, where they pay, and keep a way back."""
@@ -319,7 +320,7 @@ class Speculator:
 
     # --- after a step --------------------------------------------------------------------------------------
 
-    def verify(self, batch: Batch, sampled: ListLike[Sampled], seconds: float) -> list[int]:
+    def verify(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float) -> list[int]:
         """Take wrong drafts back, and learn: the tokens that each chunk's slot holds now.
 
         `seconds` is the time from the launch to the last token.
@@ -350,9 +351,9 @@ class Speculator:
         """The batch could not be computed."""
         self._timer.forget_graph()
 
-    def _settle(self, proposal: Proposal, chunk: Chunk, new: Sampled) -> int:
+    def _settle(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
         """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
-        right, drafted = _accepted(new), len(chunk.draft)
+        right, drafted = new.accepted, len(chunk.draft)
         if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
         slot, started = chunk.slot, self._clock()
@@ -365,11 +366,11 @@ class Speculator:
         proposal.way_back += self._clock() - started
         if held < chunk.start + chunk.count + right:
             for health, reader in self._readers:
-                self._states.backlog.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
+                self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
         return held
 
     def _collect(
-        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[Sampled]
+        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
     ) -> None:
         """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
         rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
@@ -379,28 +380,28 @@ class Speculator:
         on_host: list[int] = []
         try:
             reach = self._reach(reader, len(batch.chunks))
-            for chunk, new in zip(batch.chunks, sampled, strict=True):
-                slot, right = chunk.sequence.slot, chunk.count + _accepted(new)
+            for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
+                slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
                     continue
                 left = len(chunk.sequence.tokens) - chunk.start - right
                 if left >= reach:
                     continue
                 skipped = max(0, right + left - reach)
-                places = chunk.places[skipped:right]
-                rows = self._rows(reader, batch.n_tokens, places)
+                batch_indices = placement.batch_indices[skipped:right]
+                rows = self._rows(reader, batch.n_tokens, batch_indices)
                 wanted.append((slot, chunk.start + skipped, rows))
                 if callable(rows):
-                    on_host += places[:1]
+                    on_host += batch_indices[:1]
         except Exception as error:
             health.begin_anew(error)
             return
         if wanted:
             read = partial(_read, health, reader, wanted)
             if batch.prompt_tokens:
-                self._states.backlog.put_off(read, min(on_host, default=None))
+                self._states.deferred.put_off(read, min(on_host, default=None))
             else:
-                self._states.backlog.in_turn(read)
+                self._states.deferred.in_turn(read)
 
     def _reach(self, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
@@ -409,17 +410,21 @@ class Speculator:
         """
         return min(COLLECT, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
 
-    def _rows(self, reader: HiddenDrafter, n_tokens: int, places: list[int]) -> Rows | Callable[[], Rows]:
-        """What a reader wants of the rows at `places` of the last batch, which has so many tokens: where they
-        stay, or what gets them when they are computed."""
+    def _rows(
+        self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
+    ) -> Rows | Callable[[], Rows]:
+        """What a reader wants of the rows at `batch_indices` of the last batch, which has so many tokens:
+        where they stay, or what gets them when they are computed."""
         context = self._context
         if not reader.layers:
-            return lambda: context.hidden(n_tokens)[places]  # a copy: these rows are llama.cpp's
+            return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: these rows are llama.cpp's
         if context.ring is None:
-            return partial(context.layer_inputs, reader.layers, places)
-        return context.layer_inputs(reader.layers, places)  # the next batch has others
+            return partial(context.layer_inputs, reader.layers, batch_indices)
+        return context.layer_inputs(reader.layers, batch_indices)  # the next batch has others
 
-    def _learn(self, batch: Batch, sampled: ListLike[Sampled], seconds: float | None, started: float) -> None:
+    def _learn(
+        self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None, started: float
+    ) -> None:
         """`seconds` is None where they are those of the batch before, too."""
         chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
         plain = proposal is None and batch.is_decode
@@ -445,16 +450,16 @@ class Speculator:
         elif plain:
             self._drafting = ""
         if self._drafting:
-            tokens = sum(len(new) for new in sampled if isinstance(new, list))
+            tokens = sum(len(new.tokens) for new in sampled)
             controller.add(self._drafting, n, tokens, spent)
         elif plain and not (built or captured):
             controller.add_plain(n, spent)
 
-    def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[Sampled]) -> None:
+    def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[SampleResult]) -> None:
         health = proposal.health
         for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
             if kind:
-                drafted, right = len(chunk.draft), _accepted(new)
+                drafted, right = len(chunk.draft), new.accepted
                 health.stats.add(drafted, right)
                 chunk.sequence.drafts.add(drafted, right)
                 self._controller.rates(health.drafter, kind).add(drafted, right)
@@ -538,11 +543,6 @@ def _read(
             reader.collect(slot, start, rows() if callable(rows) else rows)
     except Exception as error:
         health.begin_anew(error)
-
-
-def _accepted(new: Sampled) -> int:
-    """Tokens of a draft that were right: all that were sampled but the last."""
-    return len(new) - 1 if isinstance(new, list) else 0
 
 
 def build_speculator(

@@ -1,7 +1,7 @@
 """Sequence ids, KV cells, recurrent states: who has them, who shares them, and the way back from a draft."""
 
-from .backlog import Backlog
 from .cells import CellAllocator, StreamCells
+from .deferred_reads import DeferredReads
 from .store import SavedState, StateStore
 
-__all__ = ["Backlog", "CellAllocator", "SavedState", "StateStore", "StreamCells"]
+__all__ = ["CellAllocator", "DeferredReads", "SavedState", "StateStore", "StreamCells"]

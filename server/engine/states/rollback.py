@@ -7,8 +7,8 @@ what the slot has gained since the copy was last brought up to date is touched. 
 another cell for its state, for which llama.cpp builds its graph anew, unless the draft was wrong.
 
 A sequence that decodes alone on a GPU has its state copied instead, on the device, and copied back after a
-rejection: it keeps its cell and, where all steps have as many rows, its graph. On an H200 the copy takes
-0.65 ms, the graph 2.8.
+rejection: it keeps its cell and, where all steps have as many rows, its graph, which would take longer to
+build than the copy.
 
 If its draft is so short that one of the context's snapshots (llama.cpp's `n_rs_seq`) is what it must go back
 to, nothing is copied, and what was right need not be decoded twice.

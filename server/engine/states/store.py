@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .backlog import Backlog
 from .cells import CellAllocator, StreamCells
+from .deferred_reads import DeferredReads
 from .rollback import Rollback
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class StateStore:
         self.hidden_drafters: list[HiddenDrafter] = []
         """Each has a state for each sequence id, which goes where the trunk's goes; what it loses costs only
         time."""
-        self.backlog = Backlog(context)
+        self.deferred = DeferredReads(context)
         """What they have yet to read, and to do after that."""
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)
@@ -66,35 +66,35 @@ class StateStore:
         """`target`, which is empty, becomes what `source` is: cells and state are shared."""
         self._context.copy(source, target)
         self.cells.share(source, target)
-        self.backlog.copied(source, self.length(source))
+        self.deferred.copied(source, self.length(source))
         for drafter in self.hidden_drafters:
-            self.backlog.in_turn(partial(self._copy_reading, drafter, source, target))
+            self.deferred.in_turn(partial(self._copy_reading, drafter, source, target))
 
     def free(self, sequence: int) -> None:
         """Empty an id: its cells, its state, its rollback copy, what drafters have of it. Idempotent."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
-        self.backlog.freed(sequence)
+        self.deferred.freed(sequence)
         for drafter in self.hidden_drafters:
-            self.backlog.in_turn(partial(self._free_reading, drafter, sequence))
+            self.deferred.in_turn(partial(self._free_reading, drafter, sequence))
 
     def clear(self) -> None:
         """All ids are empty: nothing is left in their cells, either."""
-        self.backlog.clear_up()
+        self.deferred.clear_up()
         self._context.clear(data=True)
         for drafter in self.hidden_drafters:
             drafter.clear()
 
     def save(self, sequence: int) -> SavedState:
         """Copy a sequence to host memory. Waits for the device. Raises LlamaError."""
-        self.backlog.clear_up()
+        self.deferred.clear_up()
         saved = tuple(self._save_reading(drafter, sequence) for drafter in self.hidden_drafters)
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
         """Put a saved sequence into an empty id. Raises LlamaError, the id empty, without room."""
-        self.backlog.clear_up()
+        self.deferred.clear_up()
         try:
             self._context.restore(sequence, saved.trunk)
         except Exception:

@@ -116,7 +116,7 @@ async def idle(engine: Engine) -> None:
             await asyncio.sleep(0.005)
         through = threading.Event()
         engine._inbox.put(through.set)
-        while not through.is_set() or engine._parts.states.backlog:
+        while not through.is_set() or engine.components.states.deferred:
             assert engine.ready, "the engine has failed"
             await asyncio.sleep(0.005)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.prefix_cache import PrefixCache
-from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.sampling import Sampler, SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.states import StateStore
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class NoSampler:
-    """Nobody draws, and nothing is forced or refused."""
+    """Nobody draws, and nothing is refused."""
 
     horizon = None
-
-    def forced(self, new: list[int]) -> list[int]:
-        return []
 
     def validate(self, draft: list[int]) -> list[int]:
         return draft
@@ -78,7 +75,7 @@ def commit(s: Scheduler, batch: Batch) -> None:
     s.reserve(batch)
     s.commit(
         batch,
-        [[*chunk.draft, 7] if chunk.samples else None for chunk in batch.chunks],
+        [SampleResult([*chunk.draft, 7] if chunk.samples else []) for chunk in batch.chunks],
         [chunk.start + chunk.n_tokens for chunk in batch.chunks],
     )
 

@@ -177,14 +177,14 @@ async def test_answers_stay_and_nothing_is_left(
 
 def nothing_is_left(engine: Engine) -> None:
     """llama.cpp holds what the prefix cache knows of, in both contexts, and nobody remembers a request."""
-    speculator, parts = engine._speculator, engine._parts
+    speculator, parts = engine._speculator, engine.components
     assert not engine._open
     assert not engine._sequences
     assert not engine._listeners
     assert not parts.cache._paths
     assert not parts.states._rollback._held
     assert not speculator._alive
-    held = {node.holder: node.depth for node in parts.cache._held}
+    held = {node.seq_id: node.depth for node in parts.cache._held}
     head = None
     for watched in speculator._drafters:
         if isinstance(watched.drafter, NgramDrafter):

@@ -154,7 +154,7 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
     drafts = {"speculation": "ngram", "draft_always": True}
     for mix in ({"speculation": "off", "sampling": "device"}, drafts):
         with running(nano_f32, **EXACT, **mix) as engine:
-            engine._parts.device_runs_alone = True
+            engine.components.device_runs_alone = True
             assert await ask_all(engine, requests) == expected
             await idle(engine)
             for watched in engine._speculator._drafters:
@@ -167,7 +167,7 @@ async def test_a_slot_forgets_what_only_one_request_needed(
 ) -> None:
     monkeypatch.setattr("qwen_serve.server.engine.runner.PATIENCE", 30)
     with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
-        kinds = engine._parts.context.samplers.kinds
+        kinds = engine.components.context.samplers.kinds
         expected = await ask(engine, Request(PROMPT, 50))
         whole = SamplingParams(presence_penalty=-1.0, ignore_eos=True)
         await ask_at_once(engine, [Request(PROMPT, 5, params=whole)] * 2)
@@ -232,7 +232,7 @@ async def test_what_is_not_streamed_arrives_though_it_is_cancelled_or_fails(
     def fail(_n: int, **_: object) -> None:
         raise LlamaError("llama_decode returned -3")
 
-    monkeypatch.setattr(engine._parts.context, "decode", fail)
+    monkeypatch.setattr(engine.components.context, "decode", fail)
     with pytest.raises(GenerationError, match="returned -3"):
         await rest(waiting)
 
@@ -381,7 +381,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
     expected = await ask(engine, Request(PROMPT, 40))
     sample, calls = Sampler.sample, 0
 
-    def sabotaged(self: Sampler, *arguments: Any) -> int:
+    def sabotaged(self: Sampler, *arguments: Any) -> int | None:
         nonlocal calls
         if self._chain is not None:  # the one that draws
             calls += 1
@@ -452,7 +452,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     """Wherever that goes wrong: the others get their answers, and its place is free."""
     expected = await ask(engine, Request(PROMPT, 200))
     before = engine.stats()
-    parts = engine._parts
+    parts = engine.components
     owner, name = {
         "at once": (engine._scheduler, "remove"),
         "as its state is kept": (parts.cache, "cache_finished"),
@@ -496,7 +496,7 @@ async def test_when_the_engine_fails_everybody_is_told(
         raise LlamaError("llama_decode returned -3")
 
     two = ask_for(engine, 1000)
-    monkeypatch.setattr(engine._parts.context, "decode", fail)
+    monkeypatch.setattr(engine.components.context, "decode", fail)
     for generation in (one, two):
         with pytest.raises(GenerationError, match="returned -3"):
             await rest(generation)
@@ -526,7 +526,7 @@ def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPat
     def fail(_n: int, **_: object) -> None:
         raise LlamaError("out of memory")
 
-    monkeypatch.setattr(engine._parts.context, "decode", fail)
+    monkeypatch.setattr(engine.components.context, "decode", fail)
     engine.start()
     with pytest.raises(EngineDead, match="out of memory"):
         engine.wait_ready(30)
@@ -539,7 +539,7 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
     requests = [Request(random_prompt(rng, 30), 60) for _ in range(4)]
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
-        decode, calls = engine._parts.context.decode, 0
+        decode, calls = engine.components.context.decode, 0
 
         def sometimes_full(n: int, **how: Any) -> None:
             nonlocal calls
@@ -548,7 +548,7 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
                 raise NoMemorySlot("no room")
             decode(n, **how)
 
-        engine._parts.context.decode = sometimes_full  # type: ignore[method-assign,assignment]
+        engine.components.context.decode = sometimes_full  # type: ignore[method-assign,assignment]
         assert await ask_at_once(engine, requests) == expected
         assert engine.stats().preemptions > 0
 

@@ -81,7 +81,7 @@ async def test_copies_of_checkpoints_to_the_host_and_back(
     monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": "both", "draft_always": True}
     with running(nano_f32, **EXACT, **host) as engine:
-        context = engine._parts.context
+        context = engine.components.context
         monkeypatch.setattr(context, broken, sometimes(getattr(context, broken), random.Random(broken)))
         await check(engine, prompts, alone)
         stats = engine.stats().prefix
@@ -103,7 +103,7 @@ async def test_copies_of_what_a_drafter_has(
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:
-        [head] = engine._parts.states.hidden_drafters
+        [head] = engine.components.states.hidden_drafters
         for name in ("copy", "save", "restore"):
             monkeypatch.setattr(head, name, sometimes(getattr(head, name), random.Random(name)))
         await check(engine, prompts, alone)
@@ -127,7 +127,7 @@ async def test_drafts(
     """That are not made, have no way back, or can not be taken back, and hidden rows that are not there."""
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, speculation=speculation, draft_always=True, **beside) as engine:
-        parts = engine._parts
+        parts = engine.components
         if speculation == "ngram":  # one that is often wrong
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(engine._speculator, Scripted(texts, broken))
@@ -137,7 +137,7 @@ async def test_drafts(
             "rollback": parts.states,
             "hidden": parts.context,
             "layer_inputs": parts.context,
-            "inject": parts._draft and parts._draft[1],
+            "inject": parts.draft and parts.draft[1],
         }[broken]
         monkeypatch.setattr(owner, broken, sometimes(getattr(owner, broken), random.Random(broken)))
         await check(engine, prompts, alone)
@@ -183,7 +183,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:
-        speculator, states = engine._speculator, engine._parts.states
+        speculator, states = engine._speculator, engine.components.states
         if speculation == "ngram":
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, calls))

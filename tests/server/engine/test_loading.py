@@ -14,7 +14,7 @@ from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit
-from qwen_serve.server.engine.loading import PREFILL_CPU, Parts, resolve_settings
+from qwen_serve.server.engine.loading import PREFILL_CPU, build_engine, resolve_settings
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
@@ -45,7 +45,7 @@ def test_a_head_that_does_not_fit_leaves_nothing_behind(
         monkeypatch.setattr(kind, "close", close)
     monkeypatch.setattr("qwen_serve.server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
-        Parts(plan, StepProfile(), StartProfile())
+        build_engine(plan, StepProfile(), StartProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
 
 
@@ -65,11 +65,11 @@ def test_the_warm_up_measures_the_budget_that_is_left_open(
         settings(nano_q4_k_m, speculation="off", ubatch_size=64, prefill_seconds=10.0, remember=False)
     )
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
-    parts = Parts(plan, StepProfile(), StartProfile())
+    parts = build_engine(plan, StepProfile(), StartProfile())
     parts.warm_up()
     assert parts.scheduler.prefill_budget.tokens == PREFILL_CPU, "without a GPU no more than that"
     parts.close()
-    parts = Parts(replace(plan, usages=plan.usages * 2), StepProfile(), StartProfile())  # as on a GPU
+    parts = build_engine(replace(plan, usages=plan.usages * 2), StepProfile(), StartProfile())  # as on a GPU
     with caplog.at_level(logging.DEBUG):
         parts.warm_up()
     tokens = parts.scheduler.prefill_budget.tokens
@@ -86,7 +86,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
 ) -> None:
     """What else holds them up, such as another program on the same cores, says nothing of rows."""
     wanted = resolve_settings(settings(nano_q4_k_m, speculation="ngram", prefill_budget=64, remember=False))
-    parts = Parts(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
+    parts = build_engine(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 
     def held_up(batch: Batch) -> None:

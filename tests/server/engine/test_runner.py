@@ -8,7 +8,7 @@ from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.runner import PATIENCE, Runner
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Device:
         for one in self.sequences:
             one.computed = len(one.tokens)
             one.tokens.append(7)
-            one.decoding = True
+            one.status = SequenceStatus.DECODE
 
 
 def test_a_slot_is_read_out_as_its_request_needs() -> None:

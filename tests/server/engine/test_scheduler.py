@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
+from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.scheduler import Reproducible
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
@@ -30,8 +31,11 @@ def test_decodes_and_prompts_take_turns_and_prompts_get_the_budget() -> None:
     s.add(first := sequence(5))
     advance(s)
     s.add(second := sequence(40))
-    steps = [advance(s) for _ in range(4)]
-    found = [[(c.sequence, c.start, c.count, c.samples) for c in step.chunks] for step in steps]
+    found = []
+    for _ in range(4):
+        batch = s.schedule()
+        found.append([(c.sequence, c.start, c.count, c.samples) for c in batch.chunks])
+        commit(s, batch)
     assert found == [
         [(second, 0, 16, False)],
         [(first, 5, 1, True)],
@@ -160,7 +164,7 @@ def test_a_sampler_that_failed_ends_its_sequence_alone() -> None:
     batch = s.schedule()
     s.reserve(batch)
     error = FloatingPointError("not a number")
-    outputs = s.commit(batch, [error, [7]], [4, 4])
+    outputs = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
     assert {output.sequence: (output.tokens, output.done) for output in outputs} == {
         one: ([], error),
         two: ([7], None),
@@ -202,7 +206,7 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     s.reserve(batch)
     assert used(s) == 7
     held = 7 if accepted == 2 else states.rollback(chunk, accepted)
-    [output] = s.commit(batch, [[8, 9, 10][: accepted + 1]], [held])
+    [output] = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])
     assert output.tokens == [8, 9, 10][: accepted + 1]
     if accepted == 2:
         assert (stream.computed, stream.pending, used(s)) == (7, 1, 7)

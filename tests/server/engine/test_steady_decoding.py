@@ -77,7 +77,7 @@ def test_a_draft_makes_another_batch_of_it() -> None:
     commit(s, batch)
     following = s.schedule()
     assert following is not batch
-    assert [chunk.draft for chunk in following.chunks] == [[]]
+    assert [chunk.draft for chunk in following.chunks] == [()]
     assert following.is_decode
 
 
@@ -148,7 +148,7 @@ def _compare(context: Context, batch: Batch) -> None:
     assert context.positions[:n].tolist() == [one.computed for one in sequences]
     assert context.sequences[:n].tolist() == [one.slot for one in sequences]
     assert np.all(context.outputs[:n] == 1)
-    assert [chunk.rows for chunk in batch.chunks] == [[row] for row in range(n)]
+    assert [placement.rows for placement in batch.placements] == [[row] for row in range(n)]
 
 
 async def test_a_greedy_row_that_is_no_number_fails_its_sequence_alone(

@@ -79,7 +79,7 @@ def test_every_way_to_choose_a_token_says_so(broken: Path, sampling: str) -> Non
             # not by its own comparison at the start, which finds the device's rows unusable, too
             from qwen_serve.llamacpp import DeviceSampler
 
-            engine._parts.context.set_samplers(DeviceSampler.BEST)
+            engine.components.context.set_samplers(DeviceSampler.BEST)
         for name, params in PARAMS.items():
             with pytest.raises(GenerationError, match=r"no usable logits .* weights are damaged"):
                 asyncio.run(ask(engine, params))
@@ -108,7 +108,7 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
     """The others of its batch get the answers that they get alone."""
     with running(nano_f32, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
-        context, scheduler = engine._parts.context, engine._scheduler
+        context, scheduler = engine.components.context, engine._scheduler
         compute = context.rows
 
         def spoil(slots: Any, indices: Any) -> Any:

@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from qwen_serve.llamacpp import HAS_F16_COPIES, Model
 from qwen_serve.llamacpp.gguf import Header, TensorInfo, read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.loading import Parts, resolve_settings
+from qwen_serve.server.engine.loading import build_engine, resolve_settings
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.spec import ModelSpec, Part
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
@@ -176,7 +176,7 @@ def test_a_server_without_memory_for_them_starts_and_says_so(
     plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="off")), read_header(nano_q4_k_m))
     short = replace(plan, usages=tuple(replace(usage, copies=3 * GIB) for usage in plan.usages))
     with caplog.at_level(logging.WARNING):
-        Parts(plan, StepProfile(), StartProfile()).close()
+        build_engine(plan, StepProfile(), StartProfile()).close()
         assert "copies" not in caplog.text
-        Parts(short, StepProfile(), StartProfile()).close()
+        build_engine(short, StepProfile(), StartProfile()).close()
     assert "FP16 copies of weights got 0 bytes of the 3.0 GiB" in caplog.text

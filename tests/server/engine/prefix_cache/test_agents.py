@@ -12,6 +12,7 @@ import pytest
 
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
+from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import Sequence
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World
@@ -67,11 +68,11 @@ class ScriptedWorld(World):
             end = chunk.start + chunk.count
             self.context.held[chunk.slot] = (*held, *chunk.sequence.tokens[len(held) : end])
         self.scheduler.reserve(batch)
-        sampled: list[Any] = [
-            [self.script[chunk.sequence][chunk.sequence.generated]] if chunk.samples else None
+        results = [
+            SampleResult([self.script[chunk.sequence][chunk.sequence.generated]] if chunk.samples else [])
             for chunk in batch.chunks
         ]
-        self.scheduler.commit(batch, sampled, [chunk.start + chunk.count for chunk in batch.chunks])
+        self.scheduler.commit(batch, results, [chunk.start + chunk.count for chunk in batch.chunks])
         self.check()
         return batch
 

@@ -475,7 +475,7 @@ def test_every_request_computes_on_from_what_it_really_holds(
     assert world.cells.used == world.cells.idle <= max_cells
     kept = world.cache.stats()
     nodes = nodes_of(world.cache._tree)
-    assert kept.resident == sum(node.holder is not None for node in nodes)
+    assert kept.resident == sum(node.seq_id is not None for node in nodes)
     assert kept.host_checkpoints == sum(node.saved is not None for node in nodes)
     assert all(node._needed or len(node.children) > 1 for node in nodes), "something was left behind"
 

@@ -50,12 +50,12 @@ def test_the_root_is_the_node_of_nothing() -> None:
 def test_what_nobody_needs_goes_and_edges_grow_together() -> None:
     tree = Tree()
     a, b = tree.insert(tokens(1, 2, 3)), tree.insert(tokens(1, 2, 4, 5))
-    a.marks = b.marks = 1
-    a.marks = 0
+    a.refcount = b.refcount = 1
+    a.refcount = 0
     tree.prune(a)
     assert nodes_of(tree) == [b]
     assert prefix(b) == (1, 2, 4, 5)
-    b.marks = 0
+    b.refcount = 0
     tree.prune(b)
     assert nodes_of(tree) == []
 
@@ -71,11 +71,11 @@ def test_the_tree_holds_what_is_needed_and_where_paths_part(operations: list[tup
     for path, keep in operations:
         if keep:
             node = tree.insert(tokens(*path))
-            node.marks = 1
+            node.refcount = 1
             assert wanted.setdefault(path, node) is node
         elif path in wanted:
             node = wanted.pop(path)
-            node.marks = 0
+            node.refcount = 0
             tree.prune(node)
         nodes = {prefix(node): node for node in nodes_of(tree)}
         assert len(nodes) == sum(1 for _ in nodes_of(tree))

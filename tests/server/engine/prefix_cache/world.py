@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine.prefix_cache import Node, PrefixCache, Tree
+from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext
@@ -76,7 +77,10 @@ class World:
         self.scheduler.reserve(batch)
         self.scheduler.commit(
             batch,
-            [[ANSWER + chunk.sequence.generated] if chunk.samples else None for chunk in batch.chunks],
+            [
+                SampleResult([ANSWER + chunk.sequence.generated] if chunk.samples else [])
+                for chunk in batch.chunks
+            ],
             [chunk.start + chunk.count for chunk in batch.chunks],
         )
         self.check()

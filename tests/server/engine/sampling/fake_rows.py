@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from qwen_serve.llamacpp import DeviceSampler
+
+if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Rows
+    from qwen_serve.server.engine.sampling import Sampler
 
 
 class SmallVocab:
@@ -36,3 +40,10 @@ class HostRows(DeviceRows):
 
     def logits(self, row: int) -> Any:
         return self.row.copy()
+
+
+def choose(sampler: Sampler, logits: np.ndarray[Any, Any]) -> int:
+    """What the sampler takes from a whole row."""
+    token = sampler.sample(cast("Rows", HostRows(logits)), 0)
+    assert token is not None
+    return token

@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import Context, ContextOptions, DeviceSampler, Model, SamplerChain
+from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
-from qwen_serve.server.engine.sampling import RowNotKept, Sampler, SamplingParams
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams, sample
 from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
+from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.vocab import Vocab
-from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows
+from tests.server.engine.fake_context import FakeRows
+from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, choose
 from tests.server.engine.sampling.fake_rows import SmallVocab as RowVocab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+    from collections.abc import Sequence as ListLike
     from pathlib import Path
 
     import numpy.typing as npt
@@ -36,7 +40,7 @@ class SmallVocab:
     eog_ids = frozenset({3})
 
 
-def sampler(params: SamplingParams, prompt: Sequence[int] = ()) -> Sampler:
+def sampler(params: SamplingParams, prompt: ListLike[int] = ()) -> Sampler:
     return Sampler(params, cast("Vocab", SmallVocab()), prompt)
 
 
@@ -70,40 +74,40 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_greedy_takes_the_best() -> None:
-    assert sampler(SamplingParams()).choose(row(t5=2.0, t6=1.0)) == 5
+    assert choose(sampler(SamplingParams()), row(t5=2.0, t6=1.0)) == 5
 
 
 def test_a_temperature_next_to_nothing_is_greedy() -> None:
     one = sampler(SamplingParams(temperature=1e-40))
-    assert one.choose(row(t5=2.0, t6=1.0)) == 5
+    assert choose(one, row(t5=2.0, t6=1.0)) == 5
     one.close()
 
 
 def test_padding_is_never_chosen() -> None:
-    assert sampler(SamplingParams()).choose(row(t9=9.0, t8=8.0, t2=1.0)) == 2
+    assert choose(sampler(SamplingParams()), row(t9=9.0, t8=8.0, t2=1.0)) == 2
 
 
 def test_the_end_is_chosen_unless_it_is_to_be_ignored() -> None:
-    assert sampler(SamplingParams()).choose(row(t3=5.0, t4=1.0)) == 3
-    assert sampler(SamplingParams(ignore_eos=True)).choose(row(t3=5.0, t4=1.0)) == 4
+    assert choose(sampler(SamplingParams()), row(t3=5.0, t4=1.0)) == 3
+    assert choose(sampler(SamplingParams(ignore_eos=True)), row(t3=5.0, t4=1.0)) == 4
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_unusable_logits_are_an_error_not_a_token(broken: float) -> None:
     with pytest.raises(FloatingPointError):
-        sampler(SamplingParams()).choose(row(t5=broken))
+        choose(sampler(SamplingParams()), row(t5=broken))
 
 
 def test_repetition_penalty_sees_the_prompt_and_the_output() -> None:
     one = sampler(SamplingParams(repetition_penalty=2.0), prompt=[5])
-    assert one.choose(row(t5=3.0, t6=2.0)) == 6
-    assert one.choose(row(t5=3.0, t6=2.0)) == 5  # 1.5 against 1.0: both have been seen
+    assert choose(one, row(t5=3.0, t6=2.0)) == 6
+    assert choose(one, row(t5=3.0, t6=2.0)) == 5  # 1.5 against 1.0: both have been seen
 
 
 def test_presence_and_frequency_see_the_output_only() -> None:
     one = sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.4), prompt=[5, 5, 5])
     logits = {"t5": 3.0, "t6": 2.0}
-    chosen = [one.choose(row(**logits)) for _ in range(4)]
+    chosen = [choose(one, row(**logits)) for _ in range(4)]
     # 5 stands at 3.0, then 2.1 (seen once), then 1.7 (twice), where 6 is ahead; then 6 is at 1.1
     assert chosen == [5, 5, 6, 5]
 
@@ -130,7 +134,7 @@ def test_penalties_equal_their_definition() -> None:
 # --- penalties on the best tokens of a row, as the device tells them ----------------------------------------
 
 
-def fed(params: SamplingParams, steps: Sequence[DeviceRows]) -> list[int]:
+def fed(params: SamplingParams, steps: ListLike[DeviceRows]) -> list[int | None]:
     """An answer with these rows, in thoughts that have a penalty of their own for its first half."""
     watch = Watch()
     watch.limits = ThinkingLimits(bridge=(1,), repetition_penalty=1.2)
@@ -185,8 +189,7 @@ def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
     logits[:64] = 1.0  # which all are the bound of what is known
     params = SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5, seed=1)
     one = Sampler(params, cast("Vocab", RowVocab()), [1])
-    with pytest.raises(RowNotKept):
-        one.sample(cast("Rows", DeviceRows(logits, kept=False)), 0)
+    assert one.sample(cast("Rows", DeviceRows(logits, kept=False)), 0) is None
     assert one.need is DeviceSampler.ROW
     other = Sampler(params, cast("Vocab", RowVocab()), [1])
     assert one.sample(cast("Rows", HostRows(logits)), 0) == other.sample(cast("Rows", HostRows(logits)), 0)
@@ -228,7 +231,7 @@ def context(model: Model) -> Iterator[Context]:
 
 
 def draw(
-    context: Context, model: Model, params: SamplingParams, logits: Sequence[float], n: int
+    context: Context, model: Model, params: SamplingParams, logits: ListLike[float], n: int
 ) -> list[int]:
     """`n` tokens drawn from a distribution whose first logits are given and the others impossible."""
     one = Sampler(params, Vocab(model), [1])
@@ -237,7 +240,7 @@ def draw(
         line = context.logits(1)[0]
         line[:] = -50.0
         line[: len(logits)] = logits
-        chosen.append(one.choose(line))
+        chosen.append(choose(one, line))
     one.close()
     return chosen
 
@@ -311,7 +314,7 @@ def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Mo
     for _ in range(300):
         line = context.logits(1)[0]
         line[:] = 0.0
-        token = one.choose(line)
+        token = choose(one, line)
         assert token < vocab.n_real
         assert token not in vocab.eog_ids
     one.close()
@@ -323,7 +326,7 @@ class Lost:
     def forced(self) -> list[int]:
         return []
 
-    def validate(self, tokens: Sequence[int]) -> int:
+    def validate(self, tokens: ListLike[int]) -> int:
         raise FormatTooComplex("grammar", "it is too complex")
 
 
@@ -333,14 +336,21 @@ class Watch:
     limits = ThinkingLimits(bridge=(1,))
     open = True
 
-    def follow(self, tokens: Sequence[int]) -> bool:
+    def follow(self, tokens: ListLike[int]) -> bool:
         return True
 
 
 def test_a_constraint_that_fails_where_thoughts_end_fails_its_own_request() -> None:
-    """`forced` is asked while all sequences are committed: only `sample` may raise."""
+    """Where all rows are looked at together, too."""
     constraint, watch = cast("Constraint", Lost()), cast("ThinkingWatch", Watch())
-    one = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint, watch)
-    assert one.forced([5]) == []
-    with pytest.raises(FormatTooComplex, match="grammar: it is too complex"):
-        one.sample(cast("Rows", None), 0)
+    lost = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint, watch)
+    batch = Batch(greedy=True)
+    for slot, one in enumerate((lost, sampler(SamplingParams()))):
+        sequence = Sequence([1], 9, one)
+        sequence.slot = slot
+        batch.add(sequence, 1)
+        batch.placements.append(Placement([slot], [slot]))
+    rows = cast("Rows", FakeRows([5, 6], [DeviceSampler.BEST] * 2))
+    failed, good = sample(batch, rows, frozenset())
+    assert isinstance(failed.error, FormatTooComplex)
+    assert (failed.tokens, good.tokens) == ([], [6])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from qwen_serve.server.engine.sampling.candidates import best_of
 from qwen_serve.server.engine.vocab import Vocab
 
 if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Rows
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -59,8 +61,11 @@ def test_what_a_request_needs(model: Model, params: SamplingParams, need: Device
 def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:
     """In whatever order the device gives them, as from a whole row."""
     sampler = Sampler(SamplingParams(), Vocab(model), [1])
-    ids, logits = np.array([900, 300, 500, 400], np.int32), np.array([2, 2, 1, 2], np.float32)
-    assert sampler.choose_among(ids, logits) == 300
+    rows = SimpleNamespace(
+        kinds=(DeviceSampler.TOP_K,),
+        candidates=lambda _: (np.array([900, 300, 500, 400], np.int32), np.array([2, 2, 1, 2], np.float32)),
+    )
+    assert sampler.sample(cast("Rows", rows), 0) == 300
     sampler.close()
 
 

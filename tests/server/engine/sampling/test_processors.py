@@ -13,6 +13,7 @@ import pytest
 from qwen_serve.server.engine import NoTokenLeft, SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
+from tests.server.engine.sampling.fake_rows import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ def choices(
     params: SamplingParams, rows: Sequence[Sequence[float]], prompt: Sequence[int] = (1,)
 ) -> list[int]:
     sampler = Sampler(params, VOCAB, prompt)
-    return [sampler.choose(np.array([*row, 9.0, 9.0], np.float32)) for row in rows]  # with padding
+    return [choose(sampler, np.array([*row, 9.0, 9.0], np.float32)) for row in rows]  # with padding
 
 
 RISING = [float(token) for token in range(N)]

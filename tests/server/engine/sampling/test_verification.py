@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.runner import Runner
-from qwen_serve.server.engine.sampling.verification import sample
+from qwen_serve.server.engine.sampling import SampleResult, sample
 from qwen_serve.server.engine.sequence import Sequence
 from tests.server.engine.fake_context import FakeContext, FakeRows
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context, Rows
-    from qwen_serve.server.engine.batch import Sampled
     from qwen_serve.server.engine.sampling import Sampler
 
 END = 9_999
@@ -29,6 +28,7 @@ class FakeSampler:
     """Takes the best token, unless it fails."""
 
     need = DeviceSampler.BEST
+    forces = False
 
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
@@ -37,9 +37,6 @@ class FakeSampler:
         if self._fails:
             raise FloatingPointError("not a number")
         return cast("FakeRows", rows).best(row)
-
-    def forced(self, new: list[int]) -> list[int]:
-        return []
 
 
 def add(
@@ -62,7 +59,7 @@ def add(
         batch.add_draft(batch.chunks[-1], draft)
 
 
-def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[Sampled]:
+def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[SampleResult]:
     """Computed and sampled: after each token the model wants the next number."""
     context = FakeContext(n_ubatch=n_ubatch)
     context.rows_come_together = together
@@ -71,13 +68,17 @@ def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> l
     return sample(batch, runner.collect(batch), ENDS)
 
 
+def tokens(batch: Batch, *, together: bool) -> list[list[int]]:
+    return [result.tokens for result in carry_out(batch, together=together)]
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_prompts_that_end_in_one_batch_get_their_own_tokens(together: bool) -> None:
     """The shorter one's row comes first, wherever it is."""
     batch = Batch()
     for slot, length in enumerate((50, 13, 20)):
         add(batch, slot, length, length, [])
-    assert carry_out(batch, together=together) == [[50], [1013], [2020]]
+    assert tokens(batch, together=together) == [[50], [1013], [2020]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -85,10 +86,10 @@ def test_a_prompt_that_goes_on_gets_none(together: bool) -> None:
     batch = Batch()
     add(batch, 0, 50, 20, [])
     add(batch, 1, 13, 13, [])
-    assert carry_out(batch, together=together) == [None, [1013]]
+    assert tokens(batch, together=together) == [[], [1013]]
     unfinished = Batch()
     add(unfinished, 0, 50, 20, [])
-    assert carry_out(unfinished, together=together) == [None]
+    assert tokens(unfinished, together=together) == [[]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -98,7 +99,7 @@ def test_of_a_draft_what_is_right_is_accepted_and_one_more_comes(together: bool)
     add(batch, 1, 3, 3, [])
     add(batch, 2, 2, 2, [2002, 7, 2004])
     add(batch, 3, 1, 1, [7])
-    assert carry_out(batch, together=together) == [[1, 2, 3, 4], [1003], [2002, 2003], [3001]]
+    assert tokens(batch, together=together) == [[1, 2, 3, 4], [1003], [2002, 2003], [3001]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -106,7 +107,7 @@ def test_as_many_rows_as_chunks_are_not_one_row_each(together: bool) -> None:
     batch = Batch()
     add(batch, 0, 9, 2, [])
     add(batch, 1, 1, 1, [1001])
-    assert carry_out(batch, together=together) == [None, [1001, 1002]]
+    assert tokens(batch, together=together) == [[], [1001, 1002]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -114,7 +115,7 @@ def test_nothing_is_accepted_behind_an_end(together: bool) -> None:
     batch = Batch()
     add(batch, 0, 1, 1, [END - 1, END, END + 1, END + 2], first=END - 2)
     add(batch, 1, 1, 1, [1001])
-    assert carry_out(batch, together=together) == [[END - 1, END], [1001, 1002]]
+    assert tokens(batch, together=together) == [[END - 1, END], [1001, 1002]]
 
 
 def test_a_sampler_that_fails_fails_alone() -> None:
@@ -122,11 +123,12 @@ def test_a_sampler_that_fails_fails_alone() -> None:
     add(batch, 0, 5, 5, [])
     add(batch, 1, 3, 3, [1003], fails=True)
     add(batch, 2, 4, 4, [2004])
-    first, error, last = carry_out(batch, together=False)
-    assert (first, last) == ([5], [2004, 2005])
-    assert isinstance(error, FloatingPointError)
+    first, failed, last = carry_out(batch, together=False)
+    assert (first.tokens, last.tokens) == ([5], [2004, 2005])
+    assert isinstance(failed.error, FloatingPointError)
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from([40, 40, 40, 5]), st.sampled_from([0, 0, 0, 1, 5])),
@@ -144,17 +146,17 @@ def test_every_row_is_found(
     context = FakeContext(n_ubatch=n_ubatch)
     context.n_snapshots, context.rows_come_together = snapshots, together
     batch = Batch()
-    expected: list[Sampled] = []
+    expected: list[list[int]] = []
     for slot, (pending, most, drafted) in enumerate(parts):
         count = min(pending, most)
         start = 1000 * slot + pending
         draft = list(range(start, start + drafted)) if count == pending else []
         add(batch, slot, pending, count, draft)
-        expected.append([*draft, start + len(draft)] if count == pending else None)
+        expected.append([*draft, start + len(draft)] if count == pending else [])
     runner = Runner(cast("Context", context), StepProfile())
     runner.launch(batch)
-    assert sample(batch, runner.collect(batch), ENDS) == expected
-    for chunk in batch.chunks:
+    assert [result.tokens for result in sample(batch, runner.collect(batch), ENDS)] == expected
+    for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
         read = [*chunk.sequence.tokens[: chunk.count], *chunk.draft]
-        assert context.tokens[chunk.places].tolist() == read
+        assert context.tokens[placement.batch_indices].tolist() == read
         assert context.held[chunk.slot] == tuple(read)

@@ -13,15 +13,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from qwen_serve.server.engine.batch import Batch, Chunk
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.batch import Batch, Chunk, Placement
+from qwen_serve.server.engine.sampling import SampleResult
+from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from qwen_serve.server.engine.speculation.base import Draft, DraftRequest
 from qwen_serve.server.engine.speculation.controller import Controller
 from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from qwen_serve.server.engine.speculation.speculator import Speculator
 from qwen_serve.server.engine.speculation.times import StepTimes
-from qwen_serve.server.engine.states import Backlog
+from qwen_serve.server.engine.states import DeferredReads
 from tests.server.engine.speculation.helpers import sequence
 
 Table = Callable[[int, int], float]
@@ -126,7 +127,7 @@ class States:
 
     def __init__(self, card: Card, snapshots: int, copied: int) -> None:
         self.card, self.snapshots, self.copied = card, snapshots, copied
-        self.backlog = Backlog(cast("Any", card))
+        self.deferred = DeferredReads(cast("Any", card))
         self.held: dict[int, int] = {}
         self.copies = 0
         self.freed: list[int] = []
@@ -247,7 +248,7 @@ class World:
         one = sequence([self.rng.randrange(ANYONE) for _ in range(20)], 10**6)
         one.prompt_length -= 1
         one.slot, one.computed = slot, len(one.tokens) - 1
-        one.begun = one.decoding = True
+        one.status = SequenceStatus.DECODE
         return one
 
     def admit(self, slot: int) -> None:
@@ -257,15 +258,15 @@ class World:
         self.sequences = [other for other in self.sequences if other.slot != slot]
         one = self.newcomer(slot)
         one.prompt_length += 1
-        one.computed, one.decoding = 0, False
+        one.computed, one.status = 0, SequenceStatus.PREFILL
         batch = Batch(draft_room=2000)
         batch.add(one, one.pending)
-        batch.chunks[0].places = list(range(one.pending))
+        batch.placements = [Placement(list(range(one.pending)))]
         self.speculator.propose(batch)
         self.card.now += PREFILL
-        [one.computed] = self.speculator.verify(batch, [[1]], PREFILL)
+        [one.computed] = self.speculator.verify(batch, [SampleResult([1])], PREFILL)
         one.tokens.append(1)
-        one.decoding = self.card.moved = True  # there is no graph for one row
+        one.status, self.card.moved = SequenceStatus.DECODE, True  # there is no graph for one row
         self.sequences.append(one)
 
     def propose(self) -> Batch:
@@ -274,6 +275,7 @@ class World:
         for one in self.sequences:
             batch.add(one, one.pending)
         self.speculator.propose(batch)
+        batch.placements = [Placement([]) for _ in batch.chunks]
         return batch
 
     @property
@@ -290,7 +292,7 @@ class World:
             while right < len(chunk.draft) and self.rng.random() < self.head.right:
                 right += 1
             sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
-        held = self.speculator.verify(batch, sampled, self.card.decode(batch))
+        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], self.card.decode(batch))
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
             chunk.sequence.computed = length
@@ -330,7 +332,7 @@ class World:
         batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)
-            one.slot, one.begun, one.decoding = slot, True, True
+            one.slot, one.status = slot, SequenceStatus.DECODE
             batch.add(one, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         return self.card.decode(batch)

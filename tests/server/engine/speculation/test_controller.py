@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.batch import Batch, Placement
+from qwen_serve.server.engine.sampling import SampleResult
+from qwen_serve.server.engine.sequence import SequenceStatus
 from qwen_serve.server.engine.speculation.controller import (
     COOLDOWN_ALONE,
     COOLDOWN_FIRST,
@@ -446,7 +448,7 @@ def test_text_that_repeats_is_drafted_without_the_head() -> None:
     one.tokens[:] = [7, 8, 9, 10] * 30
     one.computed = len(one.tokens) - 1
     [chunk] = world.propose().chunks
-    assert chunk.draft == ([7, 8, 9, 10] * 30)[: len(chunk.draft)]
+    assert [*chunk.draft] == ([7, 8, 9, 10] * 30)[: len(chunk.draft)]
     assert len(chunk.draft) > 10
     assert world.head.rounds == 0
 
@@ -465,7 +467,7 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
     one.computed = len(one.tokens) - 1
     draft = max((world.propose().chunks[0].draft for _ in range(SPARSE)), key=len)
-    assert draft == ([*range(10**6 + 500, 10**6 + 500 + len(draft))])
+    assert [*draft] == ([*range(10**6 + 500, 10**6 + 500 + len(draft))])
     assert bool(draft) is drafts
 
 
@@ -699,15 +701,15 @@ def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None
     world = on_h200()
     known = world.speculator.step_times()
     one = world.newcomer(0)
-    one.prompt_length, one.computed, one.decoding = len(one.tokens), 0, False
-    for count, sampled, seconds in ((one.pending - 1, None, 0.001), (1, [1], 0.08)):
+    one.prompt_length, one.computed, one.status = len(one.tokens), 0, SequenceStatus.PREFILL
+    for count, sampled, seconds in ((one.pending - 1, [], 0.001), (1, [1], 0.08)):
         batch = Batch(draft_room=2000)
         batch.add(one, count)
-        batch.chunks[0].places = list(range(count))
+        batch.placements = [Placement(list(range(count)))]
         world.speculator.propose(batch)
-        [one.computed] = world.speculator.verify(batch, [sampled], seconds)
+        [one.computed] = world.speculator.verify(batch, [SampleResult(sampled)], seconds)
     assert world.speculator.step_times() == known
     one.tokens.append(1)
-    one.decoding, world.sequences = True, [one]
+    one.status, world.sequences = SequenceStatus.DECODE, [one]
     world.gain(20)
     assert world.speculator.step_times() != known

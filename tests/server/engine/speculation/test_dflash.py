@@ -64,7 +64,7 @@ async def test_rows_that_stay_on_the_device_give_the_same_drafts(
         for module in (layers, contexts, plan):
             monkeypatch.setattr(module, "HAS_RING", ring)
         with running(nano_f32, **ALONE, **EXACT, draft_model=nano_draft_f32, draft_window=48) as engine:
-            assert (engine._parts.context.ring is not None) == ring
+            assert (engine.components.context.ring is not None) == ring
             requests = [
                 Request(engine.vocab.tokenize(text, special=True), 64, params=SamplingParams())
                 for text in prompts("instructions", 2) + prompts("continuation", 2)
@@ -97,7 +97,7 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
         [text] = prompts("reasoning", 1)
         await ask(engine, Request(engine.vocab.tokenize(text * 8, special=True), 64))
         counts = engine.stats().drafts["dflash"]
-        [drafter] = engine._parts.states.hidden_drafters
+        [drafter] = engine.components.states.hidden_drafters
         held = [reading.end - reading.first for reading in drafter._readings.values()]
     assert counts.steps > 2
     assert not counts.failed
@@ -106,7 +106,7 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
 
 async def test_it_is_everything_that_a_drafter_can_be(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
-        [drafter] = engine._parts.states.hidden_drafters
+        [drafter] = engine.components.states.hidden_drafters
         its: Drafter = drafter  # type: ignore[assignment]
         assert (its.name, its.depth, its.most) == ("dflash", 15, 4)
         assert its.cost(1, 15) == its.cost(1, 1) > 0, "one pass, however deep"

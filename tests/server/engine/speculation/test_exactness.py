@@ -247,7 +247,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
 
 async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f32: Path) -> None:
     prompt = [300, 301, 302, 303] * 12
-    drafts: list[list[int]] = []
+    drafts: list[tuple[int, ...]] = []
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
         expected = await ask(engine, Request(prompt, 8))
         launch = engine._runner.launch

@@ -10,8 +10,8 @@ import pytest
 from qwen_serve.llamacpp import Ring, layers
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.planning import contexts, plan
-from qwen_serve.server.engine.sequence import Sequence
-from qwen_serve.server.engine.states import Backlog
+from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
+from qwen_serve.server.engine.states import DeferredReads
 from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.scheduling import NO_SAMPLER
 
@@ -50,7 +50,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, told)
 
-    context = engine._parts.context
+    context = engine.components.context
     tell(engine._runner, "launch", lambda batch: f"launch {batch.n_tokens}")
     tell(engine, "_flush", lambda: "tell" if engine._unsent else "")
     tell(context, "wait", lambda: "wait")
@@ -69,7 +69,7 @@ async def test_drafters_read_when_the_first_token_was_sent_off(
 ) -> None:
     """The checkpoint of a prompt lies before its last token, for which another batch is launched."""
     with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
-        engine._parts.device_runs_alone = True
+        engine.components.device_runs_alone = True
         events = watched(engine, monkeypatch)
         prompt = random_prompt(random.Random(1), 150)
         await ask(engine, Request(prompt, 8))
@@ -91,7 +91,7 @@ async def test_what_would_be_written_over_is_read_before(
     with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
         events = watched(engine, monkeypatch)
         await ask(engine, Request(random_prompt(random.Random(1), 30), 8))
-        late = mix == "drafter" and engine._parts.context.ring is not None
+        late = mix == "drafter" and engine.components.context.ring is not None
         assert events[:2] == ["launch 29", "launch 1" if late else "wait"]
 
 
@@ -104,7 +104,7 @@ async def test_a_head_that_drafts_for_one_is_not_waited_for_by_several(
         await ask_at_once(engine, [Request(random_prompt(rng, 30), 8) for _ in range(3)])
         second = events.index("tell", events.index("tell") + 1)
         assert not [event for event in events[:second] if event.endswith("rows")]
-        if engine._parts.context.ring is not None:
+        if engine.components.context.ring is not None:
             assert events[:3] == ["launch 87", "launch 3", "tell"]
         await idle(engine)
         events.clear()
@@ -136,7 +136,7 @@ async def test_they_read_the_same_as_at_once(
             ) as engine,
         ):
             if at_once:
-                patch.setattr(Backlog, "put_off", lambda self, read, place=None: read())
+                patch.setattr(DeferredReads, "put_off", lambda self, read, batch_index=None: read())
             for drafter in engine._speculator.hidden_drafters:
                 record(drafter, seen, patch)
             for start in range(0, len(prompts), parallel):
@@ -149,7 +149,7 @@ async def test_they_read_the_same_as_at_once(
             await idle(engine)
             stats = engine.stats()
             for drafter in engine._speculator.hidden_drafters:
-                saved = [drafter.save(node.holder or 0) for node in engine._parts.cache._held]
+                saved = [drafter.save(node.seq_id or 0) for node in engine.components.cache._held]
                 seen += [one and (one.cache is None or one.cache.tobytes()) for one in saved]
         seen.append(answers)
         assert stats.prefix.hits > 5
@@ -176,7 +176,7 @@ def record(drafter: Any, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafter, "propose", proposed)
 
 
-# --- the backlog -------------------------------------------------------------------------------------------
+# --- what is deferred --------------------------------------------------------------------------------------
 
 
 class Trunk:
@@ -194,48 +194,49 @@ class Trunk:
 
 def a_batch(start: int, count: int, slot: int = 0, *, decodes: bool = False) -> Batch:
     batch, one = Batch(), Sequence([300] * (start + count), 9, NO_SAMPLER)
-    one.slot, one.computed, one.decoding = slot, start, decodes
+    one.slot, one.computed = slot, start
+    one.status = SequenceStatus.DECODE if decodes else SequenceStatus.PREFILL
     batch.add(one, count)
     return batch
 
 
 def test_calls_keep_their_order_and_nobody_waits_for_nothing() -> None:
     trunk, done = Trunk(None), list[str]()
-    backlog = Backlog(cast("Context", trunk))
-    backlog.in_turn(lambda: done.append("now"))
-    backlog.clear_up()
-    assert (done, trunk.waits, bool(backlog)) == (["now"], 0, False)
-    backlog.put_off(lambda: done.append("read"), 20)
-    backlog.in_turn(lambda: done.append("copied"))
+    deferred = DeferredReads(cast("Context", trunk))
+    deferred.in_turn(lambda: done.append("now"))
+    deferred.clear_up()
+    assert (done, trunk.waits, bool(deferred)) == (["now"], 0, False)
+    deferred.put_off(lambda: done.append("read"), 20)
+    deferred.in_turn(lambda: done.append("copied"))
     assert done == ["now"]
-    backlog.clear_up()
-    assert (done, trunk.waits, bool(backlog)) == (["now", "read", "copied"], 1, False)
+    deferred.clear_up()
+    assert (done, trunk.waits, bool(deferred)) == (["now", "read", "copied"], 1, False)
 
 
 def test_rows_on_the_host_stay_behind_a_shorter_batch() -> None:
-    backlog = Backlog(cast("Context", Trunk(None)))
-    assert not backlog.spoiled_by(a_batch(0, 100)), "there is nothing to spoil"
-    backlog.put_off(lambda: None, 40)
-    backlog.put_off(lambda: None, 20)
-    assert not backlog.spoiled_by(a_batch(100, 20))
-    assert backlog.spoiled_by(a_batch(100, 21))
-    backlog.clear_up()
-    assert not backlog.spoiled_by(a_batch(100, 21))
+    deferred = DeferredReads(cast("Context", Trunk(None)))
+    assert not deferred.spoiled_by(a_batch(0, 100)), "there is nothing to spoil"
+    deferred.put_off(lambda: None, 40)
+    deferred.put_off(lambda: None, 20)
+    assert not deferred.spoiled_by(a_batch(100, 20))
+    assert deferred.spoiled_by(a_batch(100, 21))
+    deferred.clear_up()
+    assert not deferred.spoiled_by(a_batch(100, 21))
 
 
 def test_a_copy_wants_a_window_of_the_ring() -> None:
-    backlog = Backlog(cast("Context", Trunk(Ring(2, 64, 16))))
-    backlog.copied(0, 10)  # at once: nothing was put off
-    backlog.put_off(lambda: None)
-    assert not backlog.spoiled_by(a_batch(100, 500)), "what a slot has not read yet it may lose"
-    backlog.copied(0, 90)
-    backlog.copied(0, 100)
-    assert not backlog.spoiled_by(a_batch(100, 16, decodes=True))
-    assert not backlog.spoiled_by(a_batch(115, 1, decodes=True))
-    assert backlog.spoiled_by(a_batch(100, 17, decodes=True))
-    assert not backlog.spoiled_by(a_batch(100, 500)), "of its prompt only the end is wanted"
-    backlog.freed(0)
-    assert backlog.spoiled_by(a_batch(100, 1)), "another sequence in the slot"
-    assert not backlog.spoiled_by(a_batch(0, 500, slot=1))
-    backlog.clear_up()
-    assert not backlog.spoiled_by(a_batch(0, 500))
+    deferred = DeferredReads(cast("Context", Trunk(Ring(2, 64, 16))))
+    deferred.copied(0, 10)  # at once: nothing was put off
+    deferred.put_off(lambda: None)
+    assert not deferred.spoiled_by(a_batch(100, 500)), "what a slot has not read yet it may lose"
+    deferred.copied(0, 90)
+    deferred.copied(0, 100)
+    assert not deferred.spoiled_by(a_batch(100, 16, decodes=True))
+    assert not deferred.spoiled_by(a_batch(115, 1, decodes=True))
+    assert deferred.spoiled_by(a_batch(100, 17, decodes=True))
+    assert not deferred.spoiled_by(a_batch(100, 500)), "of its prompt only the end is wanted"
+    deferred.freed(0)
+    assert deferred.spoiled_by(a_batch(100, 1)), "another sequence in the slot"
+    assert not deferred.spoiled_by(a_batch(0, 500, slot=1))
+    deferred.clear_up()
+    assert not deferred.spoiled_by(a_batch(0, 500))

@@ -81,25 +81,25 @@ class Guests:
 async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, reference: Alone) -> None:
     with running(nano_f32, **ALL, **DRAFTERS[drafter]) as engine:
         guests, speculator = Guests(engine, reference, drafter), engine._speculator
-        assert engine._parts.context.n_snapshots
+        assert engine.components.context.n_snapshots
         if drafter == "scripted":
             draft_by(speculator, Scripted(guests.scripts, drafter))
-        settled, settle = 0, engine._parts.context._settle
+        materialized, materialize = 0, engine.components.context._materialize
 
         def counted(sequence: int) -> None:
-            nonlocal settled
-            settled += 1
-            settle(sequence)
+            nonlocal materialized
+            materialized += 1
+            materialize(sequence)
 
-        engine._parts.context._settle = counted  # type: ignore[method-assign]
+        engine.components.context._materialize = counted  # type: ignore[method-assign]
         for n in range(30):
             await guests.come(guests.rng.choice([1, 1, 1, 2, 3]))
-            if engine.stats().prefix.hits > 5 and (settled or n >= 20):
+            if engine.stats().prefix.hits > 5 and (materialized or n >= 20):
                 break
         stats = engine.stats()
     assert stats.prefix.hits > 5
     if drafter in ("scripted", "head", "on the device"):  # the others are seldom wrong at the end
-        assert settled, "nobody was copied, or met, right after going back"
+        assert materialized, "nobody was copied, or met, right after going back"
     assert all(counts.accepted for counts in stats.drafts.values())
     assert stats.kv_cells_used == stats.prefix.resident_cells
 
@@ -112,7 +112,7 @@ async def test_drafts_of_one_length_take_one_graph(nano_f32: Path) -> None:
         with running(
             nano_f32, **ALL, speculation="mtp", mtp_depth=4, snapshots=snapshots, threads_batch=1
         ) as engine:
-            context, steps = engine._parts.context, engine.stats().steps
+            context, steps = engine.components.context, engine.stats().steps
             reused = context.graphs_reused
             await ask(engine, Request(prompt, 150))
             steps = engine.stats().steps - steps

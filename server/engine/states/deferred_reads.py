@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.batch import Batch
 
 
-class Backlog:
+class DeferredReads:
     """Calls that wait for the device, and whatever must come after them, in order.
 
     They read rows of `context`, which following batches leave alone for a while: on the host those that are
@@ -27,7 +27,7 @@ class Backlog:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._calls: deque[Callable[[], object]] = deque()
-        self._places: list[int] = []
+        self._batch_indices: list[int] = []
         """In the last batches, of the first row that is to be read on the host."""
         self._limits: dict[int, int] = {}
         """Tokens that slots may come to before rows are lost in the ring that copies of them take."""
@@ -35,11 +35,12 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def put_off(self, read: Callable[[], object], place: int | None = None) -> None:
-        """Have a drafter read later, on the host from `place` in the last batch on; `read` must not raise."""
+    def put_off(self, read: Callable[[], object], batch_index: int | None = None) -> None:
+        """Have a drafter read later, on the host from `batch_index` in the last batch on; `read` must not
+        raise."""
         self._calls.append(read)
-        if place is not None:
-            self._places.append(place)
+        if batch_index is not None:
+            self._batch_indices.append(batch_index)
 
     def in_turn(self, call: Callable[[], object]) -> None:
         """Do something now, or if anything was put off after that; it must not raise."""
@@ -62,7 +63,8 @@ class Backlog:
         """Whether the batch, computed before, would write over what is to be read."""
         if not self._calls:
             return False
-        if self._places and not self._context.keeps_rows(min(self._places), batch.n_tokens, batch.n_rows):
+        first = min(self._batch_indices, default=None)
+        if first is not None and not self._context.keeps_rows(first, batch.n_tokens, batch.n_rows):
             return True
         for chunk in batch.chunks:
             limit = self._limits.get(chunk.slot)
@@ -78,5 +80,5 @@ class Backlog:
             self._context.wait()  # drafters have streams of their own, which do not wait for the trunk's
         while self._calls:
             self._calls.popleft()()
-        self._places.clear()
+        self._batch_indices.clear()
         self._limits.clear()
