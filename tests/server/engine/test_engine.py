@@ -386,7 +386,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
         if self._chain is not None:  # the one that draws
             calls += 1
             if calls == 10:
-                raise FloatingPointError("not a number")
+                raise RuntimeError("out of luck")
         return sample(self, *arguments)
 
     monkeypatch.setattr(Sampler, "sample", sabotaged)
@@ -394,7 +394,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
         broken = ask_for(engine, 40, params=replace(ENDLESS, temperature=1.0))
         healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
         await asyncio.sleep(0.01)
-    with pytest.raises(GenerationError, match="not a number"):
+    with pytest.raises(GenerationError, match="out of luck"):
         await rest(broken)
     assert await healthy == expected
     assert engine.ready

@@ -258,4 +258,4 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
 
         engine._runner.launch = watched  # type: ignore[method-assign]
         assert await ask(engine, Request(prompt, 8)) == expected
-    assert drafts[0][:4] == [300, 301, 302, 303]
+    assert drafts[0][:4] == (300, 301, 302, 303)
