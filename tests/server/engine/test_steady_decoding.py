@@ -154,7 +154,7 @@ def _compare(context: Context, batch: Batch) -> None:
 async def test_a_greedy_row_that_is_no_number_is_computed_again(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all rows are looked at together, too; one that stays so fails its request (test_usable_logits)."""
+    """Where all rows are looked at together, too. (One that stays so: test_usable_logits.)"""
     everything, warm, spoilt = Rows.all_best, False, False
 
     def all_best(self: Rows) -> list[int] | None:

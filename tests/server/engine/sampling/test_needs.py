@@ -14,9 +14,10 @@ from qwen_serve.server.engine.sampling.candidates import best_of
 from qwen_serve.server.engine.vocab import Vocab
 
 if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Rows
     from collections.abc import Iterator
     from pathlib import Path
+
+    from qwen_serve.llamacpp import Rows
 
 
 @pytest.fixture(scope="module")
