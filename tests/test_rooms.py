@@ -29,6 +29,8 @@ OTHERS = {
     "llamacpp": {"qwen_serve.convert", "qwen_serve.server", "qwen_serve.bench"},
     "server": {"qwen_serve.convert", "qwen_serve.bench"},
     "server/engine": {"qwen_serve.server.api", "qwen_serve.server.chat"},
+    "server/engine/prefix_cache": {"qwen_serve.server.engine.speculation"},
+    "server/engine/sampling": {"qwen_serve.server.engine.speculation"},
     "server/chat": {"qwen_serve.server.api"},
 }
 """What a room does not know."""
