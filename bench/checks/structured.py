@@ -23,10 +23,15 @@ TOOLS = [
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
 JSON: tuple[dict[str, Any], ...] = (
     {"response_format": FORMAT},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
     {"json_schema": SCHEMA},
+    {"json_schema": json.dumps(SCHEMA)},
     {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
     {"structured_outputs": {"json": SCHEMA}},
 )
+THINKING: tuple[dict[str, Any], ...] = ({}, {"thinking": True, "thinking_budget": 16})
 CODE = r"[ab]{2}-[0-9]"
 OTHERS: tuple[dict[str, Any], ...] = (
     {"guided_regex": CODE},
@@ -36,7 +41,9 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"grammar": 'root ::= [ab] [ab] "-" [0-9]'},
     {"guided_grammar": 'start: /[ab]{2}/ "-" /[0-9]/'},
     {"guided_choice": ["aa-1", "bb-2"]},
+    {"structured_outputs": {"choice": ["aa-1", "bb-2"]}},
 )
+ODD = ["no, never", 'a "quoted" \\ word']
 
 
 def _trip(text: str) -> None:
@@ -45,11 +52,12 @@ def _trip(text: str) -> None:
     expect(value["city"] in ("Rome", "Oslo") and 1 <= value["days"] <= 9, f"{value} is not of the schema")
 
 
-@check("a JSON schema is followed, in every spelling, on every endpoint, at temperature 1")
+@check("a JSON schema is followed, in every spelling, on every endpoint, with and without thinking")
 async def schema(target: Target) -> None:
     for fields in JSON:
-        answer = await target.chat(max_tokens=200, temperature=1.0, **fields)
-        _trip(answer["choices"][0]["message"]["content"])
+        for more in THINKING:
+            answer = await target.chat(max_tokens=300, temperature=1.0, **fields, **more)
+            _trip(answer["choices"][0]["message"]["content"])
     answer = await target.ask(COMPLETIONS, prompt=PROMPT, max_tokens=200, temperature=1.0, guided_json=SCHEMA)
     _trip(answer["choices"][0]["text"])
     answer = await target.ask(INVOCATIONS, messages=MESSAGES, max_tokens=200, response_format=FORMAT)
@@ -63,6 +71,8 @@ async def others(target: Target) -> None:
         text = answer["choices"][0]["message"]["content"]
         expect(re.fullmatch(CODE, text) is not None, f"{fields}: {text!r}")
         equal(answer["choices"][0]["finish_reason"], "stop", "finish_reason")
+    text = (await target.chat(temperature=1.0, guided_choice=ODD))["choices"][0]["message"]["content"]
+    expect(text in ODD, f"guided_choice: {text!r}")
 
 
 TAG = {
@@ -87,27 +97,30 @@ async def structural_tags(target: Target) -> None:
     for fields in (
         {"response_format": wanted},
         {"structured_outputs": {"structural_tag": json.dumps(wanted)}},
+        {"structured_outputs": {"structural_tag": {"format": TAG}}},
         {"structural_tag": {"type": "structural_tag", "format": TAG}},
     ):
-        answer = await target.chat(max_tokens=200, temperature=1.0, **fields)
-        text = answer["choices"][0]["message"]["content"]
-        expect(text.startswith("<trip>") and text.endswith("</trip>"), f"{fields}: {text!r}")
-        _trip(text.removeprefix("<trip>").removesuffix("</trip>"))
+        for more in THINKING:
+            answer = await target.chat(max_tokens=300, temperature=1.0, **fields, **more)
+            text = answer["choices"][0]["message"]["content"]
+            expect(text.startswith("<trip>") and text.endswith("</trip>"), f"{fields}: {text!r}")
+            _trip(text.removeprefix("<trip>").removesuffix("</trip>"))
     free = {"type": "structural_tag", **OLD}
     answer = await target.chat(max_tokens=40, temperature=1.0, response_format=free)
     expect(isinstance(answer["choices"][0]["message"]["content"], str), "no text")
 
 
-@check("tool_choice forces a call: required, any, and by name; its arguments follow the schema")
+@check("tool_choice forces a call: required, any, by name, of those allowed; arguments follow the schema")
 async def forced(target: Target) -> None:
-    named = {"type": "function", "function": {"name": "travel"}}
-    for choice in ("required", "any", named):
+    named: dict[str, Any] = {"type": "function", "function": {"name": "travel"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for choice in ("required", "any", named, {"type": "function", "name": "travel"}, allowed):
         answer = await target.chat(
             max_tokens=300, temperature=1.0, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
         )
         equal(answer["choices"][0]["finish_reason"], "tool_calls", "finish_reason")
         [call] = answer["choices"][0]["message"]["tool_calls"]
-        if choice == named or call["function"]["name"] == "travel":
+        if isinstance(choice, dict) or call["function"]["name"] == "travel":
             equal(call["function"]["name"], "travel", "name")
             _trip(call["function"]["arguments"])
 

@@ -230,10 +230,10 @@ async def _turns(
 
 
 async def _wave(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, float]]:
-    return await asyncio.gather(*(_answer(engine, prompt, tokens) for prompt in prompts))
+    return await asyncio.gather(*(answer(engine, prompt, tokens) for prompt in prompts))
 
 
-async def _answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
+async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
     """TTFT and ITL of a request, as its listener sees them."""
     submitted = perf_counter()
     arrivals = [

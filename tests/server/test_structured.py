@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -67,108 +66,13 @@ def check(schema: Any, text: str) -> Any:
     return value
 
 
-SPELLINGS: dict[str, dict[str, Any]] = {
-    "response_format": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
-    },
-    "strict": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "p", "strict": True, "schema": PERSON},
-        }
-    },
-    "llama-server's response_format": {"response_format": {"type": "json_object", "schema": PERSON}},
-    "json_schema": {"json_schema": PERSON},
-    "json_schema as text": {"json_schema": json.dumps(PERSON)},
-    "guided_json": {"guided_json": PERSON},
-    "guided_json as text": {"guided_json": json.dumps(PERSON)},
-    "structured_outputs": {"structured_outputs": {"json": PERSON}},
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("thinking", [False, True])
-def test_json_follows_its_schema(http: httpx.Client, spelling: str, thinking: bool) -> None:
-    for temperature in (0, 1):
-        kwargs = {"enable_thinking": thinking}
-        fields = {"temperature": temperature, "seed": 3, "max_tokens": 1500, "chat_template_kwargs": kwargs}
-        choice = chat(http, **fields, **SPELLINGS[spelling])
-        if choice["finish_reason"] == "stop":  # a model this small may not come to an end of its thoughts
-            check(PERSON, choice["message"]["content"])
-        else:
-            assert thinking
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
-def test_completions_too(http: httpx.Client, path: str) -> None:
-    answer = post(http, path, prompt="A person: ", temperature=1, guided_json=PERSON, n=3)
-    for choice in answer.json()["choices"]:
-        assert choice["finish_reason"] == "stop"
-        check(PERSON, choice["text"])
-    answer = post(http, "/invocations", messages=ASK, guided_json=PERSON)
-    check(PERSON, answer.json()["choices"][0]["message"]["content"])
-
-
-def test_other_formats(http: httpx.Client) -> None:
-    text = chat(http, response_format={"type": "json_object"}, temperature=1, max_tokens=1500)
-    if text["finish_reason"] == "stop":
-        assert isinstance(json.loads(text["message"]["content"]), dict)
-    spellings: list[dict[str, Any]] = [
-        {"guided_regex": r"[a-c]{3}-\d{2}/x"},
-        {"structured_outputs": {"regex": r"[a-c]{3}-\d{2}/x"}},
-        {"grammar": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
-        {"regex": r"[a-c]{3}-\d{2}/x"},
-        {"ebnf": 'root ::= [a-c] [a-c] [a-c] "-" [0-9] [0-9] "/x"'},
-        {"guided_grammar": 'start: /[a-c]{3}/ "-" /[0-9]{2}/ "/x"\n'},
-    ]
-    for fields in spellings:
-        found = chat(http, temperature=1, **fields)
-        assert re.fullmatch(r"[a-c]{3}-\d{2}/x", found["message"]["content"]), found
-        assert found["finish_reason"] == "stop"
-    choices = ["yes", "no, never", 'a "quoted" \\ word']
-    spellings = [{"guided_choice": choices}, {"structured_outputs": {"choice": choices}}]
-    for fields in spellings:
-        assert chat(http, temperature=1, **fields)["message"]["content"] in choices
-    only = chat(http, guided_choice=["the only one"])
-    assert only["message"]["content"] == "the only one"
-
-
-TAG = {
-    "type": "tag",
-    "begin": "<p>",
-    "content": {"type": "json_schema", "json_schema": PERSON},
-    "end": "</p>",
-}
-TRIGGERED = {"type": "triggered_tags", "triggers": ["<p>"], "tags": [TAG], "at_least_one": True}
-ONE_TAG = {"type": "structural_tag", "format": {**TRIGGERED, "stop_after_first": True}}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": ONE_TAG},
-        {"structural_tag": ONE_TAG},
-        {"structured_outputs": {"structural_tag": json.dumps(ONE_TAG)}},
-        {"structured_outputs": {"structural_tag": {"format": TAG}}},
-    ],
-)
-@pytest.mark.parametrize("thinking", [False, True])
-def test_structural_tags(http: httpx.Client, fields: dict[str, Any], thinking: bool) -> None:
-    budget = {"thinking_budget": 20} if thinking else {}
-    for temperature in (0, 1):
-        more = {"temperature": temperature, "seed": 3, "max_tokens": 500, "enable_thinking": thinking}
-        found = chat(http, **more, **budget, **fields)
-        assert found["finish_reason"] == "stop", found
-        text = found["message"]["content"]
-        assert text.startswith("<p>")
-        assert text.endswith("</p>")
-        check(PERSON, text[3:-4])
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
 
 
 def test_free_text_until_the_models_own_token_for_calls(http: httpx.Client) -> None:
     """What it begins, it completes."""
     begin, end = '<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>"
-    call = {"begin": begin, "content": TAG["content"], "end": end}
+    call = {"begin": begin, "content": {"type": "json_schema", "json_schema": PERSON}, "end": end}
     tags = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [call], "stop_after_first": True}
     [token] = http.post("/tokenize", json={"content": "<tool_call>"}).json()["tokens"]
     fields = {"temperature": 1, "max_tokens": 400, "enable_thinking": False}
@@ -239,34 +143,6 @@ def check_calls(message: dict[str, Any], names: set[str]) -> None:
         assert call["function"]["name"] in names
         schema = WEATHER if call["function"]["name"] == "get_weather" else STOP
         check(schema["function"]["parameters"], call["function"]["arguments"])  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("required", {"get_weather", "stop"}),
-        ("any", {"get_weather", "stop"}),
-        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
-        ({"type": "function", "name": "get_weather"}, {"get_weather"}),
-        (
-            {
-                "type": "allowed_tools",
-                "allowed_tools": {
-                    "mode": "required",
-                    "tools": [{"type": "function", "function": {"name": "get_weather"}}],
-                },
-            },
-            {"get_weather"},
-        ),
-    ],
-)
-def test_calls_are_forced(http: httpx.Client, choice: Any, names: set[str]) -> None:
-    for seed in range(6):
-        fields = {"temperature": 1, "seed": seed, "parallel_tool_calls": False, "max_tokens": 600}
-        found = chat(http, tools=[WEATHER, STOP], tool_choice=choice, **fields)
-        assert found["finish_reason"] == "tool_calls", found
-        check_calls(found["message"], names)
-        assert len(found["message"]["tool_calls"]) == 1
 
 
 def test_several_calls(http: httpx.Client) -> None:
@@ -429,7 +305,7 @@ def test_a_schema_in_the_words_of_several_servers(http: httpx.Client) -> None:
     fields = {
         "guided_json": json.dumps(PERSON),
         "structured_outputs": {"json": PERSON},
-        **SPELLINGS["response_format"],
+        "response_format": FORMAT,
     }
     check(PERSON, chat(http, **fields)["message"]["content"])
     refused = post(http, messages=ASK, **fields, json_schema={"type": "object"})

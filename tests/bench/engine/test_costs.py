@@ -106,13 +106,13 @@ def test_prompts_of_drafts_are_the_same_for_all_and_never_come_again(
     text = tmp_path / "text.txt"
     text.write_text(" ".join(map(str, range(1000))))
     asked: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    answer = drafts._answer
+    answer = drafts.answer
 
     async def noted(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
         asked[id(engine)].append(tuple(prompt.ids))
         return await answer(engine, prompt, count)
 
-    monkeypatch.setattr(drafts, "_answer", noted)
+    monkeypatch.setattr(drafts, "answer", noted)
     options = ["--text", str(text), "--input-tokens", "8,16", "--output-tokens", "2", "--concurrency", "2"]
     options += ["--speculation", "off,ngram", "--rounds", "2", "--requests", "3"]
     options += ["--out", str(tmp_path / "store")]
