@@ -20,7 +20,6 @@ DOORS = ("llamacpp/",)
 REASONS = {
     "bench/gates/perplexity.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
-    "bench/load/vocabulary.py": {"llama_cpp"},  # the tokenizer alone, from a GGUF
 }
 
 OTHERS = {

@@ -38,22 +38,23 @@ class GgufVocabulary(Vocabulary):
     """The vocabulary inside a GGUF file, through llama.cpp; the weights are not loaded."""
 
     def __init__(self, path: Path) -> None:
-        from llama_cpp import Llama
+        from qwen_serve.llamacpp import Model
+        from qwen_serve.llamacpp.errors import ModelLoadError
 
         if not path.is_file():
             raise BenchError(f"--tokenizer {path}: no such file")
         self.source = str(path)
         try:
-            self._llama = Llama(str(path), vocab_only=True, verbose=False)
-        except ValueError as error:
+            self._model = Model(path, n_gpu_layers=0, rehearse=True)
+        except ModelLoadError as error:
             raise BenchError(f"--tokenizer {path}: llama.cpp cannot read its vocabulary: {error}") from error
-        self.size = self._llama.n_vocab()
+        self.size = self._model.n_vocab
 
     async def encode(self, text: str) -> list[int]:
-        return list(self._llama.tokenize(text.encode(), add_bos=False, special=True))
+        return self._model.tokenize(text)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        return bytes(self._llama.detokenize(list(ids), special=True)).decode("utf-8", "replace")
+        return self._model.detokenize(ids).decode("utf-8", "replace")
 
 
 class HuggingFaceVocabulary(Vocabulary):
