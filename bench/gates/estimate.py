@@ -85,7 +85,7 @@ def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:
 
 
 def wilson(rate: float, size: float) -> tuple[float, float]:
-    """The 95% score interval of a proportion seen in ``size`` trials."""
+    """The 95% score interval of a proportion seen in ``size`` trials; scipy's wants a whole number."""
     centre = (rate + Z**2 / (2 * size)) / (1 + Z**2 / size)
     half = Z / (1 + Z**2 / size) * sqrt(rate * (1 - rate) / size + Z**2 / (4 * size**2))
     # the bounds are within 0 and 1, but for rounding at a rate of 0 or 1
