@@ -21,14 +21,15 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bump_report import report
+from bump_sources import PACKAGE, BumpError, fetched, unpacked
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-PACKAGE = "llama-cpp-python"
 SWITCHES = "switches"
 GIT = ["git", "-c", "user.name=bump", "-c", "user.email=bump@localhost", "-c", "core.editor=true"]
 CMAKE = [
@@ -42,10 +43,6 @@ GONE = {"upstream has it", "dropped"}
 DONE = {"merged", "by hand", "as solved before"} | GONE
 CHECKS = "qwen_serve.llamacpp.inside_model"
 """The module that says whether a llama.cpp is as Python expects it."""
-
-
-class BumpError(Exception):
-    """What went wrong or has to be solved by hand, for whoever typed the command."""
 
 
 class Bump:
@@ -63,7 +60,11 @@ class Bump:
     def save(self) -> None:
         """Writes down what is known, and the report."""
         self._file.write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
-        (self.work / "report.md").write_text(report(self), encoding="utf-8")
+        (self.work / "report.md").write_text(self.report(), encoding="utf-8")
+
+    def report(self) -> str:
+        """In Markdown."""
+        return report(self.state, f"{PACKAGE} {self.pinned} -> {self.version}")
 
     def git(self, *arguments: str | Path, check: bool = True) -> str:
         """Output of git in the repository."""
@@ -331,38 +332,6 @@ class Bump:
                 )
 
 
-def report(bump: Bump) -> str:
-    """What is known of a move, in Markdown."""
-    patches = bump.state["patches"]
-    conflicts = sum(sum(known["conflicts"].values()) for known in patches.values())
-    by_hand = sum(known["seconds"] for known in patches.values())
-    machine = sum(step["seconds"] for step in bump.state["steps"].values())
-    lines = [
-        f"# {PACKAGE} {bump.pinned} -> {bump.version}",
-        "",
-        f"{conflicts} conflicting hunks in {sum(bool(known['conflicts']) for known in patches.values())} of "
-        f"{len(patches)} patches; {by_hand / 3600:.2f} hours by hand, {machine / 3600:.2f} of the machine.",
-        "",
-        "| topic | patch | outcome | lines, before | after | conflicts | minutes by hand |",
-        "|---|---|---|---|---|---|--:|",
-    ]
-    for name, known in patches.items():
-        topic, title = (name[:2], name[5:]) if name != SWITCHES else ("", name)
-        before, after = (f"+{add} -{remove}" for add, remove in known.get("lines", [[0, 0], [0, 0]]))
-        files = ", ".join(f"{path}: {n}" for path, n in sorted(known["conflicts"].items()))
-        outcome = known["outcome"] or "**to be solved**"
-        lines.append(
-            f"| {topic} | {title} | {outcome} | {before} | {after} | {files} | {known['seconds'] / 60:.0f} |"
-        )
-    lines += ["", "| step | outcome | seconds |", "|---|---|--:|"]
-    lines += [
-        f"| {name} | {step['outcome']} | {step['seconds']} |" for name, step in bump.state["steps"].items()
-    ]
-    if bump.state.get("inside"):
-        lines += ["", "What Python leans on:", "", *(f"- {line}" for line in bump.state["inside"])]
-    return "\n".join(lines) + "\n"
-
-
 def queue() -> list[Path]:
     """The patches in their order."""
     return sorted((HERE / "llama.cpp").glob("*.patch"))
@@ -385,36 +354,6 @@ def run(output: Any, *command: str | Path) -> None:
     """Raises BumpError."""
     if subprocess.run(list(map(str, command)), stdout=output, stderr=output, check=False).returncode != 0:
         raise BumpError(f"{' '.join(map(str, command))} failed; see {output.name}")
-
-
-def fetched(version: str, folder: Path) -> Path:
-    """The sdist, by pip, once."""
-    if not (found := list(folder.glob(f"llama_cpp_python-{version}.tar.gz"))):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
-        command += ["--no-binary", PACKAGE, "--dest", str(folder), f"{PACKAGE}=={version}"]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise BumpError(f"pip could not fetch the sdist of {PACKAGE} {version}; --sdist names a file")
-        found = list(folder.glob(f"llama_cpp_python-{version}.tar.gz"))
-    return found[0]
-
-
-def unpacked(archive: Path, folder: Path) -> Path:
-    """The one folder inside, anew."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-        tar.extractall(folder)
-    (inside,) = folder.iterdir()
-    return inside
 
 
 def nano(folder: Path) -> Path:
@@ -476,7 +415,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         if options.survey:
-            print(report(bump))
+            print(bump.report())
             return 0
         bump.export()
         if not options.skip_build:

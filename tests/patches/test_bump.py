@@ -52,7 +52,8 @@ def tree(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
     queue = root / "patches" / "llama.cpp"
     queue.mkdir(parents=True)
-    shutil.copy(SCRIPT, root / "patches")
+    for name in ("bump.py", "bump_report.py", "bump_sources.py"):
+        shutil.copy(SCRIPT.with_name(name), root / "patches")
     (queue / "0101-first.patch").write_text(
         patch("one : first", "src/one.cpp", "return 1;", "    return 10;")
     )
