@@ -337,23 +337,8 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         reproducible=Reproducible(cut) if settings.deterministic else None,
         place=runner.place,
     )
-    return Components(
-        plan=plan,
-        stages=stages,
-        model=model,
-        context=context,
-        head=head,
-        draft=draft,
-        vocab=vocab,
-        grammars=grammars,
-        states=states,
-        speculator=speculator,
-        cache=cache,
-        runner=runner,
-        scheduler=scheduler,
-        clock=clock,
-        device_runs_alone=plan.fully_offloaded,
-    )
+    made = (vocab, grammars, states, speculator, cache, runner, scheduler)
+    return Components(plan, stages, model, context, head, draft, *made, clock, plan.fully_offloaded)
 
 
 def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:

@@ -82,8 +82,9 @@ def choose_among(
             ids, logits = ids[keep], logits[keep]
     if lowest > -math.inf:
         known = logits > lowest
-        if is_settled(params, logits[known], lowest):
-            ids, logits = ids[known], logits[known]
+        above = logits[known]
+        if is_settled(params, above, lowest):
+            ids, logits = ids[known], above
         elif mask is None or n_kept < np.count_nonzero(mask):
             return None
     if mask is not None and (not len(ids) or logits.max() == -np.inf):
