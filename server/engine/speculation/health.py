@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from .base import DrafterStats
-from .controller import Backoff
+from .cooldown import Cooldown
 from .hidden import HiddenDrafter
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class DrafterHealth:
 
     drafter: Drafter
     stats: DrafterStats = field(default_factory=DrafterStats)
-    disabled: Backoff = field(default_factory=lambda: Backoff(DISABLED_FIRST, DISABLED_LAST))
+    disabled: Cooldown = field(default_factory=lambda: Cooldown(DISABLED_FIRST, DISABLED_LAST))
     now: int = 0
     """The step that is being made."""
     failures: int = 0

@@ -1,4 +1,4 @@
-"""Speculative decoding as the engine sees it: drafts for a batch, the way back from wrong ones, lessons."""
+"""Speculative decoding as the engine sees it: drafts for a batch, rollback of wrong ones, what was learnt."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .always import Always
 from .base import Draft, DraftRequest
-from .controller import Always, Controller, Option, Step
 from .dflash import DflashDrafter
 from .health import DrafterHealth
 from .hidden import HiddenDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
-from .timer import StepTimer
-from .times import StepTimes
+from .policy import Option, Policy, Step
+from .times import StepTimer, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.states import StateStore
 
     from .base import Drafter, DrafterState, DrafterStats
-    from .controller import Plan
+    from .policy import Plan
     from .times import StepTimesRecord
 
     Rows = npt.NDArray[Any]
 
-FRUITLESS, SPARSE, QUIET = 8, 8, 32
-"""Looks in a row that found nothing to draft, after which a text is looked at only every so many steps; and
-steps for which nobody is asked at most where all rest. A look takes 30 to 50 us between two steps that empty
-the processor's caches: 3 to 5% of a step of nano on a processor."""
+QUIET, SPARSE = 32, 8
+"""Steps for which nobody is asked at most, where nobody may draft or a text has nothing to copy. A look takes
+30 to 50 us between two steps that empty the processor's caches: 3 to 5% of a step of nano on a processor."""
 
 COLLECT = 64
-"""Steps before its next draft from which on hidden rows are kept for a drafter that reads them, which guesses
-better with some text before its eyes. A rest must be twice as long for it to pay that none are kept, since to
-change over takes a graph each time; to keep them took an H200 0.02 to 0.1 ms of a step of 3.6 for one
-sequence, and with the rows of five layers about 0.7 of 4.7 for eight."""
+"""Steps before its next draft from which on hidden rows are collected for a drafter, which guesses better
+with some text before its eyes. A cooldown must be twice as long for it to pay that none are: to change over
+takes a graph each time. To keep them took an H200 0.02 to 0.1 ms of a step of 3.6 for one sequence, and with
+the rows of five layers about 0.7 of 4.7 for eight."""
 
 
 @dataclass(slots=True)
@@ -60,14 +59,14 @@ class Proposal:
     """By chunk; "" for one without a draft."""
     exceeds_snapshots: bool
     """Whether they are longer than what is taken back for nothing."""
-    way_back: float
-    """Seconds that it took to keep the way back and, later, to go it."""
+    rollback: float
+    """Seconds that the checkpoint took, and the rollback to it."""
     seconds: float = 0.0
     """Seconds that it took to make them."""
 
 
 class Speculator:
-    """Asks the drafters, keeps the way back open, and has the controller learn from what comes out.
+    """Asks the drafters, rolls wrong drafts back, and has the policy learn from what comes out.
 
     The engine's thread calls, step by step: `propose` before a batch is launched, then `verify` when its
     tokens are known, or `abandon` when it could not be computed. None of them raises what drafting did: an
@@ -79,14 +78,14 @@ class Speculator:
         context: Context,
         states: StateStore,
         drafters: ListLike[Drafter],
-        controller: Controller,
+        policy: Policy,
         *,
         slots: int,
         most_rows: int,
         clock: Callable[[], float],
     ) -> None:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
-        self._context, self._states, self._controller = context, states, controller
+        self._context, self._states, self._policy = context, states, policy
         self._drafters = [DrafterHealth(drafter) for drafter in drafters]
         self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
         """Their states must go where the trunk's go."""
@@ -100,9 +99,9 @@ class Speculator:
         """Sequences of the last batch."""
         self._proposal: Proposal | None = None
         """None where the batch has no drafts."""
-        self._drafting = ""
-        """The kind that was drafted last, as long as the consequences last."""
-        self._timer = StepTimer(context, controller.times)
+        self._drafting: tuple[Drafter, str] | None = None
+        """Who drafted last, and what kind, as long as the consequences last."""
+        self._timer = StepTimer(context, policy.times)
         self._quiet = 0
         """Steps for which nobody is asked, if they only decode for as many sequences."""
         self._is_quiet = False
@@ -129,7 +128,7 @@ class Speculator:
         self._states.deferred.clear_up()
 
     def propose(self, batch: Batch) -> None:
-        """Add drafts to a decode batch, where they pay, and keep a way back."""
+        """Add drafts to a decode batch, where they pay, which can be rolled back."""
         if not self._drafters:
             return
         if not batch.prompt_tokens:
@@ -152,47 +151,45 @@ class Speculator:
 
     def _decide(self, batch: Batch) -> None:
         chunks = batch.chunks
-        self._controller.now += 1
+        self._policy.now += 1
         for health in self._drafters:
-            health.now = self._controller.now
+            health.now = self._policy.now
         plain = batch.n_tokens == len(chunks) == self._n and not batch.prompt_tokens
         self._is_quiet = self._quiet > 0 and plain
         if self._is_quiet:
             self._quiet -= 1
             return
         started = self._clock()
-        self._n, self._quiet = len(chunks), 0
-        self._proposal = None
+        self._n, self._quiet, self._proposal = len(chunks), 0, None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
-            self._controller.retry_early()
-        if self.hidden_drafters:
+            self._policy.request_begins()
+        if self._readers:
             self._collect_hidden()
         if batch.prompt_tokens:
             for health in self._drafters:  # a new text is looked at once, whatever became of the last
-                health.fruitless = min(health.fruitless, FRUITLESS - 1)
+                health.fruitless = 0
         if not all(chunk.decodes for chunk in chunks):
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
         if self._proposal is not None:
-            self._proposal.seconds = self._clock() - started - self._proposal.way_back
+            self._proposal.seconds = self._clock() - started - self._proposal.rollback
         elif all(chunk.count == 1 for chunk in chunks):
-            self._quiet = min([QUIET, *map(self._wait, self._drafters)])
-            self._publish()  # `verify` has nothing to learn where nobody collects
+            self._quiet = min(QUIET, *map(self._wait, self._drafters))
+            self._publish()  # `verify` has nothing to learn where nothing is collected
 
     def _wait(self, health: DrafterHealth) -> int:
         """Steps until it is worth asking a drafter."""
         if self._n > min(health.drafter.most, self._slots):
             return QUIET
-        if rest := self._cooldown(health, self._n):
-            return rest - 1 - (COLLECT if rest > COLLECT else 0)  # it may read along before
-        return SPARSE - 1 if health.drafter.instant and health.fruitless >= FRUITLESS else 0
+        if left := self._cooldown(health, self._n):
+            return left - 1 - (COLLECT if left > COLLECT else 0)  # it may read along before
+        return max(0, min(SPARSE, health.fruitless - SPARSE))
 
     def _cooldown(self, health: DrafterHealth, n: int) -> int:
         """Steps for which a drafter does not draft for `n` sequences: it failed, or it does not pay."""
-        now = self._controller.now
-        return max(health.disabled.left(now), self._controller.cooldown_left(health.drafter, n))
+        return max(health.disabled.left(health.now), self._policy.cooldown(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
@@ -206,12 +203,11 @@ class Speculator:
         return requests if any(request.limit for request in requests) else []
 
     def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:
-        n, slot = len(requests), requests[0].slot
         found: dict[str, list[Draft]] = {}
         options = [o for health in self._drafters if (o := self._option(health, requests, found))]
         if not options:
             return
-        alone = n == 1
+        alone, slot = len(requests) == 1, requests[0].slot
         step = Step(
             [chunk.count for chunk in batch.chunks],
             batch.draft_room,
@@ -220,7 +216,7 @@ class Speculator:
             keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._timer.shape,
         )
-        if (plan := self._controller.choose(options, step)) is not None:
+        if (plan := self._policy.choose(options, step)) is not None:
             self._carry_out(batch, plan, requests, found, exceeds_snapshots=max(plan.lengths) > step.rewinds)
 
     def _option(
@@ -228,11 +224,11 @@ class Speculator:
     ) -> Option | None:
         """What a drafter may bring to this step; `found` gets what it brought already."""
         drafter, n = health.drafter, len(requests)
-        if n > drafter.most or health.disabled.left(self._controller.now):
+        if n > drafter.most or health.disabled.left(health.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
             return None  # no first token waits for who has to read the prompt: 13 ms on an H200
-        if not (allowed := self._controller.allowed(drafter, n)):
+        if not (allowed := self._policy.allowed(drafter, n)):
             return None
         if drafter.instant:
             health.fruitless += 1
@@ -258,19 +254,16 @@ class Speculator:
         *,
         exceeds_snapshots: bool,
     ) -> None:
-        drafter, lengths = plan.drafter, plan.lengths
-        health = next(one for one in self._drafters if one.drafter is drafter)
-        if drafter.instant:
-            drafts = found[drafter.name]
-        else:
+        health = next(one for one in self._drafters if one.drafter is plan.drafter)
+        if (drafts := found.get(plan.drafter.name)) is None:
             asked = [
                 DraftRequest(request.sequence, request.slot, length)
-                for request, length in zip(requests, lengths, strict=True)
+                for request, length in zip(requests, plan.lengths, strict=True)
                 if length
             ]
             answers = iter(self._ask(health, asked))
-            drafts = [next(answers) if length else Draft() for length in lengths]
-        for chunk, draft, length in zip(batch.chunks, drafts, lengths, strict=True):
+            drafts = [next(answers) if length else Draft() for length in plan.lengths]
+        for chunk, draft, length in zip(batch.chunks, drafts, plan.lengths, strict=True):
             if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
                 batch.add_draft(chunk, tokens)
         if not any(chunk.draft for chunk in batch.chunks):
@@ -278,13 +271,13 @@ class Speculator:
         started = self._clock()
         try:
             self._states.guard(batch)
-        except Exception as error:  # no way back: no drafts
+        except Exception as error:  # what cannot be rolled back is not drafted
             health.failed(error)
             batch.drop_drafts()
             return
         health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        self._proposal = Proposal(health, kinds, exceeds_snapshots, way_back=self._clock() - started)
+        self._proposal = Proposal(health, kinds, exceeds_snapshots, self._clock() - started)
 
     def _ask(self, health: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones where it fails."""
@@ -296,12 +289,9 @@ class Speculator:
     def _collect_hidden(self) -> None:
         """Have hidden rows kept, or not where those who read them will not draft for long."""
         n = max(1, len(self._alive))
-        patience = 2 * COLLECT if self._collects else COLLECT
+        soon = 2 * COLLECT if self._collects else COLLECT
         collects = any(
-            n <= health.drafter.most
-            and self._cooldown(health, n) <= patience
-            and (self._collects or self._controller.promises(health.drafter, n, self._most_rows))
-            for health, _ in self._readers
+            n <= reader.most and self._cooldown(health, n) <= soon for health, reader in self._readers
         )
         if collects is not self._collects:
             self.catch_up()  # the next batch may leave nothing where rows are now
@@ -321,7 +311,7 @@ class Speculator:
     # --- after a step --------------------------------------------------------------------------------------
 
     def verify(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float) -> list[int]:
-        """Take wrong drafts back, and learn: the tokens that each chunk's slot holds now.
+        """Roll wrong drafts back, and learn: the tokens that each chunk's slot holds now.
 
         `seconds` is the time from the launch to the last token.
         """
@@ -332,27 +322,26 @@ class Speculator:
         if self._is_quiet and not self._collects:
             self._timer.skip()
             return [chunk.start + 1 for chunk in chunks]
-        started = self._clock()
         if self._collects:
             for health, reader in self._readers:
                 self._collect(health, reader, batch, sampled)
-        if (proposal := self._proposal) is not None:
-            held = [self._settle(proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
+        if self._proposal is not None:
+            held = [self._settle(self._proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         try:
-            self._learn(batch, sampled, seconds if alone else None, started)
+            self._learn(batch, sampled, seconds if alone else None)
         except Exception as error:
             self._fail(error)
         self._publish()
         return held
 
     def abandon(self) -> None:
-        """The batch could not be computed."""
-        self._timer.forget_graph()
+        """The batch could not be computed: there may be no graph any more."""
+        self._timer.shape = (0, 0)
 
     def _settle(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
-        """Of a draft what was right stays, if the way back allows; returns the tokens that the slot holds."""
+        """Of a draft what was right stays, if rollback allows; returns the tokens that the slot holds."""
         right, drafted = new.accepted, len(chunk.draft)
         if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
@@ -363,7 +352,7 @@ class Speculator:
             proposal.health.failed(error)
             self._states.free(slot)
             held = 0
-        proposal.way_back += self._clock() - started
+        proposal.rollback += self._clock() - started
         if held < chunk.start + chunk.count + right:
             for health, reader in self._readers:
                 self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
@@ -379,7 +368,7 @@ class Speculator:
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
-            reach = self._reach(reader, len(batch.chunks))
+            reach = self._reach(health, reader, len(batch.chunks))
             for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
                 slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
@@ -403,12 +392,12 @@ class Speculator:
             else:
                 self._states.deferred.in_turn(read)
 
-    def _reach(self, reader: HiddenDrafter, n: int) -> int:
-        """How many of the newest tokens a drafter is given to read: few where it is on trial, since most
-        trials fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without the patch
+    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
+        """How many of the newest tokens a drafter is given to read: few where it lost last, since most
+        retries fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without the patch
         layer-inputs-ring.
         """
-        return min(COLLECT, reader.window) if self._controller.on_trial(reader.kinds, n) else reader.window
+        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
 
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
@@ -422,53 +411,37 @@ class Speculator:
             return partial(context.layer_inputs, reader.layers, batch_indices)
         return context.layer_inputs(reader.layers, batch_indices)  # the next batch has others
 
-    def _learn(
-        self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None, started: float
-    ) -> None:
+    def _learn(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None) -> None:
         """`seconds` is None where they are those of the batch before, too."""
-        chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
-        plain = proposal is None and batch.is_decode
-        if proposal is not None:
-            self._count(proposal, chunks, sampled)
+        chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
-        built, captured = self._learn_times(batch, seconds, decodes=decodes)
-        if not decodes or seconds is None:
-            return
-        controller, spent = self._controller, seconds + self._clock() - started
+        lengths = {chunk.n_tokens for chunk in chunks}
+        shape = (n, lengths.pop()) if decodes and len(lengths) == 1 else (0, 0)
+        built, captured = self._timer.book(shape, seconds)
+        spent = seconds or 0.0
         if proposal is not None:
-            self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            if proposal.exceeds_snapshots:
-                controller.add_way_back(proposal.way_back)
             drafter = proposal.health.drafter
+            for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
+                if kind:
+                    drafted, right = len(chunk.draft), new.accepted
+                    proposal.health.stats.add(drafted, right)
+                    chunk.sequence.drafts.add(drafted, right)
+                    policy.verified(drafter, kind, n, drafted, right)
+            if proposal.exceeds_snapshots:
+                policy.rollback.add(proposal.rollback)
+            self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
             # what a draft takes once, to read a prompt, is no sign of what the next one will take
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
+            spent += proposal.rollback
             if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
-                times = controller.times
-                graph = times.building.value if built else times.capturing.value if captured else 0.0
-                spent = max(spent / 2, spent - graph)
-        elif plain:
-            self._drafting = ""
-        if self._drafting:
+                graph = policy.times.building if built else policy.times.capturing
+                spent = max(spent / 2, spent - graph.value * (built or captured))
+        elif batch.is_decode:
+            self._drafting = None
+        if self._drafting is not None and decodes and seconds is not None:
             tokens = sum(len(new.tokens) for new in sampled)
-            controller.add(self._drafting, n, tokens, spent)
-        elif plain and not (built or captured):
-            controller.add_plain(n, spent)
-
-    def _count(self, proposal: Proposal, chunks: ListLike[Chunk], sampled: ListLike[SampleResult]) -> None:
-        health = proposal.health
-        for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
-            if kind:
-                drafted, right = len(chunk.draft), new.accepted
-                health.stats.add(drafted, right)
-                chunk.sequence.drafts.add(drafted, right)
-                self._controller.rates(health.drafter, kind).add(drafted, right)
-
-    def _learn_times(self, batch: Batch, seconds: float | None, *, decodes: bool) -> tuple[bool, bool]:
-        """Book a step's time under its shape; whether it built a graph, or had one captured."""
-        lengths = {chunk.n_tokens for chunk in batch.chunks}
-        even = decodes and len(lengths) == 1
-        return self._timer.book((len(batch.chunks), lengths.pop()) if even else (0, 0), seconds)
+            policy.add(*self._drafting, n, tokens, spent)
 
     # --- warming up ----------------------------------------------------------------------------------------
 
@@ -487,7 +460,7 @@ class Speculator:
         """
         self._timer.start()
         if known is not None:
-            self._controller.times.take(known)
+            self._policy.times.take(known)
         else:
             longest = 1 + max((health.drafter.depth for health in self._drafters), default=0)
 
@@ -502,7 +475,7 @@ class Speculator:
 
     def step_times(self) -> StepTimesRecord:
         """What is known of steps by now, for the next start."""
-        return self._controller.times.dump()
+        return self._policy.times.dump()
 
     # --- what becomes of sequences -------------------------------------------------------------------------
 
@@ -528,7 +501,7 @@ class Speculator:
         if not health.works:
             return "failed"
         n = max(1, self._n)
-        rests = n > min(health.drafter.most, self._slots) or self._controller.cooldown_left(health.drafter, n)
+        rests = n > min(health.drafter.most, self._slots) or self._policy.cooldown(health.drafter, n)
         return "resting" if rests else "active"
 
 
@@ -556,10 +529,10 @@ def build_speculator(
     clock: Callable[[], float],
     draft: tuple[DraftContext, DraftSpec] | None = None,
 ) -> Speculator:
-    """Drafters and controller as the settings want them; without a `head` or a draft model (`draft`) the text
+    """Drafters and policy as the settings want them; without a `head` or a draft model (`draft`) the text
     alone is drafted from.
 
-    Slots below `slots` have what a way back takes; `most_rows` bounds a verification; the `clock` is what
+    Slots below `slots` can be rolled back; `most_rows` bounds a verification; the `clock` is what
     `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
     """
     drafters: list[Drafter] = []
@@ -580,6 +553,6 @@ def build_speculator(
             )
         )
     times = StepTimes()
-    controller = Always(times) if settings.draft_always else Controller(times)
+    policy = Always(times) if settings.draft_always else Policy(times)
     rows = min(most_rows, context.n_batch)
-    return Speculator(context, states, drafters, controller, slots=slots, most_rows=rows, clock=clock)
+    return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

@@ -1,15 +1,17 @@
-"""How long steps take on this machine, by their rows: measured at start, corrected by every step.
-
-Steps correct what they measure and, where they show that the start was held up, what it measured besides.
-"""
+"""How long steps take on this machine: measured at start, corrected by every step."""
 
 from __future__ import annotations
 
-from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen_serve.llamacpp import Context
 
 FIRST = 8
 """Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
@@ -18,17 +20,25 @@ WEIGHT = 0.1
 """Of a new measurement in the running mean."""
 
 LATE, OFTEN = 1.5, 3
-"""A measurement counts for at most so many times the mean: something else held it up, unless that many in a
-row were late. On a machine that is busy with other things, too, all of them are."""
+"""How many times the mean a measurement counts for at most, since something else held it up, unless so many
+in a row were late."""
 
 HELD_UP = 0.8
-"""Share of a start's seconds below which something else must have held the start up. On a made-up H200 whose
-start took three times as long as what came after, a head that is right in nine of ten made answers 1.28 to
-1.38 times as fast; with what was not measured since corrected by what was, 1.61 to 1.70, as after a quiet
-start."""
+"""A step below this share of what was known shows that something else held up those before."""
 
-REFRESH = 16
-"""Measurements after which answers are worked out anew, if they have not changed by more than 2% before."""
+REFRESH, CHANGED = 16, 0.02
+"""Steps after which answers are worked out anew, or at once where something changed by that share: to ask for
+one takes 20 us, and a plan asks for a hundred."""
+
+MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows that the warm-up times: around the sizes at which kernels change."""
+
+MANY = (2, 4, 8, 16)
+"""Sequences that it times besides one, with few rows each."""
+
+TURNS, STEADY = 3, 4
+"""How often each shape has its turn, so that a hold-up spoils the least time of none; and its steps in a
+turn: the first builds the graph, the second may have it captured."""
 
 
 @dataclass(slots=True)
@@ -57,82 +67,44 @@ class StepTimesRecord(BaseModel):
 
     building: Mean
     capturing: Mean
-    means: dict[PositiveInt, dict[PositiveInt, Mean]]
-    steady: set[tuple[PositiveInt, PositiveInt]]
+    plain: dict[PositiveInt, Mean]
+    ratios: dict[PositiveInt, dict[PositiveInt, Mean]]
 
 
 class StepTimes:
-    """Seconds of one pass: `n` sequences with the same number of rows each, every one of them an output.
+    """Seconds of a pass of `n` sequences with the same number of rows each, every row an output.
 
-    Measured points of one sequence are joined by lines. For several sequences the same number of rows in all
-    is taken and corrected by what was measured for about as many sequences (by powers of two).
+    What a plain step takes, by sequences, and how many times as long one with more rows takes. So plain
+    steps, which there always are, correct a start that was held up. What was not measured for several
+    sequences is taken from one with as many rows.
     """
 
     def __init__(self) -> None:
-        self.building = Mean()
-        """Seconds that a pass takes longer when llama.cpp builds its graph anew."""
-        self.capturing = Mean()
-        """Seconds that the pass after that takes longer if it finds the graph, which ggml has the device
-        capture then (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
-        self._means: dict[int, dict[int, Mean]] = {}
-        """By group of sequences, and rows of each."""
-        self._steady: set[tuple[int, int]] = set()
-        """Measured when the graph was there already."""
+        self.building, self.capturing = Mean(), Mean()
+        """Seconds that a pass takes longer when llama.cpp builds its graph anew, and the one after it, when
+        ggml has the device capture that (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
+        self.unconfirmed = False
+        """No step came since the start: all that it measured may have been held up."""
+        self._plain: dict[int, Mean] = {}
+        self._ratios: dict[int, dict[int, Mean]] = {}
+        """By group of sequences and rows of each."""
         self._known: dict[tuple[int, int], float] = {}
         """Answers of `of`, for a while."""
         self._age = 0
-        self._curve: tuple[list[int], list[float]] = [], []
-        """Rows and seconds of one sequence."""
-        self._start: dict[int, tuple[Mean, float]] = {}
-        """By id: what was known at start, and its seconds then."""
-        self._since: set[int] = set()
-        """Ids of those of them that were measured since."""
 
     def dump(self) -> StepTimesRecord:
         """A copy of all that is known; `take` brings it back."""
         return StepTimesRecord(
-            building=self.building, capturing=self.capturing, means=self._means, steady=self._steady
+            building=self.building, capturing=self.capturing, plain=self._plain, ratios=self._ratios
         ).model_copy(deep=True)
 
     def take(self, record: StepTimesRecord) -> None:
         """What `dump` gave, in place of what is known."""
         record = record.model_copy(deep=True)
         self.building, self.capturing = record.building, record.capturing
-        self._means, self._steady = record.means, record.steady
-        self.begin()
-        self._work_out()
-
-    def begin(self) -> None:
-        """What is known now is what the start has measured, or the server before."""
-        every = [self.building, self.capturing, *chain(*(means.values() for means in self._means.values()))]
-        self._start, self._since = {id(mean): (mean, mean.value) for mean in every}, set()
-
-    def _correct(self) -> None:
-        """If the start was held up, what was not measured since took as many times too long as what was.
-
-        That is the plain step, of one sequence and row, or else the others' median.
-        """
-        ratios = {
-            i: mean.value / seconds
-            for i, (mean, seconds) in self._start.items()
-            if seconds and i in self._since
-        }
-        if not ratios:
-            return
-        plain = self._means.get(1, {}).get(1)
-        ratio = ratios.get(id(plain), float(np.median([*ratios.values()])))
-        if ratio < HELD_UP:
-            for i, (mean, seconds) in self._start.items():
-                if i not in self._since:
-                    mean.value = ratio * seconds
-
-    def _work_out(self) -> None:
+        self._plain, self._ratios = record.plain, record.ratios
+        self.unconfirmed = True
         self._known.clear()
-        self._correct()
-        alone = self._means.get(1, {})
-        rows = sorted(alone)
-        # more rows take no less time
-        self._curve = rows, np.maximum.accumulate([alone[n].value for n in rows] or [0.0]).tolist()
 
     @property
     def moving(self) -> float:
@@ -145,49 +117,56 @@ class StepTimes:
         return self.building.value + self.moving
 
     def add(self, n: int, rows: int, seconds: float, *, built: bool = False, captured: bool = False) -> None:
-        """A pass of `n` sequences with `rows` rows each took so long.
-
-        It `built` its graph, or was the first to find it and had it `captured`, or neither.
-        """
-        point = group, _ = group_of(n), rows
-        if (built or captured) and point in self._steady:
-            once = self.building if built else self.capturing
-            self._start.pop(id(once), None)
-            once.add(max(0.0, seconds - self.of(n, rows)))
+        """A pass took so long; it `built` its graph, or was the first to find it and had it `captured`."""
+        ratios = self._ratios.setdefault(group_of(n), {})
+        known = n in self._plain if rows == 1 else rows in ratios
+        if (built and n == 1) or captured:
+            if known:
+                once = self.building if built else self.capturing
+                once.add(max(0.0, seconds - self.of(n, rows)))
             return
-        if captured:
-            return
-        if built:  # as it always is where a state moves to another cell: that is counted apart
+        if built:  # as it always is where a state moves to another cell
             seconds = max(seconds / 2, seconds - self.building.value)
-        if n != group:  # what they took stands for what the group's largest would take
-            seconds *= self._single(group * rows) / self._single(n * rows)
-        means = self._means.setdefault(group, {})
-        if rows not in means or (not built and point not in self._steady):
-            means[rows] = Mean()  # what it took with a graph to build was better than nothing
-        if not built:
-            self._steady.add(point)
-        mean = means[rows]
-        before = mean.value
-        if not built and id(mean) in self._start and id(mean) not in self._since:
-            self._since.add(id(mean))
-            if seconds < HELD_UP * before:
-                mean.count = 0  # it begins anew
+        elif self.unconfirmed:
+            self._confirm(seconds / self.of(n, rows))
+        if rows == 1:
+            mean = self._plain.setdefault(n, Mean())
+        else:
+            mean, seconds = ratios.setdefault(rows, Mean()), seconds / self._plain_step(n)
+        if seconds < HELD_UP * mean.value:
+            mean.count = 0  # it begins anew
+        before, self._age = mean.value, self._age + 1
         mean.add(seconds)
-        self._age += 1
-        if self._age % REFRESH == 0 or abs(mean.value - before) > 0.02 * before:
-            self._work_out()
+        if self._age % REFRESH == 0 or abs(mean.value - before) > CHANGED * before:
+            self._known.clear()
+
+    def _confirm(self, ratio: float) -> None:
+        """The first step after the start takes so many times as long as expected."""
+        self.unconfirmed = False
+        if ratio < HELD_UP:
+            for mean in (self.building, self.capturing, *self._plain.values()):
+                mean.value *= ratio
+            self._known.clear()
 
     def of(self, n: int, rows: int) -> float:
         """Expected seconds for `n` sequences with `rows` rows each."""
         if (seconds := self._known.get((n, rows))) is None:
-            seconds, group = self._single(n * rows), group_of(n)
-            if group > 1 and (means := self._means.get(group)):
-                known = sorted(means)
-                seconds *= float(
-                    np.interp(rows, known, [means[r].value / self._single(group * r) for r in known])
-                )
-            self._known[n, rows] = seconds
+            seconds = self._known[n, rows] = self._work_out(n, rows)
         return seconds
+
+    def _work_out(self, n: int, rows: int) -> float:
+        plain = self._plain_step(n)
+        if rows == 1:
+            return plain
+        ratio, group = self._curve(n * rows) / self._curve(n), group_of(n)
+        if group > 1 and (ratios := self._ratios.get(group)):
+            known = [1, *sorted(ratios)]
+            factors = [
+                1.0,
+                *(ratios[r].value * self._curve(group) / self._curve(group * r) for r in known[1:]),
+            ]
+            ratio *= float(np.interp(rows, known, factors))
+        return plain * ratio
 
     def passes(self, lengths: list[int]) -> float:
         """Seconds of a call whose sequences bring these numbers of rows.
@@ -201,17 +180,104 @@ class StepTimes:
             done = length
         return seconds
 
-    def _single(self, rows: int) -> float:
-        known, values = self._curve
-        if not known:
-            return 1.0 + rows / 16  # nothing is known: a shape, no more
-        seconds = float(np.interp(rows, known, values))
-        if rows > known[-1] and len(known) > 1:
-            # rows get cheaper by the dozen, so the last stretch tells most; a wrong hope is soon corrected
+    def _plain_step(self, n: int) -> float:
+        if (mean := self._plain.get(n)) is not None:
+            return mean.value
+        if not self._plain:
+            return self._curve(n)
+        nearest = min(self._plain, key=lambda known: abs(known - n))
+        return self._plain[nearest].value * self._curve(n) / self._curve(nearest)
+
+    def _curve(self, rows: int) -> float:
+        """How many times a plain step of one sequence so many rows of it take."""
+        ratios = self._ratios.get(1)
+        if not ratios:
+            return 1.0 + (rows - 1) / 16  # nothing is known: a shape, no more
+        known = [1, *sorted(ratios)]
+        values = np.maximum.accumulate([1.0, *(ratios[r].value for r in known[1:])])
+        ratio = float(np.interp(rows, known, values))
+        if rows > known[-1]:  # rows get cheaper by the dozen, so the last stretch tells most
             middle = min(len(known) // 2, len(known) - 2)
             slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
-            seconds += max(0.0, slope) * (rows - known[-1])
-        return seconds
+            ratio += float(max(0.0, slope)) * (rows - known[-1])
+        return ratio
+
+
+class StepTimer:
+    """Books steps of `context` in `times`, and tells those that needed a graph from those that found one."""
+
+    def __init__(self, context: Context, times: StepTimes) -> None:
+        self.times = times
+        self.shape = (0, 0)
+        """Sequences and rows of the last step, for which there is a graph; (0, 0) where there is none."""
+        self._context = context
+        self._graphs_reused, self._skipped, self._built = context.graphs_reused, 0, False
+        """As of the last step that was booked; steps since; and whether that one built a graph."""
+
+    def skip(self) -> None:
+        """A step is not booked, which found its graph."""
+        self._skipped += 1
+
+    def book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
+        """A step of a shape, (0, 0) where it has none; `seconds` is None where they are not known. Whether it
+        built a graph, or had one captured."""
+        built, captured = self._graph(shape)
+        if shape != (0, 0) and seconds is not None:
+            self.times.add(*shape, seconds, built=built, captured=captured)
+        return built, captured
+
+    def _graph(self, shape: tuple[int, int]) -> tuple[bool, bool]:
+        reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
+        built = self._graphs_reused - reused < self._skipped + 1
+        captured = self._built and not (built or self._skipped)  # else a step between had it captured
+        self._built, self._skipped = built, 0
+        self.shape = shape
+        return built, captured
+
+    def start(self) -> None:
+        """What was computed before says nothing."""
+        self._graphs_reused, self._skipped = self._context.graphs_reused, 0
+
+    def rehearse(
+        self,
+        step: Callable[[int, int], float],
+        fits: Callable[[int, int], bool],
+        seconds: float,
+        clock: Callable[[], float],
+        prompt: tuple[int, float] | None = None,
+    ) -> None:
+        """Time steps of more and more rows, those that `fits` allows, in about so many seconds.
+
+        `step(n, rows)` computes one of `n` sequences with so many rows each, and says how long it took. A
+        `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
+        what many rows take than the difference of two.
+        """
+        shapes = [(1, rows) for rows in MEASURED] + [(n, rows) for n in MANY for rows in MEASURED[:3]]
+        shapes = [shape for shape in shapes if fits(*shape)]
+        deadline = clock() + seconds
+        took: dict[tuple[int, int], list[tuple[float, bool, bool]]] = {}
+        for turn in range(TURNS):
+            for shape in shapes:
+                if clock() <= deadline or (not turn and shape[1] <= MEASURED[1]):
+                    took.setdefault(shape, []).extend(
+                        (step(*shape), *self._graph(shape)) for _ in range(STEADY)
+                    )
+        steady = {
+            shape: min(found)
+            for shape, steps in took.items()
+            if (found := [seconds for seconds, built, captured in steps if not (built or captured)])
+        }
+        for index, once in ((1, self.times.building), (2, self.times.capturing)):
+            extra = [one[0] - least for shape, least in steady.items() for one in took[shape] if one[index]]
+            once.add(max(0.0, float(np.median(extra or [0.0]))))
+        for shape in took:
+            if shape in steady:
+                self.times.add(*shape, steady[shape])
+            else:  # each needs a graph, as where a state moves to another cell
+                self.times.add(*shape, min(took[shape])[0], built=True)
+        if prompt is not None:
+            self.times.add(1, *prompt)
+        self.times.unconfirmed = True
 
 
 def group_of(n: int) -> int:

@@ -190,7 +190,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
         drafter = speculator._drafters[0].drafter
         names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
         faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
-        faults += [(speculator._controller, "choose"), (speculator, "_requests"), (speculator, "_learn")]
+        faults += [(speculator._policy, "choose"), (speculator, "_requests"), (speculator, "_learn")]
         faults += [(states, "guard"), (states, "rollback")]
         for owner, name in faults:
             for index in CALLS[calls]:

@@ -95,7 +95,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
 
     monkeypatch.setattr(parts.runner, "launch", held_up)
     parts.warm_up()
-    times = parts.speculator._controller.times
+    times = parts.speculator._policy.times
     assert 0 < times.of(1, 1) < 0.02
     assert times.building.value < 0.02
     parts.close()

@@ -21,8 +21,7 @@ from qwen_serve.server.engine.planning.measured import Buffers, Measured, Record
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.settings import EngineSettings
-from qwen_serve.server.engine.speculation.timer import StepTimer
-from qwen_serve.server.engine.speculation.times import StepTimes
+from qwen_serve.server.engine.speculation.times import StepTimer, StepTimes
 from qwen_serve.server.engine.warmup import time_prompt
 from tests.server.engine.helpers import Request, ask_all, running
 
@@ -55,7 +54,7 @@ def test_the_next_start_measures_nothing(
         first = asyncio.run(ask_all(engine, [question]))
     assert measurings == ["prompt", "steps"]
     with caplog.at_level(logging.INFO), running(nano_q4_k_m, speculation="ngram") as engine:
-        assert engine._speculator.step_times().means
+        assert engine._speculator.step_times().ratios
         assert asyncio.run(ask_all(engine, [question])) == first
     assert measurings == ["prompt", "steps"], "once"
     assert "start: plan " in caplog.text

@@ -1,6 +1,6 @@
 """A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed.
 
-`python -m tests.server.engine.speculation.card` prints what the controller gains there, by acceptance.
+`python -m tests.server.engine.speculation.card` prints what the policy gains there, by acceptance.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from qwen_serve.server.engine.batch import Batch, Chunk, Placement
 from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from qwen_serve.server.engine.speculation.base import Draft, DraftRequest
-from qwen_serve.server.engine.speculation.controller import Controller
 from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
+from qwen_serve.server.engine.speculation.policy import Policy
 from qwen_serve.server.engine.speculation.speculator import Speculator
 from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.states import DeferredReads
@@ -224,13 +224,13 @@ class World:
         self.card = Card(table, build=build, capture=capture)
         self.states = States(self.card, snapshots, deepest if copies else 0)
         self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
-        self.controller = Controller(StepTimes())
+        self.policy = Policy(StepTimes())
         self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
             cast("Any", self.card),
             cast("Any", self.states),
             [*([self.ngram] if ngram else []), self.head],
-            self.controller,
+            self.policy,
             slots=SLOTS,
             most_rows=144,
             clock=self.card.clock,

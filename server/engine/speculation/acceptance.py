@@ -1,0 +1,81 @@
+"""How often drafted tokens were right, by depth."""
+
+from __future__ import annotations
+
+DEPTHS, MEMORY = 16, 32
+"""Tokens of a draft that are counted apart, since the first ones are right more often; and tries that are
+remembered of each, so that a text may change its character."""
+
+FADE = 0.03
+"""What fades of a depth that a draft did not come to, or with each draft of another drafter, so that it is
+tried again."""
+
+ASSUMED = 2
+"""Tries that an assumption counts for, and all that was learnt before a cooldown: few, as it may be wrong."""
+
+
+class Acceptance:
+    """How often drafted tokens of one kind were right if those before them were, by depth."""
+
+    __slots__ = ("_assumed", "_hits", "_right", "_total", "_tries")
+
+    def __init__(self, assumed: float) -> None:
+        self._assumed = assumed
+        self._hits: list[float] = []
+        self._tries: list[float] = []
+        self._right: list[float] = []
+        self._total: list[float] = []
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens was verified, the first `accepted` of which were right."""
+        tested = min(accepted + 1, drafted, DEPTHS)
+        missing = tested - len(self._tries)
+        self._hits += [0.0] * missing
+        self._tries += [0.0] * missing
+        for depth in range(len(self._tries)):
+            keep = 1 - (1 / MEMORY if depth < tested else FADE)
+            self._hits[depth] = keep * self._hits[depth] + (depth < min(tested, accepted))
+            self._tries[depth] = keep * self._tries[depth] + (depth < tested)
+        self._right.clear()
+
+    def fade(self) -> None:
+        """Another drafter had the step."""
+        self._keep([1 - FADE] * len(self._tries))
+
+    def retry(self) -> None:
+        """Have what comes next count for more than all that was."""
+        self._keep([min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries])
+
+    def _keep(self, shares: list[float]) -> None:
+        self._hits = [share * hits for share, hits in zip(shares, self._hits, strict=True)]
+        self._tries = [share * tries for share, tries in zip(shares, self._tries, strict=True)]
+        self._right.clear()
+
+    def all_right(self, n: int) -> float:
+        """The chance that `n` tokens are all right."""
+        self._work_out()
+        return self._right[min(n, DEPTHS) - 1]
+
+    def expected(self, n: int) -> float:
+        """Right tokens of a draft of `n`."""
+        if n <= 0:
+            return 0.0
+        self._work_out()
+        if n <= DEPTHS:
+            return self._total[n - 1]
+        last = min(0.9999, self._right[-1] / self._right[-2])  # from there on a geometric series
+        return self._total[-1] + self._right[-1] * last * (1 - last ** (n - DEPTHS)) / (1 - last)
+
+    def _work_out(self) -> None:
+        if self._right:
+            return
+        chance, right, total = self._assumed, 1.0, 0.0
+        self._total = []
+        for depth in range(DEPTHS):
+            if depth < len(self._tries):  # what is not known of a depth, the one before makes up for
+                hits, tries = self._hits[depth], self._tries[depth]
+                chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
+            right *= chance
+            total += right
+            self._right.append(right)
+            self._total.append(total)

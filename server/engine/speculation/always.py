@@ -1,0 +1,40 @@
+"""Drafts whenever it can: for tests, which want many drafts of any quality."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .policy import Option, Plan, Policy, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    from .base import Drafter
+
+
+class Always(Policy):
+    """Drafts as long as they can be, whatever they cost, and instant ones first."""
+
+    def cooldown(self, drafter: Drafter, n: int) -> int:
+        """None."""
+        return 0
+
+    def allowed(self, drafter: Drafter, n: int) -> set[str]:
+        """All of them."""
+        return set(drafter.kinds)
+
+    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+        """The longest drafts of the first drafter that has any, shortened alike where there is no room."""
+        free = min(step.room, step.most_rows - sum(step.pending))
+        each = max(0, free // len(step.pending))
+        for option in options:
+            lengths = [
+                min(limit, each) if kind else 0
+                for kind, limit in zip(option.kinds, option.limits, strict=True)
+            ]
+            if any(lengths):
+                return Plan(option.drafter, lengths)
+        return None
+
+    def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
+        """Nothing is held against anybody."""
