@@ -36,7 +36,7 @@ EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"
 class ServerProcess:
     """A server that was started, killed at the latest when its context ends; its log is read as it comes."""
 
-    module = "server"
+    module = "qwen_serve.server"
 
     def __init__(self, *arguments: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
