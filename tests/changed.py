@@ -27,7 +27,7 @@ ELSEWHERE = {
     ".dockerignore": "tests/test_packaging.py",
     "pyproject.toml": "tests/test_packaging.py",
     "setup.py": "tests/test_packaging.py",
-    "bench/checks": "tests/bench/test_conformance.py",
+    "bench/checks": "tests/server/test_conformance.py",
     "quant_recipes": "tests/convert/test_recipes.py",
     "start_server.sh": "tests/server/test_scripts.py",
     "stop_server.sh": "tests/server/test_scripts.py",
