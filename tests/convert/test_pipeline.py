@@ -217,6 +217,11 @@ def test_several_models_share_a_folder(checkpoint: Path, out: Path, tmp_path: Pa
     assert foreign.exists()
 
 
+def converting(checkpoint: Path, out: Path, *flags: str | Path) -> list[str | Path]:
+    convert = [sys.executable, "-m", "qwen_serve.convert"]
+    return [*convert, "--src", checkpoint, "--out", out, "--threads", "1", *flags]
+
+
 @pytest.mark.parametrize("after_s", slow_but([0.1], [0.0, 0.1, 0.2]))
 @pytest.mark.parametrize(
     "sent", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name
@@ -227,16 +232,7 @@ def test_an_interrupt_is_not_lost_in_callbacks(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 16000)  # more than is read before the signal
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "qwen_serve.convert",
-        "--src",
-        checkpoint,
-        "--out",
-        out,
-    ]
-    command += ["--threads", "1", *flags]
+    command = converting(checkpoint, out, *flags)
 
     def reading(process: subprocess.Popen[str]) -> None:
         assert seen("Importance matrix:")(process)
@@ -264,16 +260,7 @@ def test_llama_cpp_at_work_may_be_interrupted_too(
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 80)
     flags = ("--quant", "Q2_K", "--calibration", text, "--no-kld")
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "qwen_serve.convert",
-        "--src",
-        checkpoint,
-        "--out",
-        out,
-    ]
-    command += ["--threads", "1", *flags]
+    command = converting(checkpoint, out, *flags)
     interrupted(command, out, sent, seen(stage))
     base = (out / "Random-1B-F16.gguf").stat().st_mtime_ns
     run(checkpoint, out, *flags)

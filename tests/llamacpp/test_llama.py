@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -237,19 +238,7 @@ def test_padding_starts_after_the_last_real_token(vocab: Vocab) -> None:
 
 
 def test_with_cells_of_their_own_a_copy_is_made_in_the_next_decode(model: Model) -> None:
-    options = ContextOptions(
-        n_ctx=4 * 256,
-        n_seq=4,
-        n_batch=64,
-        n_ubatch=64,
-        n_outputs=8,
-        threads=1,
-        threads_batch=1,
-        flash_attn="off",
-        type_k="f32",
-        type_v="f32",
-        unified=False,
-    )
+    options = replace(OPTIONS, n_ctx=4 * 256, n_seq=4, n_outputs=8, unified=False)
     context = Context(model, options)
     try:
         assert (context.n_ctx, context.n_ctx_seq) == (1024, 256)
