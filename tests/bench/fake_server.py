@@ -3,19 +3,18 @@
 import asyncio
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from time import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
 
 from tests.bench.fake_model import FakeVocabulary, answer, continuation
+from tests.in_thread import ServedInThread
 
 Body = dict[str, Any]
 CONTEXT = 16384
@@ -84,43 +83,24 @@ class BadRequest(Exception):
         self.status = status
 
 
-class FakeServer:
+class FakeServer(ServedInThread):
     """``with FakeServer(Script()) as server: ... server.url``; ``server.requests``: (path, body) so far."""
 
     def __init__(self, script: Script | None = None, port: int = 0) -> None:
+        super().__init__(port)
         self.script = script or Script()
         self.vocabulary = FakeVocabulary()
         self.requests: list[tuple[str, Body]] = []
         self.running = self.peak = 0
-        self.url = ""
-        self._port = port
         self._seen: list[list[int]] = []
         self._on_connection: Counter[str] = Counter()
-        self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
-        )
 
     @property
     def connections(self) -> int:
         """How many clients have opened."""
         return len(self._on_connection)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._started.wait()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-        self._loop.close()
-
-    async def _serve(self) -> None:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=8 * 2**20, middlewares=[self._errors])
         app.router.add_get("/ping", self._ready)
         app.router.add_get("/health", self._ready)
@@ -131,14 +111,7 @@ class FakeServer:
         if self.script.tokenizer is not None:
             app.router.add_post("/tokenize", self._tokenize)
             app.router.add_post("/detokenize", self._detokenize)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self._port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._started.set()
-        await self._stop.wait()
-        await runner.cleanup()
+        return app
 
     @web.middleware
     async def _errors(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import ClientSession, web
+
+from tests.in_thread import ServedInThread
 
 Body = dict[str, Any]
 PASSED_ON = ("Content-Type", "X-Request-Id", "Content-Security-Policy")
@@ -31,41 +30,22 @@ class Break:
     request_ids: bool = True
 
 
-class Broken:
+class Broken(ServedInThread):
     """``with Broken(url, Break(...)) as server: ... server.url``."""
 
     def __init__(self, url: str, how: Break) -> None:
-        self.url = ""
+        super().__init__()
         self._upstream, self._how = url, how
-        self._loop = asyncio.new_event_loop()
-        self._started, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
-        )
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._started.wait()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-        self._loop.close()
-
-    async def _serve(self) -> None:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=16 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        app.cleanup_ctx.append(self._with_session)
+        return app
+
+    async def _with_session(self, _: web.Application) -> AsyncIterator[None]:
         async with ClientSession() as self._session:
-            self._started.set()
-            await self._stop.wait()
-        await runner.cleanup()
+            yield
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         how, path = self._how, request.path
