@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 ENV_PREFIX = "QWEN_"
 
 GONE = {
+    "draft_always": "what is drafted is always what pays",
     "max_connections_per_address": "a proxy in front bounds them, as deploy/nginx.conf does with limit_conn",
     "prefill_budget": "prefill_seconds says how long a step may read prompts",
     "prefix_shrinks": "the prefix cache is always as large as it is of use",

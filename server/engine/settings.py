@@ -197,8 +197,6 @@ class SpeculationSettings(Section, title="speculation"):
     """newest tokens of a sequence that the draft model looks back on, at least; at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """most tokens of a draft from the text"""
-    draft_always: bool = False
-    """draft as far as possible whenever possible, rather than by what pays"""
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
     mtp_window: int = Field(512, ge=1)
@@ -231,6 +229,8 @@ class CpuSettings(Section, title="CPU"):
 class ForcedSettings(Section, title="forced"):
     """What tests and measurements force; else the engine decides. No flag, variable or key has it."""
 
+    draft_always: bool = False
+    """draft as far as possible whenever possible, rather than by what pays"""
     prefill_budget: int = Field(0, ge=0)
     """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
     fastest of the start's measurement and the steps since"""
