@@ -6,7 +6,8 @@ One process a replica, each on a card of its own, behind vllm-router, which keep
 prefix together as long as the load allows, and sends what failed before it streamed to another replica. A
 replica that ends is started again. SIGTERM and Ctrl-C: the router takes no more and waits for what runs, then
 replicas end. SIGHUP: replicas are replaced one after the other, up to the first that does not come back: the
-others go on as they are. Other flags go to `python -m qwen_serve.server`.
+others go on as they are. SIGKILL of the launcher is SIGTERM for the router and all replicas (on Linux). Other
+flags go to `python -m qwen_serve.server`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
+
+from qwen_serve.common.children import sigterm_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,13 +72,19 @@ class Child:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """In a session of its own: Ctrl-C is for the launcher, which ends its children in order."""
+        """In a session of its own: Ctrl-C is for the launcher, which ends its children in order. Without a
+        launcher they end as well."""
         environment = dict(os.environ)
         if self.card is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.card
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, env=environment, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=sigterm_with_parent(),
             )
 
     @property

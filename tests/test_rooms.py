@@ -18,6 +18,7 @@ DOORS = ("llamacpp/",)
 """Everybody else takes typed objects from there, and exceptions for errors."""
 
 REASONS = {
+    "common/children.py": {"ctypes"},  # prctl, which Python does not have
     "bench/gates/perplexity.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
 }

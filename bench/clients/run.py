@@ -20,6 +20,7 @@ from qwen_serve.bench.clients.environment import cache_folder, install, version_
 from qwen_serve.bench.clients.snippets import Snippet, read_snippets
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.terminal import Table
+from qwen_serve.common.children import sigterm_with_parent
 
 TASKS = Path(__file__).parent / "tasks"
 ERROR = re.compile(r"(Error|Exception)\b[^:]*: \S")
@@ -153,6 +154,7 @@ def execute(
             stdout=out,
             stderr=err,
             start_new_session=True,
+            preexec_fn=sigterm_with_parent(),
         )
         status: int | None
         try:

@@ -34,6 +34,7 @@ from qwen_serve.bench.errors import BenchError, first_problem
 from qwen_serve.bench.servers.launch import PYTHON_PATH
 from qwen_serve.bench.store import manifests
 from qwen_serve.bench.terminal import Cell, Table
+from qwen_serve.common.children import sigterm_with_parent
 
 FOLDER = Path(__file__).parent
 Option = bool | int | float | str | list[str | int | float]
@@ -148,7 +149,9 @@ def experiment(
 def _run(words: Sequence[str]) -> str:
     """Run a part in a process of its own. Returns how it went."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qwen_serve.bench", *words], env={**os.environ, **PYTHON_PATH}
+        [sys.executable, "-m", "qwen_serve.bench", *words],
+        env={**os.environ, **PYTHON_PATH},
+        preexec_fn=sigterm_with_parent(),
     )
     try:
         status = process.wait()

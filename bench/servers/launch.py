@@ -15,6 +15,7 @@ from typing import Self
 import aiohttp
 
 from qwen_serve.bench.errors import BenchError
+from qwen_serve.common.children import sigterm_with_parent
 
 POLL_SECONDS = 0.1
 LOG_LINES = 12
@@ -112,6 +113,7 @@ class ServerProcess:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **self.environment},
                     start_new_session=True,
+                    preexec_fn=sigterm_with_parent(),
                 )
             except OSError as error:
                 raise StartError(f"{self.name}: cannot run {self.command[0]}: {error.strerror}") from error

@@ -14,6 +14,7 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.report.perplexity import positions
 from qwen_serve.bench.servers.launch import PYTHON_PATH
 from qwen_serve.bench.variants.plan import Plan
+from qwen_serve.common.children import sigterm_with_parent
 from qwen_serve.convert.chunks import CHUNK_SIZE
 from qwen_serve.server.variant import Variant
 
@@ -100,6 +101,7 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
             stdout=tables,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=sigterm_with_parent(),
         )
     assert process.stderr is not None
     try:

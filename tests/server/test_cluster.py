@@ -22,6 +22,7 @@ import pytest
 
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.cluster import Child, Cluster, main
+from tests.processes import ends, is_running
 
 REPLICAS = 4
 START_S = 180
@@ -285,6 +286,39 @@ def test_replacing_stops_at_the_first_that_does_not_come_back(
     finally:
         for each in (*replicas, router):
             each.end()
+
+
+LAUNCHER = """
+import pathlib, sys
+from qwen_serve.server.cluster import Child, Cluster
+folder, first = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+
+def child(name, port):
+    (log := folder / name).touch()
+    return Child(name, [sys.executable, "-c", sys.argv[3], str(port), str(folder / "none")], port, log)
+
+Cluster([child("worker-0", first), child("worker-1", first + 1)], child("router", first + 2)).run()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of its parent's death")
+def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
+    first = free_ports(3)
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(first), REPLICA]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pids: list[int] = []
+        for line in launcher.stdout:
+            pids += map(int, re.findall(r"(?:worker-\d|router) +\S+ +\d+ +(\d+) +ready", line))
+            if "serving on" in line:
+                break
+        launcher.kill()
+    assert len(pids) == 3
+    try:
+        assert all(map(ends, pids)), "they run without a launcher"
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_cards_must_be_as_many_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:

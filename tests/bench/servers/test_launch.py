@@ -1,13 +1,15 @@
 """Servers are started, awaited and stopped with their children, whatever happens in between."""
 
 import asyncio
+import signal
+import subprocess
 import sys
 from pathlib import Path
-from time import sleep
 
 import pytest
 
 from qwen_serve.bench.servers.launch import ServerProcess, StartError, free_port
+from tests.processes import ends, is_running
 
 SERVER = """
 import http.server, subprocess, sys
@@ -42,22 +44,6 @@ def child_of(server: ServerProcess) -> int:
     return int(server.tail().split("child ")[1].split()[0])
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def ends(pid: int) -> bool:
-    """Whether it is gone within twenty seconds: a signal takes a moment to arrive."""
-    for _ in range(1000):
-        if not is_running(pid):
-            return True
-        sleep(0.02)
-    return False
-
-
 async def test_start_and_stop(tmp_path: Path) -> None:
     async with process(tmp_path) as server:
         assert server.running
@@ -67,6 +53,31 @@ async def test_start_and_stop(tmp_path: Path) -> None:
     assert not server.running
     assert ends(child), "children go too"
     await server.stop()  # a second time is nothing
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from qwen_serve.bench.servers.launch import ServerProcess, free_port
+
+async def main():
+    port = free_port()
+    command = [sys.executable, "-c", sys.argv[2], str(port)]
+    url, log = f"http://127.0.0.1:{port}", Path(sys.argv[1])
+    async with ServerProcess("fake", command, url, ready_path="/ready", log=log) as server:
+        print(server._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of its parent's death")
+def test_a_killed_parent_takes_the_server_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "log"), SERVER.replace("600", "0")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert ends(int(done.stdout))
 
 
 async def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
