@@ -41,9 +41,11 @@ ENV_PREFIX = "QWEN_"
 GONE = {
     "draft_always": "what is drafted is always what pays",
     "max_connections_per_address": "a proxy in front bounds them, as deploy/nginx.conf does with limit_conn",
+    "mtp_window": "draft_window says how far any drafter looks back",
     "prefill_budget": "prefill_seconds says how long a step may read prompts",
     "prefix_shrinks": "the prefix cache is always as large as it is of use",
     "sampling": "sampling_defaults says how tokens are chosen; where, the engine decides",
+    "tokenizer_cache": "the ids of long texts are always kept, up to a million tokens",
 }
 """Settings that there were -> what is there instead."""
 

@@ -65,6 +65,9 @@ WARM_UP_TOKENS_CPU = 32
 DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
 """Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
 
+TOKENIZER_CACHE = 2**20
+"""Tokens of long texts whose ids are kept for when they come again: some 10 MiB."""
+
 STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "snapshots")
 """What the layout of a saved state depends on."""
 
@@ -289,7 +292,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     # without a GPU this thread's own time: programs beside it hold up long steps more often than short ones
     clock = perf_counter if plan.on_gpu else thread_time
     ids = SequenceIds.of(settings)
-    vocab = Vocab(model, settings.tokenizer_cache)
+    vocab = Vocab(model, cached=TOKENIZER_CACHE)
     grammars = GrammarCompiler(partial(llguidance_tokenizer, model), model.eos, vocab.added_tokens)
     cut = _chunk(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
     copied = _longest_draft(plan) if plan.on_gpu else 0

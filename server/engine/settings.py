@@ -132,8 +132,6 @@ class SchedulerSettings(Section, title="scheduler"):
     remember: bool = True
     """keep what a start finds out (seconds of steps, sizes of buffers) for the next one with the same card,
     driver, build, model and settings, in files of the cache folder"""
-    tokenizer_cache: int = Field(2**20, ge=0)
-    """tokens of long texts whose ids are kept for when they come again, some 10 MiB for a million; 0: none"""
 
     @model_validator(mode="after")
     def _a_token_for_each_sequence(self) -> Self:
@@ -194,14 +192,12 @@ class SpeculationSettings(Section, title="speculation"):
     draft_model: Path | None = None
     """GGUF file of a model that drafts for this one: a block drafter (DFlash), whose kind is read from it"""
     draft_window: int = Field(512, ge=1)
-    """newest tokens of a sequence that the draft model looks back on, at least; at most twice as many"""
+    """newest tokens of a sequence that the MTP head or the draft model reads before its first draft; their
+    hidden states wait in memory. A draft model looks back on twice as many at most"""
     draft_max: int = Field(255, ge=1)
     """most tokens of a draft from the text"""
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
-    mtp_window: int = Field(512, ge=1)
-    """most tokens that the MTP head reads before its first draft for a sequence; their hidden states wait in
-    host memory"""
     snapshots: int = Field(-1, ge=-1)
     """rejected tokens that a lone sequence can take back without a copy of its state; each takes the memory
     of a recurrent state. -1: 8 with the MTP head, as many as a draft model's block has tokens, or what fits;

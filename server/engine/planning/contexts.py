@@ -45,7 +45,7 @@ def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
 def mtp_cells(settings: EngineSettings) -> int:
     """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
     and a draft needs no more than what came last."""
-    each = max(MTP_SPAN, 2 * settings.mtp_window)
+    each = max(MTP_SPAN, 2 * settings.draft_window)
     return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
 
 

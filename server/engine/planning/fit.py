@@ -354,7 +354,7 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         if settings.deterministic:  # of the running sequences
             cells = cells // len(SequenceIds.of(settings)) * settings.parallel
         found.append(f"ctx_size={cells}")
-    sizes = {"mtp_window": 1, "prefix_checkpoints": 1, "parallel": 1, "prefix_host_mib": 0}
+    sizes = {"draft_window": 1, "prefix_checkpoints": 1, "parallel": 1, "prefix_host_mib": 0}
     for name, least in sizes.items():
         if (value := most(name, least, getattr(settings, name))) >= least:
             found.append(f"{name}={value}")

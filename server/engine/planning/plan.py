@@ -244,7 +244,7 @@ def arrange(
         holder_of(spec.n_blocks - 1).add(spec.mtp, settings, cells)
         host.cells += CELL_ENTRY * cells
         host.hidden += host_bytes(
-            settings.parallel, settings.prefix_checkpoints, settings.mtp_window, spec.n_embd
+            settings.parallel, settings.prefix_checkpoints, settings.draft_window, spec.n_embd
         )
     if (draft := spec.draft) is not None:
         cells = draft_cells(settings, draft)

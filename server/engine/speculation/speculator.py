@@ -544,10 +544,10 @@ def build_speculator(
         drafters.append(
             MtpDrafter(
                 head,
-                settings.mtp_window,
+                settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                span=max(settings.mtp_window + 1, head.n_ctx // settings.parallel),
+                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel),
                 # where the host reads the rows, it computes them, too, and one that counts for nothing costs
                 widest=WIDEST if head.samplers.active else 0,
             )

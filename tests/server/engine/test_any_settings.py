@@ -135,7 +135,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "head only, few rows, few cells": {
         "parallel": 20,
         "speculation": "mtp",
-        "mtp_window": 8,
+        "draft_window": 8,
         "draft_max": 1,
         "draft_always": True,
         "prefix_cells": 50,

@@ -26,7 +26,7 @@ from qwen_serve.server.engine import EngineSettings
         ("prefill_seconds", 0),
         ("prefill_seconds", float("inf")),
         ("draft_max", 0),
-        ("mtp_window", 0),
+        ("draft_window", 0),
         ("mixed_steps", True),
         ("flash_attn", "maybe"),
         ("sampling", "gpu"),

@@ -290,16 +290,16 @@ def test_host_memory_for_checkpoints_is_planned_too(card: Any) -> None:
 
 def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> None:
     card(200 * GIB)
-    wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "mtp_window": 2**21}
-    with pytest.raises(DoesNotFit, match=r"CPU: .*mtp_window=\d+") as caught:
+    wanted: dict[str, Any] = {"speculation": "mtp", "parallel": 64, "draft_window": 2**21}
+    with pytest.raises(DoesNotFit, match=r"CPU: .*draft_window=\d+") as caught:
         four_b_plan(**wanted)
     assert re.search(r"hidden states for drafters +- +40.\d GiB", str(caught.value))
-    suggested = re.search(r"mtp_window=(\d+)", str(caught.value))
+    suggested = re.search(r"draft_window=(\d+)", str(caught.value))
     assert suggested
     window = int(suggested[1])
-    four_b_plan(**{**wanted, "mtp_window": window})
+    four_b_plan(**{**wanted, "draft_window": window})
     with pytest.raises(DoesNotFit):
-        four_b_plan(**{**wanted, "mtp_window": window + 1})
+        four_b_plan(**{**wanted, "draft_window": window + 1})
 
 
 @pytest.mark.parametrize("cells", [99_999_999_999, 30_000_000])

@@ -51,7 +51,7 @@ ON_GPU = [
 def test_the_plan_is_what_llama_cpp_allocates(
     nano_q4_k_m: Path, nano_draft_q4_k_m: Path, changes: dict[str, Any]
 ) -> None:
-    beside = {"draft_model": nano_draft_q4_k_m} if "draft_window" in changes else {}
+    beside = {"draft_model": nano_draft_q4_k_m} if changes.get("speculation") == "draft" else {}
     wanted = decided(nano_q4_k_m, **changes, **beside)
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     by_head = uses_mtp(plan.settings, plan.spec)

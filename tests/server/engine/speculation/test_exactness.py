@@ -91,7 +91,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "both": {"speculation": "both", "draft_always": True},
     "what pays": {"speculation": "both"},
     "heard now and then": {"speculation": "both", "draft_always": True},
-    "a narrow window": {"speculation": "mtp", "draft_always": True, "mtp_window": 20, "batch_size": 64},
+    "a narrow window": {"speculation": "mtp", "draft_always": True, "draft_window": 20, "batch_size": 64},
     "scripted": {"speculation": "ngram", "draft_always": True},
     "scripted, small steps": {
         "speculation": "ngram",

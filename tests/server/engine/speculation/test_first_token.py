@@ -28,11 +28,11 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter": {"speculation": "draft"},
     "drafter and head": {"speculation": "both"},
 }
-OPTIONS: dict[str, Any] = {"draft_always": True, "draft_max": 15, "mtp_window": WINDOW}
+OPTIONS: dict[str, Any] = {"draft_always": True, "draft_max": 15, "draft_window": WINDOW}
 
 
 def options(mix: str, draft: Path, parallel: int = 1) -> dict[str, Any]:
-    beside = {} if mix == "head" else {"draft_model": draft, "draft_window": WINDOW}
+    beside = {} if mix == "head" else {"draft_model": draft}
     return {**EXACT, **OPTIONS, **MIXES[mix], **beside, "parallel": parallel}
 
 

@@ -29,7 +29,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "scripted": {"speculation": "ngram", "snapshots": 20},
     "text": {"speculation": "ngram", "snapshots": 6, "draft_max": 6},
     "head": {"speculation": "mtp", "mtp_depth": 3, "snapshots": 3},
-    "both": {"speculation": "both", "mtp_depth": 6, "snapshots": 4, "draft_max": 12, "mtp_window": 30},
+    "both": {"speculation": "both", "mtp_depth": 6, "snapshots": 4, "draft_max": 12, "draft_window": 30},
     "on the device": {"speculation": "mtp", "mtp_depth": 4, "snapshots": 4, "sampling": "device"},
 }
 
