@@ -25,6 +25,8 @@ TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "chat_template.jinja",
     "README.md",
 )
+PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""How pictures are prepared; the second wins, where newer checkpoints have it nested."""
 
 
 @dataclass(frozen=True)

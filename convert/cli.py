@@ -21,6 +21,7 @@ from qwen_serve.convert.search import Target
 from qwen_serve.convert.search.target import parse_size, spell_size
 from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
+from qwen_serve.convert.vision import VISION_TYPES
 from qwen_serve.convert.whole_model import WholeModel
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
@@ -45,6 +46,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+  mmproj-<name>-F16.gguf    its vision tower, of a checkpoint that has one and says how pictures are prepared
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
   <name>.stages.json        which of these are finished, what each was made from, and how long it took
@@ -104,7 +106,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         recipes=recipes,
         search=search,
         command=_command(search, source.title, arguments),
-        outtype=arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE),
+        outtype=(outtype := arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE)),
+        vision=(arguments.mmproj_outtype or outtype) if arguments.vision else None,
         calibration=arguments.calibration,
         keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
@@ -269,6 +272,16 @@ def _parser() -> argparse.ArgumentParser:
         choices=FLOAT_TYPES,
         help="type of the whole model's file, from which the rest is made "
         f"({DEFAULT_OUTTYPE}; a GGUF has its own)",
+    )
+    how.add_argument(
+        "--mmproj-outtype",
+        metavar="TYPE",
+        type=str.upper,
+        choices=VISION_TYPES,
+        help=f"type of the vision tower's matrices: {', '.join(VISION_TYPES)} (the whole model's)",
+    )
+    how.add_argument(
+        "--no-vision", dest="vision", action="store_false", help="leave the vision tower where it is"
     )
     how.add_argument(
         "--keep-vocab",

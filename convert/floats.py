@@ -1,9 +1,10 @@
-"""Conversions between F32, F16 and BF16; numpy has no bfloat16, so BF16 arrays are uint16 bit patterns."""
+"""Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16: its arrays are uint16 bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +23,10 @@ _EXPONENT: dict[str, np.uint16 | np.uint32] = {
 """The bits of a type that are all set in infinities and NaN, and only there."""
 
 
+Q8_0_BLOCK = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0][0]
+"""Elements that share a scale; they lie in one row."""
+
+
 class RangeError(ValueError):
     """A finite value is too large for the target type."""
 
@@ -36,16 +41,19 @@ def first_not_finite(values: Array, kind: str) -> int | None:
 
 
 def convert(values: Array, source: str, target: str) -> Array:
-    """Converts between the types named F32, F16, BF16, to nearest, ties to even.
+    """Converts between the types named F32, F16, BF16, to nearest, ties to even; or from them to Q8_0, whose
+    blocks come as bytes.
 
     Raises:
-        RangeError: a finite value overflows F16 or BF16.
+        RangeError: a finite value overflows F16 or BF16, or the scale of its block does.
     """
     if source == target:
         return values
     if target == "F16":
         return _bf16_to_f16(values) if source == "BF16" else _f32_to_f16(values)
     f32 = to_f32(values, source)
+    if target == "Q8_0":
+        return _f32_to_q8_0(f32)
     return f32 if target == "F32" else _f32_to_bf16(f32)
 
 
@@ -63,6 +71,16 @@ def _f32_to_f16(values: Array) -> Array:
         half = values.astype(np.float16)
     _check_range(values, np.isinf(half), "F16's largest value, 65504")
     return half
+
+
+def _f32_to_q8_0(values: npt.NDArray[np.float32]) -> Array:
+    with np.errstate(over="ignore"):
+        blocks: Array = gguf.quants.quantize(values.reshape(-1, Q8_0_BLOCK), gguf.GGMLQuantizationType.Q8_0)
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16)
+    _check_range(
+        values, np.repeat(np.isinf(scales.reshape(-1)), Q8_0_BLOCK), "what Q8_0's scales reach, 8.3e6"
+    )
+    return blocks.reshape(-1)
 
 
 def _check_range(values: Array, infinite: npt.NDArray[np.bool_], largest: str) -> None:

@@ -96,7 +96,7 @@ def _write_head(writer: gguf.GGUFWriter, path: Path, plan: TensorPlan) -> int:
         writer.add_tensor_info(
             tensor.name,
             tensor.shape,
-            NUMPY_TYPES[tensor.type],
+            NUMPY_TYPES["F32"],  # of bytes, gguf would take the shape for one of blocks
             tensor.nbytes,
             raw_dtype=gguf.GGMLQuantizationType[tensor.type],
         )
@@ -146,9 +146,8 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
         n = tensor.n_elements
         # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, do neither
         step = n if tensor.reorder or tensor.compute else CHUNK_ELEMENTS
-        itemsize = NUMPY_TYPES[tensor.type].itemsize
         for start in range(0, n, step):
-            yield _Job(tensor, start, min(step, n - start), position + start * itemsize)
+            yield _Job(tensor, start, min(step, n - start), position + tensor.n_bytes(start))
         position += _padded(tensor.nbytes)
 
 
@@ -161,17 +160,19 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
         values, dtype = tensor.compute(to_f32(values, dtype), config), "F32"
     written = 0
     for start in range(0, job.count, CHUNK_ELEMENTS):
+        given = values[start : start + CHUNK_ELEMENTS]
+        if tensor.type != "I64" and (place := first_not_finite(given, dtype)) is not None:
+            does = "becomes" if tensor.compute else "holds"
+            raise not_finite(
+                f"{stored.path}: tensor {stored.name} {does} {to_f32(given[place : place + 1], dtype)[0]}"
+            )
         try:
-            piece = convert(values[start : start + CHUNK_ELEMENTS], dtype, tensor.type)
+            piece = convert(given, dtype, tensor.type)
         except RangeError as error:
             wider = "BF16 or F32" if tensor.type == "F16" else "F32"
             raise CheckpointError(
                 f"{stored.path}: tensor {stored.name}: {error}; convert with --outtype {wider}"
             ) from None
-        if tensor.type != "I64" and (place := first_not_finite(piece, tensor.type)) is not None:
-            found = to_f32(values[start + place : start + place + 1], dtype)[0]
-            does = "becomes" if tensor.compute else "holds"
-            raise not_finite(f"{stored.path}: tensor {stored.name} {does} {found}")
         _pwrite(fd, piece, job.position + written)
         written += piece.nbytes
     return written

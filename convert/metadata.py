@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from qwen_serve.convert.tensors import FloatType, TensorPlan
     from qwen_serve.convert.vocab import Vocab
 
-FILE_TYPES: dict[FloatType, gguf.LlamaFileType] = {
+FILE_TYPES: dict[str, gguf.LlamaFileType] = {
     "F32": gguf.LlamaFileType.ALL_F32,
     "F16": gguf.LlamaFileType.MOSTLY_F16,
     "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 
 RATIO_OF_ONE = 1e-6
 
 
-def add_general(writer: gguf.GGUFWriter, folder: Path, source: Source, plan: TensorPlan) -> None:
+def add_general(
+    writer: gguf.GGUFWriter,
+    folder: Path,
+    source: Source,
+    plan: TensorPlan,
+    kind: str = gguf.GGUFType.MODEL,
+) -> None:
     """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
     counts = plan.parameter_counts
     metadata = gguf.Metadata.load(model_path=folder, total_params=counts.total)
@@ -55,7 +62,7 @@ def add_general(writer: gguf.GGUFWriter, folder: Path, source: Source, plan: Ten
         # gguf 0.19.0 looks for its own spelling only
         generation = read_json(folder / "generation_config.json")
         metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
-    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_type(kind)
     metadata.set_gguf_meta_model(writer)
 
 

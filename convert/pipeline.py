@@ -5,6 +5,7 @@
     F16 + calibration -> <name>.imatrix.gguf
     F16 + imatrix     -> <name>-<QUANT>.gguf
     F16 + evaluation  -> <name>-<QUANT>.json
+    checkpoint        -> mmproj-<name>-F16.gguf, where it sees
 
 and for a searched recipe, which is then quantized and reported like any other:
 
@@ -18,7 +19,7 @@ Quants share all that does not bear their name. A recipe that prunes layers, and
 from __future__ import annotations
 
 import shlex
-import time
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,11 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.imatrix import collect_imatrix
+from qwen_serve.convert.mmproj import Mmproj, left_out
 from qwen_serve.convert.prune import kept_layers, label
 from qwen_serve.convert.prune_vocab import kept_tokens
 from qwen_serve.convert.prune_vocab import label as vocab_label
 from qwen_serve.convert.quantize import quantize
-from qwen_serve.convert.recipes import Evidence
 from qwen_serve.convert.report import Report, print_report, write_report
 from qwen_serve.convert.search import (
     SEARCH_VERSION,
@@ -41,6 +42,7 @@ from qwen_serve.convert.search import (
     Target,
     as_recipe,
     check_reach,
+    evidence_of,
     is_record,
     print_found,
     search,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.convert.source import Source
+    from qwen_serve.convert.vision import VisionType
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
 CONVERTER_VERSION = 2
@@ -80,6 +83,7 @@ class Options:
     search: Target | None = None
     command: str = ""  # that makes a searched recipe again, for its evidence
     outtype: FloatType = "F16"
+    vision: VisionType | None = "F16"  # of the tower's matrices; None leaves it out
     calibration: Path | None = None
     keep_vocab: int | None = None
     use_imatrix: bool = True
@@ -116,10 +120,13 @@ class Pipeline:
         self._models: list[Path] = []  # those asked for, as far as they are there
         if options.calibration is not None and not options.calibration.is_file():
             raise ConvertError(f"--calibration {options.calibration}: no such file")
+        self._mmproj: Mmproj | None = None
         self._kept_tokens: dict[int | None, NDArray[np.int64] | None] = {None: None}
         if isinstance(model, WholeModel):
             self._check_given(model)
             return
+        if options.vision is not None:
+            self._mmproj = Mmproj.find(model, source, options.out, options.name, options.vision)
         self._kept = {r.layers: kept_layers(model.config, r.layers) for r in options.recipes.values()}
         self._kept[()] = tuple(range(model.config.n_layers))
         counts = [self._cut(recipe).tokens for recipe in (None, *options.recipes.values())]
@@ -158,6 +165,10 @@ class Pipeline:
                 self._make_quant(name, recipe)
             if options.search is not None:
                 self._make_searched(options.search)
+            if self._mmproj is not None:
+                self._mmproj.make(self._record, self._model_fingerprint)
+            elif options.vision and isinstance(self._model, Checkpoint) and (why := left_out(self._model)):
+                print(why, file=sys.stderr)
         print("to serve:" if len(self._models) == 1 else "to serve one of them:")
         for path in self._models:
             print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
@@ -314,7 +325,7 @@ class Pipeline:
             made_from=self._measured_from(cut),
             runtime=options.runtime,
         )
-        evidence = self._evidence(found)
+        evidence = evidence_of(found, options.command, self._source.title)
         recipe = as_recipe(found, f"searched: {target.label.removeprefix('auto-')}", evidence)
         recipe = recipe.model_copy(update={"imatrix": options.use_imatrix})
         self._make_quant(target.label, recipe)
@@ -341,24 +352,6 @@ class Pipeline:
             "report": record.seconds([Output(file.path.with_suffix(".json"), "")]),
         }
         return {stage: seconds for stage, seconds in took.items() if seconds}
-
-    def _evidence(self, found: Found) -> Evidence:
-        return Evidence(
-            command=self._options.command,
-            date=time.strftime("%Y-%m-%d", time.gmtime()),
-            source=self._source.title,
-            llama_cpp_python=LLAMA_VERSION,
-            bytes=found.n_bytes,
-            bits_per_weight=round(found.bits_per_weight, 4),
-            predicted=found.predicted,
-            measured=found.reading.mean,
-            prediction_error=round(found.prediction_error, 4),
-            left_out_error=round(found.left_out, 4),
-            probes=found.probes,
-            probe_tokens=found.tokens,
-            search_seconds=round(found.seconds, 1),
-            decode_ms=found.milliseconds,
-        )
 
     def _make_report(
         self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
@@ -428,6 +421,8 @@ class Pipeline:
             elements = self._n_elements(self._cut(None))
             path = self._path(f"{self._name(options.search.label, None)}.gguf")
             yield Output(path, ""), int(elements * MOST_BITS / 8) + HEADER_ROOM
+        if self._mmproj is not None:
+            yield self._mmproj.output(self._model_fingerprint), self._mmproj.n_bytes
 
     def _beside(self) -> Iterator[Path]:
         """Small files that will be written."""

@@ -14,13 +14,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from qwen_serve.convert.checkpoint import INDEX, TEXT_FILES
+from qwen_serve.convert.checkpoint import INDEX, PREPROCESSOR_FILES, TEXT_FILES
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import size
 from qwen_serve.convert.tensors import FLOAT_TYPES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-PATTERNS = (*TEXT_FILES, INDEX, "*.safetensors", "LICENSE*")
+PATTERNS = (*TEXT_FILES, *PREPROCESSOR_FILES, INDEX, "*.safetensors", "LICENSE*")
 
 
 @dataclass(frozen=True)

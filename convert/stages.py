@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+MMPROJ = "mmproj-"
+"""What llama.cpp puts before a model's name for the file of its vision tower."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """As `common.files.replacing`; an error names `path`, too, and not what is written in its place."""
@@ -100,8 +104,9 @@ class StageRecord:
     def locked(cls, folder: Path, name: str, *, force: bool) -> Iterator[StageRecord]:
         """That of `name` in `folder`, whose lock is held; with `force` nothing counts as finished."""
         with locked(folder / ".convert.lock"):
-            for stale in folder.glob(f".{glob.escape(name)}[-.]*{files.PART}"):
-                shutil.rmtree(stale, ignore_errors=True)  # left behind by a run that was killed
+            for prefix in ("", MMPROJ):
+                for stale in folder.glob(f".{prefix}{glob.escape(name)}[-.]*{files.PART}"):
+                    shutil.rmtree(stale, ignore_errors=True)  # left behind by a run that was killed
             record = cls(folder / f"{name}.stages.json")
             record._force = force
             yield record

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+import gguf
+
 from qwen_serve.convert.config import FULL, Experts, ModelConfig
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.experts import find_experts
 from qwen_serve.convert.prune_vocab import kept_rows
-from qwen_serve.convert.safetensors import NUMPY_TYPES, WEIGHT_TYPES, StoredTensor, TensorSource
+from qwen_serve.convert.safetensors import WEIGHT_TYPES, StoredTensor, TensorSource
 from qwen_serve.convert.transforms import (
     Transform,
     add_one,
@@ -231,8 +233,8 @@ class PlannedTensor:
     name: str
     stored: TensorSource
     shape: Shape
-    type: FloatType | Literal["I64"]
-    """I64 where the source is in it, too: a table."""
+    type: FloatType | Literal["Q8_0", "I64"]
+    """I64 where the source is in it, too: a table. Q8_0 where rows are whole blocks."""
     reorder: Transform | None
     compute: Transform | None
 
@@ -242,7 +244,12 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.n_elements * NUMPY_TYPES[self.type].itemsize
+        return self.n_bytes(self.n_elements)
+
+    def n_bytes(self, count: int) -> int:
+        """That `count` elements take, whole blocks of them."""
+        elements, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
+        return int(count // elements * n_bytes)
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def _split(value: str | None) -> list[str]:
 
 
 def find_model(path: Path) -> Path:
-    """The GGUF that `path` is or, for a folder, holds; importance matrices do not count.
+    """The GGUF that `path` is or, for a folder, holds; importance matrices and vision towers do not count.
 
     Raises ValueError where there is none, or more than one to choose from.
     """
@@ -231,7 +231,11 @@ def find_model(path: Path) -> Path:
         if HUB_ID.fullmatch(str(path)):
             raise ValueError(f"{path} does not exist; {_conversion(str(path), path.name)}")
         raise ValueError(f"{path} does not exist")
-    models = sorted(file for file in path.glob("*.gguf") if not file.name.endswith(".imatrix.gguf"))
+    models = sorted(
+        file
+        for file in path.glob("*.gguf")
+        if not file.name.startswith("mmproj-") and not file.name.endswith(".imatrix.gguf")
+    )
     if not models and (path / "config.json").is_file():
         raise ValueError(f"{path} is a checkpoint, not a GGUF; {_conversion(str(path), path.resolve().name)}")
     if not models:

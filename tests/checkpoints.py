@@ -15,6 +15,16 @@ from qwen_serve.convert.safetensors import write_file
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
 EXPERTS, EXPERTS_USED, EXPERT_FFN, SHARED_FFN = 6, 2, 32, 96
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, CONV = 2, 6, 32, 4  # three value heads a key head: an order of its own
+VISION_HIDDEN, VISION_FFN, VISION_DEPTH, PATCH, POSITIONS = 32, 80, 2, 4, 36  # rows of 80: no whole blocks
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": 2,
+    "patch_size": PATCH,
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "temporal_patch_size": 2,
+}
 VOCAB = 320
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
@@ -39,13 +49,15 @@ def write_checkpoint(
     tied: bool = True,
     nested: bool = True,
     experts: Layout | None = None,
+    vision: bool = False,
     dtype: str = "BF16",
     seed: int = 0,
 ) -> Path:
     """Writes two shards, index, config, tokenizer and generation config; returns `folder`.
 
     `nested` is the official Qwen3_5ForConditionalGeneration, a vision tower beside the text model; without
-    it the text model stands alone, as Qwen3_5ForCausalLM. With `experts` it is a Qwen3_5Moe.
+    it the text model stands alone, as Qwen3_5ForCausalLM. With `experts` it is a Qwen3_5Moe. With `vision`
+    the tower is a whole one, and a preprocessor configuration makes it usable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "model.language_model." if nested else "model."
@@ -57,10 +69,15 @@ def write_checkpoint(
         tensors += _mtp_tensors(dtype, seed, experts)
     if mtp_embedding:
         tensors.append(_matrix("mtp.embed_tokens.weight", (VOCAB, HIDDEN), dtype, seed))
-    if nested:
+    if vision:
+        tensors += _vision_tensors(dtype, seed)
+    elif nested:
         tensors += [_matrix("model.visual.patch_embed.proj.weight", (8, 3, 2, 2, 2), dtype, seed)]
     _write_shards(folder, tensors)
     _write_json(folder / "config.json", model_config(layers, mtp, tied, nested, experts is not None))
+    if vision:
+        edit_json(folder / "config.json", vision_config=vision_config(experts is not None))
+        _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     _write_json(folder / "generation_config.json", {"temperature": 0.7, "top_p": 0.8, "top_k": 20})
     write_tokenizer(folder)
     return folder
@@ -183,6 +200,48 @@ def _linear_attention(prefix: str, dtype: str, seed: int) -> list[Tensor]:
         _matrix(f"{prefix}linear_attn.A_log", (VALUE_HEADS,), "F32", seed),
         _matrix(f"{prefix}linear_attn.norm.weight", (LINEAR_DIM,), "F32", seed),
     ]
+
+
+def _vision_tensors(dtype: str, seed: int) -> list[Tensor]:
+    wide, merged = VISION_HIDDEN, 4 * VISION_HIDDEN
+    layers: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj": (wide, 3, 2, PATCH, PATCH),
+        "merger.norm": (wide,),
+        "merger.linear_fc1": (merged, merged),
+        "merger.linear_fc2": (HIDDEN, merged),
+    }
+    for i in range(VISION_DEPTH):
+        layers |= {
+            f"blocks.{i}.norm1": (wide,),
+            f"blocks.{i}.attn.qkv": (3 * wide, wide),
+            f"blocks.{i}.attn.proj": (wide, wide),
+            f"blocks.{i}.norm2": (wide,),
+            f"blocks.{i}.mlp.linear_fc1": (VISION_FFN, wide),
+            f"blocks.{i}.mlp.linear_fc2": (wide, VISION_FFN),
+        }
+    shapes = {f"{name}.weight": shape for name, shape in layers.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+    shapes["pos_embed.weight"] = (POSITIONS, wide)
+    return [_matrix(f"model.visual.{name}", shape, dtype, seed) for name, shape in shapes.items()]
+
+
+def vision_config(experts: bool = False) -> dict[str, Any]:
+    """The `vision_config` of a checkpoint that sees."""
+    return {
+        "model_type": "qwen3_5_moe" if experts else "qwen3_5",
+        "deepstack_visual_indexes": [],
+        "depth": VISION_DEPTH,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": VISION_HIDDEN,
+        "in_channels": 3,
+        "intermediate_size": VISION_FFN,
+        "num_heads": 2,
+        "num_position_embeddings": POSITIONS,
+        "out_hidden_size": HIDDEN,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
 
 
 def _matrix(name: str, shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from qwen_serve.convert.progress import duration
 from qwen_serve.convert.recipes import Evidence, Override, Recipe
 from qwen_serve.convert.search.groups import Type, patterns
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +34,26 @@ FILE_TYPES = {
     Type.Q8_0: "Q8_0",
 }
 """What a file is called most of whose matrices are of a type; every matrix has an override."""
+
+
+def evidence_of(found: Found, command: str, source: str) -> Evidence:
+    """What was measured of a recipe; `command`: that makes it again, `source`: of which model."""
+    return Evidence(
+        command=command,
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        source=source,
+        llama_cpp_python=LLAMA_VERSION,
+        bytes=found.n_bytes,
+        bits_per_weight=round(found.bits_per_weight, 4),
+        predicted=found.predicted,
+        measured=found.reading.mean,
+        prediction_error=round(found.prediction_error, 4),
+        left_out_error=round(found.left_out, 4),
+        probes=found.probes,
+        probe_tokens=found.tokens,
+        search_seconds=round(found.seconds, 1),
+        decode_ms=found.milliseconds,
+    )
 
 
 def as_recipe(found: Found, about: str, evidence: Evidence) -> Recipe:

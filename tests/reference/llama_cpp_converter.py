@@ -3,9 +3,7 @@
 It recognises a pre-tokenizer by a hash over the ids of one text, so only published vocabularies pass. Here
 that one look-up answers qwen35; everything else is llama.cpp's code as it is.
 
-    python -m tests.reference.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [TARGET]
-
-TARGET is the checkpoint that a drafter drafts for.
+    python -m tests.reference.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [FLAG...]
 """
 
 from __future__ import annotations
@@ -16,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 
-def run(sources: Path, checkpoint: Path, out: Path, outtype: str, target: str | None = None) -> None:
-    """Converts `checkpoint` (a folder) to `out` with the converter in `sources`, a llama.cpp tree."""
+def run(sources: Path, checkpoint: Path, out: Path, outtype: str, *flags: str) -> None:
+    """Converts `checkpoint` (a folder) to `out` with the converter in `sources`, a llama.cpp tree.
+
+    `flags`: further ones of that converter, such as --mmproj.
+    """
     script = sources / "convert_hf_to_gguf.py"
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     from conversion.base import TextModel  # type: ignore[import-not-found]
@@ -27,7 +28,7 @@ def run(sources: Path, checkpoint: Path, out: Path, outtype: str, target: str | 
 
     TextModel.get_vocab_base_pre = answer
     sys.argv = [str(script), str(checkpoint), "--outfile", str(out), "--outtype", outtype.lower()]
-    sys.argv += ["--target-model-dir", target] if target else []
+    sys.argv += flags
     runpy.run_path(str(script), run_name="__main__")
 
 

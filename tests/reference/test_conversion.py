@@ -114,7 +114,7 @@ def test_every_key_is_the_same(pair: Pair) -> None:
 def test_a_block_drafter_is_the_same(outtype: FloatType, tmp_path: Path) -> None:
     ours, theirs = _both_ways(DRAFT, DRAFT, outtype, tmp_path)
     assert keys(ours) == keys(theirs)
-    _same_tensors(ours, theirs)
+    same_tensors(ours, theirs)
 
 
 @pytest.mark.parametrize("speculators", [False, True])
@@ -131,7 +131,7 @@ def test_a_drafter_with_a_reduced_vocabulary_is_the_same(speculators: bool, tmp_
     mine, other_keys = keys(ours), keys(theirs)
     differing = {key for key in mine.keys() | other_keys.keys() if mine.get(key) != other_keys.get(key)}
     assert differing - COUNTED == {"dflash.has_confidence_head", "dflash.sample_from_anchor"}
-    _same_tensors(ours, theirs)
+    same_tensors(ours, theirs)
     assert tensors(ours)["d2t"].data.tolist() == tokens.tolist()
 
 
@@ -141,12 +141,12 @@ def _both_ways(ours: Path, theirs: Path, outtype: FloatType, out: Path) -> tuple
     mine, other = out / "ours.gguf", out / "theirs.gguf"
     write_draft(mine, DraftCheckpoint.open(source.path, Checkpoint.open(NANO)), source, outtype)
     command = [sys.executable, "-m", "tests.reference.llama_cpp_converter", str(llama_cpp_sources())]
-    command += [str(theirs), str(other), outtype, str(NANO)]
+    command += [str(theirs), str(other), outtype, "--target-model-dir", str(NANO)]
     subprocess.run(command, check=True, cwd=ROOT)
     return mine, other
 
 
-def _same_tensors(ours: Path, theirs: Path) -> None:
+def same_tensors(ours: Path, theirs: Path) -> None:
     mine, other = tensors(ours), tensors(theirs)
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():

@@ -141,6 +141,7 @@ def test_a_folder_with_one_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no \*\.gguf"):
         find_model(tmp_path)
     (tmp_path / "a.imatrix.gguf").touch()
+    (tmp_path / "mmproj-a-F16.gguf").touch()
     (tmp_path / "a-Q4_K_M.gguf.part").touch()
     (tmp_path / "a-Q4_K_M.gguf").touch()
     assert find_model(tmp_path) == tmp_path / "a-Q4_K_M.gguf"

@@ -1,0 +1,84 @@
+"""The stage that writes a checkpoint's vision tower beside the text model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES
+from qwen_serve.convert.stages import MMPROJ, Output, fingerprint
+from qwen_serve.convert.tensors import VISION_PREFIX
+from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from qwen_serve.convert.checkpoint import Checkpoint
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.stages import StageRecord
+    from qwen_serve.convert.vision import VisionType
+
+VERSION = 1
+"""Part of the file's fingerprint: raise it whenever the same tower comes out differently."""
+
+
+@dataclass(frozen=True)
+class Mmproj:
+    """A tower's file to be: `mmproj-<name>-<TYPE>.gguf`, as llama.cpp's converter calls it."""
+
+    tower: VisionTower
+    source: Source
+    path: Path
+    type: VisionType
+
+    @classmethod
+    def find(
+        cls, checkpoint: Checkpoint, source: Source, out: Path, name: str, kind: VisionType
+    ) -> Mmproj | None:
+        """That of a checkpoint; None for one that has no tower, or of which `left_out` says why it has none.
+
+        Raises: CheckpointError: a tower that llama.cpp would not compute as it is meant.
+        """
+        preprocessor = read_preprocessor(checkpoint.folder)
+        if not _has_tower(checkpoint) or preprocessor is None:
+            return None
+        tower = VisionTower.open(checkpoint, preprocessor)
+        tower.plan(kind)
+        return cls(tower, source, out / f"{MMPROJ}{name}-{kind}.gguf", kind)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """About as many as the file will have: its key-value pairs are few."""
+        return self.tower.plan(self.type).nbytes
+
+    def output(self, checkpoint: str) -> Output:
+        """The file and what it is made from; `checkpoint` is that of `Checkpoint.fingerprint`."""
+        parts = {
+            "mmproj": VERSION,
+            "checkpoint": checkpoint,
+            "preprocessor": read_preprocessor(self.tower.checkpoint.folder),
+            "source": [self.source.name, self.source.repo_id, self.source.revision],
+            "type": self.type,
+        }
+        return Output(self.path, fingerprint(parts))
+
+    def make(self, record: StageRecord, checkpoint: str) -> None:
+        """Writes the file, unless it is there."""
+        record.make(
+            self.output(checkpoint), lambda part: write_mmproj(part, self.tower, self.source, self.type)
+        )
+
+
+def left_out(checkpoint: Checkpoint) -> str | None:
+    """Why a tower that is there is not converted; None where none is, or it is."""
+    if not _has_tower(checkpoint) or read_preprocessor(checkpoint.folder) is not None:
+        return None
+    return (
+        f"{checkpoint.folder} has a vision tower, and no {' or '.join(PREPROCESSOR_FILES)} that says how "
+        "pictures are prepared for it: the text model alone is converted"
+    )
+
+
+def _has_tower(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith(VISION_PREFIX) for name in checkpoint.tensors)

@@ -1,0 +1,291 @@
+"""The vision tower of a checkpoint: its `model.visual.*` to the GGUF that llama.cpp calls an mmproj.
+
+Names and keys are those of llama.cpp's converter with --mmproj (conversion/qwen3vl.py, Qwen3VLVisionModel)
+and of what reads them (tools/mtmd/clip.cpp, models/qwen3vl.cpp). Dense models and those with experts have
+the same towers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING, Any, Literal
+
+import gguf
+
+from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES, read_json
+from qwen_serve.convert.config import checked_integer, is_positive
+from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.floats import Q8_0_BLOCK
+from qwen_serve.convert.gguf_file import write_file
+from qwen_serve.convert.metadata import FILE_TYPES, add_general
+from qwen_serve.convert.safetensors import Joined, Piece
+from qwen_serve.convert.tensors import VISION_PREFIX, PlannedTensor, TensorPlan, check_weight_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from qwen_serve.convert.checkpoint import Checkpoint
+    from qwen_serve.convert.safetensors import StoredTensor, TensorSource
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import Shape
+
+VisionType = Literal["F16", "BF16", "F32", "Q8_0"]
+VISION_TYPES: tuple[VisionType, ...] = ("F16", "BF16", "F32", "Q8_0")
+
+ARCH = "clip"
+"""`general.architecture` of every mmproj."""
+PATCHES = "patch_embed.proj.weight"
+MERGE = 2
+"""Patches along either side of what becomes one token: llama.cpp computes no other."""
+FRAMES = 2
+"""Frames that a patch spans; a still picture is shown twice."""
+CHANNELS = 3
+
+WAY_OUT = "--no-vision converts the text model alone"
+
+FIXED: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "in_channels": CHANNELS,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": FRAMES,
+}
+"""What llama.cpp computes, whatever the file says."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A tower's shapes; counts are heads, layers, elements or pixels as the names say."""
+
+    hidden_size: int
+    intermediate_size: int
+    depth: int
+    n_heads: int
+    patch_size: int
+    positions: int
+    """Learned positions, of a square grid of patches."""
+    out_hidden_size: int
+    """The text model's width, which the tower's rows have."""
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+
+    @property
+    def image_size(self) -> int:
+        """The side, in pixels, of the picture whose patches have a learned position each."""
+        return isqrt(self.positions) * self.patch_size
+
+    @classmethod
+    def from_json(
+        cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any], text_hidden_size: int
+    ) -> VisionConfig:
+        """Reads the `vision_config` of a `config.json`, and the checkpoint's preprocessor configuration.
+
+        Raises: CheckpointError: a field is missing or wrong, or says what llama.cpp would not heed.
+        """
+
+        def whole(name: str) -> int:
+            return checked_integer(f"vision_config.{name}", config.get(name))
+
+        for name, computed in FIXED.items():
+            if (value := config.get(name, computed)) != computed:
+                raise CheckpointError(
+                    f"config.json: vision_config.{name} is {value!r}; llama.cpp computes the tower with "
+                    f"{computed!r} ({WAY_OUT})"
+                )
+        if config.get("deepstack_visual_indexes"):
+            raise CheckpointError(
+                "config.json: vision_config.deepstack_visual_indexes names layers; Qwen3.5 takes the rows of "
+                f"the tower's last layer alone ({WAY_OUT})"
+            )
+        hidden, heads, positions = whole("hidden_size"), whole("num_heads"), whole("num_position_embeddings")
+        # a head's elements turn by row and by column, in pairs
+        if hidden % (4 * heads):
+            raise CheckpointError(
+                f"config.json: vision_config.hidden_size ({hidden}) must be a multiple of 4 times num_heads "
+                f"({heads})"
+            )
+        if isqrt(positions) ** 2 != positions:
+            raise CheckpointError(
+                f"config.json: vision_config.num_position_embeddings ({positions}) must be a square"
+            )
+        if (out := whole("out_hidden_size")) != text_hidden_size:
+            raise CheckpointError(
+                f"config.json: vision_config.out_hidden_size is {out}, the text model's hidden_size "
+                f"{text_hidden_size}"
+            )
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=whole("intermediate_size"),
+            depth=whole("depth"),
+            n_heads=heads,
+            patch_size=whole("patch_size"),
+            positions=positions,
+            out_hidden_size=out,
+            image_mean=_channels(preprocessor, "image_mean"),
+            image_std=_channels(preprocessor, "image_std", positive=True),
+        )
+
+
+def _channels(preprocessor: Mapping[str, Any], name: str, *, positive: bool = False) -> tuple[float, ...]:
+    values = preprocessor.get(name)
+    if (
+        not isinstance(values, list)
+        or len(values) != CHANNELS
+        or not all(is_positive(value) or (value == 0 and not positive) for value in values)
+    ):
+        kind = "positive numbers" if positive else "numbers, none negative"
+        raise CheckpointError(
+            f"{PREPROCESSOR_FILES[0]}: {name} must be {CHANNELS} {kind}, for red, green, blue; got {values!r}"
+        )
+    return tuple(float(value) for value in values)
+
+
+def read_preprocessor(folder: Path) -> dict[str, Any] | None:
+    """What the checkpoint's files say of the preparation of pictures; None where they say nothing.
+
+    Raises: CheckpointError: a file is no JSON object.
+    """
+    found: dict[str, Any] = {}
+    for path in (folder / name for name in PREPROCESSOR_FILES):
+        if path.is_file():
+            values = read_json(path)
+            nested = values.get("image_processor")
+            found |= values | (nested if isinstance(nested, dict) else {})
+    return found or None
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The tower of an opened checkpoint; no weight read."""
+
+    checkpoint: Checkpoint
+    config: VisionConfig
+    rms_norm_eps: float
+    """The text model's, which llama.cpp's converter writes for the tower's norms. Qwen3.5's have the same."""
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, preprocessor: Mapping[str, Any]) -> VisionTower:
+        """The tower of a checkpoint that has one; `preprocessor` as `read_preprocessor` gives it.
+
+        Raises: CheckpointError: as `VisionConfig.from_json`.
+        """
+        config = read_json(checkpoint.folder / "config.json").get("vision_config")
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"{checkpoint.folder}: there are tensors {VISION_PREFIX}*, and config.json has no "
+                f"vision_config object ({WAY_OUT})"
+            )
+        text = checkpoint.config
+        return cls(
+            checkpoint, VisionConfig.from_json(config, preprocessor, text.hidden_size), text.rms_norm_eps
+        )
+
+    def plan(self, outtype: VisionType) -> TensorPlan:
+        """Every tensor of the GGUF, in the order of the checkpoint.
+
+        Raises: CheckpointError: a tensor is missing, unknown, or not of the shape that config.json implies.
+        """
+        expected = dict(expected_tensors(self.config))
+        planned: list[PlannedTensor] = []
+        for name, stored in self.checkpoint.tensors.items():
+            if not name.startswith(VISION_PREFIX):
+                continue
+            if (rule := expected.pop(name.removeprefix(VISION_PREFIX), None)) is None:
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: no rule for tensor {name}; not Qwen3.5's tower? ({WAY_OUT})"
+                )
+            target, shape = rule
+            if stored.shape != shape:
+                raise CheckpointError(
+                    f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json implies "
+                    f"{list(shape)}"
+                )
+            check_weight_type(stored)
+            for place, part in _parts(target, stored):
+                kind = _type(place, part.shape, outtype)
+                planned.append(PlannedTensor(place, part, part.shape, kind, None, None))
+        if expected:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: tensor {VISION_PREFIX}{next(iter(expected))} is missing"
+            )
+        return TensorPlan(tuple(planned), n_blocks=self.config.depth, n_mtp_layers=0)
+
+
+def expected_tensors(c: VisionConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Checkpoint name behind `model.visual.`, then GGUF name and the checkpoint's shape."""
+    wide, merged = c.hidden_size, c.hidden_size * MERGE**2
+    yield PATCHES, ("v.patch_embd.weight", (wide, CHANNELS, FRAMES, c.patch_size, c.patch_size))
+    yield "patch_embed.proj.bias", ("v.patch_embd.bias", (wide,))
+    yield "pos_embed.weight", ("v.position_embd.weight", (c.positions, wide))
+    layers: list[tuple[str, str, Shape]] = [
+        (f"blocks.{i}.{source}", f"v.blk.{i}.{target}", shape)
+        for i in range(c.depth)
+        for source, target, shape in (
+            ("norm1", "ln1", (wide,)),
+            ("attn.qkv", "attn_qkv", (3 * wide, wide)),
+            ("attn.proj", "attn_out", (wide, wide)),
+            ("norm2", "ln2", (wide,)),
+            ("mlp.linear_fc1", "ffn_up", (c.intermediate_size, wide)),
+            ("mlp.linear_fc2", "ffn_down", (wide, c.intermediate_size)),
+        )
+    ]
+    layers += [
+        ("merger.norm", "v.post_ln", (wide,)),
+        ("merger.linear_fc1", "mm.0", (merged, merged)),
+        ("merger.linear_fc2", "mm.2", (c.out_hidden_size, merged)),
+    ]
+    for source, target, shape in layers:
+        yield f"{source}.weight", (f"{target}.weight", shape)
+        yield f"{source}.bias", (f"{target}.bias", shape[:1])
+
+
+def _parts(target: str, stored: StoredTensor) -> Iterator[tuple[str, TensorSource]]:
+    """GGUF names and what they are read from: a convolution over two frames is one for each frame there."""
+    if len(stored.shape) != 5:
+        yield target, stored
+        return
+    wide, channels, frames, height, width = stored.shape
+    pixels = height * width
+    for frame in range(frames):
+        starts = range(frame * pixels, wide * channels * frames * pixels, frames * pixels)
+        pieces = [Piece(stored, start, pixels) for start in starts]
+        name = target if frame == 0 else f"{target}.{frame}"
+        yield name, Joined(f"{stored.name}, frame {frame}", (wide, channels, height, width), pieces)
+
+
+def _type(name: str, shape: Shape, outtype: VisionType) -> VisionType:
+    """As llama.cpp's converter decides (conversion/base.py, prepare_tensors)."""
+    if len(shape) == 1 or name.startswith("v.position_embd"):
+        return "F32"
+    if name.startswith("v.patch_embd"):
+        return "F16" if outtype == "F16" else "F32"
+    return "F16" if outtype == "Q8_0" and shape[-1] % Q8_0_BLOCK else outtype
+
+
+def write_mmproj(path: Path, tower: VisionTower, source: Source, outtype: VisionType) -> None:
+    """Writes the tower's GGUF.
+
+    Raises: CheckpointError: as `VisionTower.plan`, or a weight is not finite or does not fit its type.
+    """
+    plan, config = tower.plan(outtype), tower.config
+    writer = gguf.GGUFWriter(path=None, arch=ARCH)
+    add_general(writer, tower.checkpoint.folder, source, plan, gguf.GGUFType.MMPROJ)
+    writer.add_file_type(FILE_TYPES[outtype])
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_vision_projection_dim(config.out_hidden_size)
+    writer.add_vision_image_size(config.image_size)
+    writer.add_vision_patch_size(config.patch_size)
+    writer.add_vision_embedding_length(config.hidden_size)
+    writer.add_vision_feed_forward_length(config.intermediate_size)
+    writer.add_vision_block_count(config.depth)
+    writer.add_vision_head_count(config.n_heads)
+    writer.add_vision_image_mean(config.image_mean)
+    writer.add_vision_image_std(config.image_std)
+    writer.add_clip_projector_type(gguf.VisionProjectorType.QWEN3VL)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_spatial_merge_size(MERGE)
+    writer.add_vision_attention_layernorm_eps(tower.rms_norm_eps)
+    writer.add_vision_is_deepstack_layers([False] * config.depth)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    write_file(path, writer, plan, tower.checkpoint.config)
