@@ -32,7 +32,16 @@ from .sampling import (
     ThinkingLimits,
     TokenLogprobs,
 )
-from .sequence import CacheMiss, DraftCounts, FinishReason, Prompt, Timings
+from .sequence import (
+    TIERS,
+    CacheMiss,
+    DraftCounts,
+    FinishReason,
+    Prompt,
+    SchedulingParams,
+    ServiceTier,
+    Timings,
+)
 from .settings import EngineSettings
 from .stats import EngineStats
 from .vocab import TokenBudget, Vocab
@@ -40,6 +49,7 @@ from .vocab import TokenBudget, Vocab
 __all__ = [
     "LONGEST_GRAMMAR",
     "MAX_LOGPROBS",
+    "TIERS",
     "CacheMiss",
     "Constraint",
     "DoesNotFit",
@@ -64,6 +74,8 @@ __all__ = [
     "QueueFull",
     "RequestFault",
     "SamplingParams",
+    "SchedulingParams",
+    "ServiceTier",
     "ThinkingLimits",
     "Timings",
     "TokenBudget",

@@ -24,7 +24,7 @@ from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
 from .sampling import Logprobs, Sampler, sample
 from .scheduler import Output
-from .sequence import Prompt, Sequence, Timings
+from .sequence import ANYBODY, Prompt, SchedulingParams, Sequence, Timings
 from .stats import EngineStats
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class Engine:
         constraint: Constraint | None = None,
         salt: str = "",
         thinking: ThinkingLimits | None = None,
+        scheduling: SchedulingParams = ANYBODY,
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
@@ -153,6 +154,7 @@ class Engine:
         With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
         A `constraint` is this request's alone, at the beginning of its answer; with `thinking` limits the
         answer begins in a think block. Prefixes are shared with requests of the same `salt` only.
+        `scheduling` says whose it is, for the scheduling policy.
 
         Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
@@ -181,7 +183,7 @@ class Engine:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt)
+            add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt, scheduling)
             self._post(generation, add)
         return generation
 
@@ -299,6 +301,8 @@ class Engine:
         lap("sample")
         done = self.components.clock()
         scheduler.prefill_budget.add(batch.prompt_tokens, launched, None if rows is None else done)
+        if batch.is_decode:
+            scheduler.decoded(batch, done - launched)
         held = speculator.verify(batch, sampled, done - launched)
         lap("verify")
         self._deliver(batch, scheduler.commit(batch, sampled, held))
@@ -351,6 +355,7 @@ class Engine:
         constraint: Constraint | None,
         thinking: ThinkingWatch | None,
         salt: str,
+        scheduling: SchedulingParams,
     ) -> None:
         if generation not in self._open:
             return
@@ -365,6 +370,7 @@ class Engine:
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
             salt=salt,
+            scheduling=scheduling,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # without room for any, the prompt is read all the same

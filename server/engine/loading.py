@@ -339,6 +339,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         scored_rows=scored_rows(settings),
         reproducible=Reproducible(cut) if settings.deterministic else None,
         place=runner.place,
+        policy=settings.scheduling_policy,
     )
     made = (vocab, grammars, states, speculator, cache, runner, scheduler)
     return Components(plan, stages, model, context, head, draft, *made, clock, plan.fully_offloaded)

@@ -1,21 +1,25 @@
 """Which tokens go into the next step: continuous batching with chunked prefill and lossless preemption.
 
-Requests are admitted first come, first served: up to `slots` at once, the rest wait in the order they came.
+Up to `slots` requests run at once, the rest wait in a queue, whose policy says who is next: first come, first
+served, by priority, or fairly by tenant (`request_queue.py`). One that waits and has the better claim takes
+the slot of one that runs, if the prefix cache can keep that one's state until it has a slot again.
+
 Steps that decode take what is pending of every sequence that decodes; while there are prompts to read, they
 take turns with steps of at most `prefill_budget` prompt tokens, so that no running answer waits longer than
 one of those. Half of these tokens go to the prompt that came first, so that a flood of short ones never
-starves it; the other half to whichever prompts are closest to their first token, so that a flood of long ones
-never starves a short one. A prompt that shares a beginning with one before it, which is just being computed,
-keeps its place and waits for that beginning instead of computing it too; if the other goes away, it computes
-it itself.
+starves it; the other half to whichever prompts are closest to their first token, each tenant's closest one
+before anybody's second, so that a flood of long ones never starves a short one. A prompt that shares a
+beginning with one before it, which is just being computed, keeps its place and waits for that beginning
+instead of computing it too; if the other goes away, it computes it itself.
 
 The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens
 fit beside those running and a little room remains for everyone to grow; it does not reserve cells for an
 answer it may never give. When cells run short, checkpoints of the prefix cache are evicted first. When that
-is not enough, the youngest running sequence is preempted: its cells are freed, it waits at the head of the
-queue, and reads its tokens again, the generated ones included, when there is room. Its sampler stays as it
-was, so nothing is lost but time. The oldest sequence is never preempted, and one sequence always fits into
-the cache alone, so every request gets its turn and ends.
+is not enough, the youngest running sequence is preempted, of those with the worst claim: its cells are freed,
+it waits in its place of the queue, and reads its tokens again, the generated ones included, when there is
+room. Its sampler stays as it was, so nothing is lost but time. The oldest sequence is never preempted for
+cells that others need to grow, and one sequence always fits into the cache alone, so every request gets its
+turn and ends.
 
 Attention multiplies what others have in their cells, and what is left in free ones, by 0, which a value that
 is not finite survives. So where logits are no use, nobody knows whose values are to blame: the cells are
@@ -31,12 +35,12 @@ No llama.cpp here: the scheduler counts cells, the runner fills them.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .batch import Batch
+from .request_queue import RequestQueue
 from .sequence import DECODE, PREFILL, SequenceStatus
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
+    from .request_queue import SchedulingPolicy
     from .sampling import SampleResult
     from .sequence import FinishReason, Sequence
     from .states import StateStore
@@ -106,10 +111,11 @@ class Scheduler:
         scored_rows: int = 1,
         reproducible: Reproducible | None = None,
         place: Callable[[Sequence, ListLike[int]], int] = lowest,
+        policy: SchedulingPolicy = "fcfs",
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In order of arrival."""
+        """In order of admission."""
+        self.waiting = RequestQueue(policy, self.running)
         self.prefill_budget = prefill_budget
         self.preemptions = 0
         self._states, self._cells = states, states.cells
@@ -120,13 +126,13 @@ class Scheduler:
         self._scored_rows = scored_rows
         self._place = place
         self.reproducible = reproducible
-        self._prefill_is_due = False
+        self._prefill_is_due = self._oldest_is_due = False
         self._last: Batch | None = None
         """The batch before, if everybody only decoded in it, and nobody has come or gone since."""
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind all others."""
-        self.waiting.append(sequence)
+        """Queue a new sequence."""
+        self.waiting.add(sequence)
         self._cache.track(sequence)
 
     def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
@@ -134,6 +140,7 @@ class Scheduler:
 
         Its state stays in the prefix cache, unless it `failed`: then there may be something wrong with it.
         """
+        self.waiting.discard(sequence)
         if sequence.slot is not None:
             self._last = None
             self.running.remove(sequence)
@@ -145,22 +152,19 @@ class Scheduler:
             self._vacate(sequence)
             if sequence.suspect and not self.running:  # what it leaves is not to spoil the next one
                 self._clear()
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
         self._cache.forget(sequence)
         self._cache.trim()
 
     def preempt_youngest(self) -> None:
-        """Put the sequence that came last back at the head of the queue; it will read its tokens again."""
-        self._preempt(self.running[-1])
+        """Put the sequence that came last, of those with the worst claim, back into the queue; it will read
+        its tokens again."""
+        self._preempt(self.waiting.youngest())
 
     def _preempt(self, sequence: Sequence) -> None:
         self._last = None
         self.running.remove(sequence)
         self._vacate(sequence)
-        # suspects wait at the head of the queue
-        behind = 0 if sequence.suspect else sum(other.suspect for other in self.waiting)
-        self.waiting.insert(behind, sequence)
+        self.waiting.add(sequence)
         self.preemptions += 1
 
     def _suspect(self) -> None:
@@ -184,6 +188,10 @@ class Scheduler:
         batch = self._again() or self._anew()
         batch.draft_room = min(self._batch_size - batch.n_tokens, self._cells.free - batch.n_tokens)
         return batch
+
+    def decoded(self, batch: Batch, seconds: float) -> None:
+        """A step that decoded took so long: what a written token costs its tenant."""
+        self.waiting.counters.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
 
     def reserve(self, batch: Batch) -> None:
         """llama.cpp has begun to compute the batch: count its cells."""
@@ -242,7 +250,9 @@ class Scheduler:
     def _again(self) -> Batch | None:
         """The batch before once more: what a device that decodes would otherwise wait for."""
         batch = self._last
-        if batch is None or (self.waiting and self._free_slots) or not self._make_room(batch.n_tokens):
+        if batch is None or (self.waiting and (self._free_slots or self.waiting.contended)):
+            return None
+        if not self._make_room(batch.n_tokens):
             return None
         self._prefill_is_due = True
         return batch
@@ -267,22 +277,33 @@ class Scheduler:
         return batch
 
     def _admit(self) -> None:
-        """Give slots to those who have waited longest, while there is room; nobody overtakes."""
-        cells = self._cells
-        while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
-            if self.running and (sequence.suspect or self.running[0].suspect):
+        """Give slots to those who are next, while there is room; where it is lacking, to those for whom
+        another has to make room. Nobody overtakes one that is next and waits for cells."""
+        while self.waiting:
+            head = self.waiting.peek() if self._free_slots else None
+            if head is not None and self.running and (head.suspect or self.running[0].suspect):
                 return
-            reused, idle = self._cache.reusable(sequence)
-            promised = sum(other.pending + _growth(other) for other in self.running)
-            needed = len(sequence.tokens) - reused + idle + _growth(sequence)
-            if self.running and promised + needed > cells.available:
-                return
-            self.waiting.popleft()
-            sequence.slot = self._place(sequence, self._free_slots)
-            sequence.status = SequenceStatus.WAITING_FOR_PREFIX
-            self._free_slots.remove(sequence.slot)
-            self.running.append(sequence)
+            if head is None or not self._fits(head):
+                found = self.waiting.preemption(self._cache.can_suspend, head)
+                if found is None or not self._fits(*found):
+                    return
+                head, victim = found
+                self._cache.suspend(victim)
+                self._preempt(victim)
+            slot = self._place(head, self._free_slots)
+            self.waiting.pop(head, slot)
+            head.status = SequenceStatus.WAITING_FOR_PREFIX
+            self._free_slots.remove(slot)
+            self.running.append(head)
+
+    def _fits(self, sequence: Sequence, victim: Sequence | None = None) -> bool:
+        """Whether there are cells for one that waits, were the victim suspended."""
+        others = [other for other in self.running if other is not victim]
+        reused, idle = self._cache.reusable(sequence)
+        promised = sum(other.pending + _growth(other) for other in others)
+        needed = len(sequence.tokens) - reused + idle + _growth(sequence)
+        freed = 0 if victim is None or victim.slot is None else self._cells.run_by(victim.slot)
+        return not others or promised + needed <= self._cells.available + freed
 
     def _begin(self) -> None:
         """Start those from the cache who do not wait for somebody else to compute their beginning."""
@@ -331,7 +352,9 @@ class Scheduler:
         if not prompts:
             return
         if self.reproducible is not None:
-            first, chunk = prompts[0], self.reproducible.chunk
+            self._oldest_is_due = not self._oldest_is_due
+            first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
+            chunk = self.reproducible.chunk
             batch.add(first, min(first.pending, chunk - first.computed % chunk))
             return
         budget = self.prefill_budget.tokens
@@ -356,7 +379,7 @@ class Scheduler:
         counts = dict.fromkeys(prompts, 0)
         counts[oldest] = min(wanted[oldest], -(-budget // 2))
         budget -= counts[oldest]
-        shorter = sorted((p for p in prompts if p.pending < oldest.pending), key=lambda p: p.pending)
+        shorter = self.waiting.nearest(p for p in prompts if p.pending < oldest.pending)
         for i, sequence in enumerate(shorter):
             if budget < wanted[sequence] and (i or budget < least):
                 break

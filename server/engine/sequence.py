@@ -5,12 +5,32 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from .sampling import Logprobs, Sampler
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+ServiceTier = Literal["priority", "default", "flex"]
+TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
+"""The best one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """Whose a request is, and what it may ask of the queue; the scheduling policy says what counts."""
+
+    tenant: str = ""
+    """Who shares the server with whom: an API key or an address, under whatever name."""
+    share: float = 1.0
+    """Of what there is, beside other tenants' shares."""
+    service_tier: ServiceTier = "default"
+    priority: int = 0
+    """The lower number first, as in vLLM."""
+
+
+ANYBODY = SchedulingParams()
 
 
 class SequenceStatus(Enum):
@@ -130,6 +150,13 @@ class Sequence:
     """Such a token is a part of the answer."""
     salt: str = ""
     """Only sequences with the same one share prefixes."""
+    scheduling: SchedulingParams = ANYBODY
+    arrival: int = field(init=False, default=0)
+    """Its number in the queue's order of arrival; 0 before it came and once it is over."""
+    charged: tuple[int, int] = field(init=False, default=(0, 0))
+    """Prompt tokens and written tokens that its tenant has been charged for."""
+    aged: bool = field(init=False, default=False)
+    """It was admitted for having waited long, and keeps its slot."""
     prompt_length: int = field(init=False)
     limit: int = field(init=False)
     """Most tokens, prompt and answer together."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .planning.hardware import physical_cores
+from .request_queue import SchedulingPolicy
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
@@ -116,6 +117,11 @@ class SchedulerSettings(Section, title="scheduler"):
     """sequences that run at once, a recurrent state each; the others wait"""
     max_queue: int = Field(256, ge=0)
     """requests that may wait beyond those that run; one more gets 429"""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """who is next where requests wait: first come, first served ("fcfs"); by the requests' service_tier and
+    `priority`, the lower first ("priority"); or between API keys, else addresses, so that each gets its share
+    and nobody waits behind another's bulk job ("fair"). With the last two an answer may lose its slot for a
+    while: its state waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
     """most tokens in one step; 0: four passes (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)

@@ -87,6 +87,8 @@ class _PromptPath:
     nodes: list[Node]
     """The nodes that are there because of this request: those that it wants kept, `end` among them, and the
     one that it started from."""
+    suspended: Node | None = None
+    """Where its state is kept since it was preempted for a slot, if it is."""
 
 
 class PrefixCache:
@@ -161,6 +163,8 @@ class PrefixCache:
             sequence.missed = CacheMiss("off", 0)
             return
         assert sequence.slot is not None
+        if self._resume(sequence):
+            return
         node = None if sequence.reads_all else self._source(sequence)
         if node is not None and node.seq_id is not None:
             self._states.copy(node.seq_id, sequence.slot)
@@ -192,9 +196,48 @@ class PrefixCache:
             return CacheMiss("evicted", before)
         return CacheMiss("diverged" if path.parts else "new", known)
 
+    def can_suspend(self, sequence: Sequence) -> bool:
+        """Whether what a running sequence has computed can be kept while others have its slot."""
+        if sequence.computed == 0:
+            return True
+        if not self.enabled or self._chunk > 1 or sequence.slot is None:
+            return False
+        unwanted = bool(self._free) or any(not held.refcount for held in self._held)
+        return unwanted and self._cells.length(sequence.slot) == sequence.computed
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Keep the state of a sequence that is about to lose its slot, for itself: `match_prefix` gives it
+        back, unless it was evicted by then."""
+        if sequence.computed == 0 or sequence.slot is None:
+            return
+        path = self._paths[sequence]
+        tokens = np.asarray(sequence.tokens[: sequence.computed], np.int32)
+        node = self._tree.insert(tokens, path.root)
+        node.refcount += 1
+        path.suspended = node
+        if node.seq_id is None:
+            self._hold(node, sequence.slot)
+
+    def _resume(self, sequence: Sequence) -> bool:
+        """Go on from where the sequence was suspended, if that is still there; what was kept has done its
+        part."""
+        path = self._paths[sequence]
+        node, path.suspended = path.suspended, None
+        if node is None:
+            return False
+        held = node.seq_id is not None
+        if node.seq_id is not None and sequence.slot is not None:
+            self._states.copy(node.seq_id, sequence.slot)
+            sequence.computed = node.depth
+        node.refcount -= 1
+        if node.seq_id is not None and not node.refcount and node.depth > path.end.depth:
+            self._evict(node, keep=False)
+        self._tree.prune(node)
+        return held
+
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
         """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
-        if not self.enabled or sequence.reads_all:
+        if not self.enabled or sequence.reads_all or self._suspended(sequence) is not None:
             return False
         own = self._paths[sequence].end
         best = self._deepest_held(own)
@@ -249,7 +292,8 @@ class PrefixCache:
     def forget(self, sequence: Sequence) -> None:
         """A request is over, wherever it was: only what it left behind stays."""
         track = self._paths.pop(sequence, None)
-        for node in track.nodes if track else ():
+        suspended = [track.suspended] if track and track.suspended else []
+        for node in [*track.nodes, *suspended] if track else ():
             node.refcount -= 1
             self._tree.prune(node)
 
@@ -282,7 +326,9 @@ class PrefixCache:
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
         reads_all = not self.enabled or sequence.reads_all
-        best = None if reads_all else self._deepest_held(self._paths[sequence].end)
+        best = self._suspended(sequence)
+        if best is None and not reads_all:
+            best = self._deepest_held(self._paths[sequence].end)
         return (best.depth, self._cells.idle_in(self._seq_id(best))) if best else (0, 0)
 
     def clear(self) -> None:
@@ -393,6 +439,11 @@ class PrefixCache:
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
         return self._ghost.read(sequence.tokens[:length], sequence.salt)
+
+    def _suspended(self, sequence: Sequence) -> Node | None:
+        """Where its state is kept since it was preempted for a slot."""
+        node = self._paths[sequence].suspended if self.enabled else None
+        return node if node is not None and node.seq_id is not None else None
 
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.seq_id is not None), None)

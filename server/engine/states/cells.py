@@ -103,6 +103,10 @@ class CellAllocator:
         """Cells of this sequence that no running one shares."""
         return sum(segment.length for segment in self._chains.get(sequence, ()) if not segment.running)
 
+    def run_by(self, sequence: int) -> int:
+        """Cells of this running sequence that no other running one shares."""
+        return sum(segment.length for segment in self._chains.get(sequence, ()) if segment.running == 1)
+
     def _own(self, sequence: int, segment: _Segment) -> None:
         segment.owners += 1
         if sequence < self._slots:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qwen_serve.llamacpp import Context, ContextOptions, Model
-from qwen_serve.server.engine import Engine, EngineSettings, FinishReason, SamplingParams, Vocab
+from qwen_serve.server.engine import (
+    Engine,
+    EngineSettings,
+    FinishReason,
+    SamplingParams,
+    SchedulingParams,
+    Vocab,
+)
+from qwen_serve.server.engine.sequence import ANYBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +65,7 @@ class Request:
     """Tokens after which its listener leaves."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(ignore_eos=True))
     stream: bool = True
+    scheduling: SchedulingParams = ANYBODY
     grammar: str | None = None
     """What the answer is kept to, in llguidance's Lark."""
 
@@ -83,6 +92,7 @@ def submit(engine: Engine, request: Request) -> Generation:
         request.params,
         request.max_tokens,
         stream=request.stream,
+        scheduling=request.scheduling,
         constraint=None if grammar is None else grammar.begin(),
     )
 

@@ -8,7 +8,7 @@ from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.prefix_cache import PrefixCache
 from qwen_serve.server.engine.sampling import Sampler, SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.sequence import SchedulingParams, Sequence
 from qwen_serve.server.engine.states import StateStore
 from tests.server.engine.fake_context import FakeContext
 
@@ -29,8 +29,8 @@ class NoSampler:
 NO_SAMPLER = cast("Sampler", NoSampler())
 
 
-def sequence(prompt: int, max_tokens: int = 10) -> Sequence:
-    return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER)
+def sequence(prompt: int, max_tokens: int = 10, **scheduling: Any) -> Sequence:
+    return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER, scheduling=SchedulingParams(**scheduling))
 
 
 def fixed(tokens: int) -> PrefillBudget:

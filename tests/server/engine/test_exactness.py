@@ -7,6 +7,7 @@ same tokens in other shapes.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import devices, keeps_f16_copies, supports_gpu
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import SamplingParams, SchedulingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -87,6 +88,24 @@ async def test_together_as_alone(
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.kv_cells_used == stats.prefix.resident_cells
     assert (stats.preemptions > 0) == crowded
+
+
+@pytest.mark.parametrize("speculation", ["off", "both"])
+async def test_who_gave_a_slot_to_another_tenant_answers_as_alone(
+    speculation: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
+) -> None:
+    requests = [
+        Request(prompt, N, scheduling=SchedulingParams(tenant, priority=i % 2))
+        for i, (prompt, tenant) in enumerate(zip(prompts, "aaaabbcd", strict=True))
+    ]
+    options: dict[str, Any] = {"parallel": 3, "ctx_size": 8192, "speculation": speculation}
+    with running(nano_f32, **EXACT, **options, scheduling_policy="fair") as engine:
+        first = asyncio.gather(*(ask(engine, request) for request in requests[:4]))
+        while not engine.stats().generated_tokens:
+            await asyncio.sleep(0.001)
+        answers = [*await ask_at_once(engine, requests[4:]), *await first]
+        assert engine.stats().preemptions > 0
+    assert [answer.tokens for answer in answers] == [*alone[4:], *alone[:4]]
 
 
 async def test_a_seeded_draw_survives_company_and_preemption(

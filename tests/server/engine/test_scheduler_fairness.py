@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_serve.server.engine.request_queue import SchedulingPolicy
+from qwen_serve.server.engine.scheduler import Reproducible
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, used
 
 if TYPE_CHECKING:
@@ -81,11 +83,13 @@ class Watched:
     batch=st.integers(5, 64),
     budget=st.integers(1, 64),
     ubatch=st.integers(1, 64),
+    policy=st.sampled_from(get_args(SchedulingPolicy)),
 )
 def test_every_mix_of_requests_is_served_in_order(
-    mix: list[Plan], slots: int, cells: int, batch: int, budget: int, ubatch: int
+    mix: list[Plan], slots: int, cells: int, batch: int, budget: int, ubatch: int, policy: SchedulingPolicy
 ) -> None:
-    s = scheduler(slots=slots, cells=cells, batch=batch, budget=budget, ubatch=ubatch)
+    """Of one tenant, without priorities, by any policy."""
+    s = scheduler(slots=slots, cells=cells, batch=batch, budget=budget, ubatch=ubatch, policy=policy)
     watched = Watched(s, batch, budget, ubatch)
     sequences = [sequence(plan.prompt, plan.answer) for plan in mix]
     cancelled: set[Sequence] = set()
@@ -188,3 +192,25 @@ def test_without_prompts_nobody_waits_for_a_turn() -> None:
     for n in range(20):
         assert stream.generated == n
         advance(s)
+
+
+def test_every_tenant_s_shortest_prompt_comes_before_another_s_second() -> None:
+    s = scheduler(slots=8, cells=4000, batch=64, budget=64, policy="fair")
+    s.add(sequence(4, max_tokens=400))
+    advance(s)
+    s.add(sequence(600, tenant="a"))
+    for _ in range(4):
+        s.add(sequence(30, tenant="a"))
+    s.add(other := sequence(32, tenant="b"))
+    assert other in [chunk.sequence for _ in range(3) for chunk in advance(s).chunks]
+
+
+def test_a_reproducible_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    s = scheduler(slots=4, cells=4000, batch=64, budget=64, reproducible=Reproducible(chunk=16))
+    s.add(long := sequence(1000))
+    advance(s)
+    s.add(short := sequence(40))
+    for _ in range(12):
+        advance(s)
+    assert short.generated
+    assert long.computed >= 64

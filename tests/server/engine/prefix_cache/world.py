@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_serve.server.engine.prefix_cache import Node, PrefixCache, Tree
 from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.sequence import ANYBODY, SchedulingParams, Sequence
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.request_queue import SchedulingPolicy
 
 
 def nodes_of(tree: Tree) -> list[Node]:
@@ -41,6 +42,7 @@ class World:
         batch: int = 64,
         budget: int = 64,
         draft_rows: int = 0,
+        policy: SchedulingPolicy = "fcfs",
         **cache: Any,
     ) -> None:
         self.context = FakeContext(total_cells)
@@ -57,12 +59,19 @@ class World:
             states=self.states,
             cache=self.cache,
             draft_rows=draft_rows,
+            policy=policy,
         )
         self.computed = 0
         """Tokens decoded so far, prompts and answers."""
 
-    def add(self, prompt: ListLike[int], answer: int = 1, salt: str = "") -> Sequence:
-        sequence = Sequence(list(prompt), answer, NO_SAMPLER, salt=salt)
+    def add(
+        self,
+        prompt: ListLike[int],
+        answer: int = 1,
+        salt: str = "",
+        scheduling: SchedulingParams = ANYBODY,
+    ) -> Sequence:
+        sequence = Sequence(list(prompt), answer, NO_SAMPLER, salt=salt, scheduling=scheduling)
         self.scheduler.add(sequence)
         return sequence
 

@@ -1,0 +1,332 @@
+"""The scheduling policies without a model: what each tenant gets, who makes room, and that nobody starves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_serve.server.engine.request_queue import AGEING, RequestQueue
+from qwen_serve.server.engine.sequence import TIERS, SchedulingParams
+from qwen_serve.server.engine.virtual_tokens import WRITTEN
+from tests.server.engine.prefix_cache.world import ANSWER, World
+from tests.server.engine.scheduling import sequence
+
+if TYPE_CHECKING:
+    from qwen_serve.server.engine.request_queue import SchedulingPolicy
+    from qwen_serve.server.engine.sequence import Sequence
+
+
+@dataclass
+class Simulation:
+    """A server in which a step writes a token of each request that runs, and who made room goes on where it
+    was."""
+
+    policy: SchedulingPolicy
+    slots: int
+    running: list[Sequence] = field(default_factory=list)
+    served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Prompt tokens' worth of what each tenant got."""
+    waited: dict[Sequence, int] = field(default_factory=dict)
+    """Steps until its first token."""
+    came: dict[Sequence, int] = field(default_factory=dict)
+    step: int = 0
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.queue = RequestQueue(self.policy, self.running)
+
+    def add(self, tenant: str, prompt: int = 8, answer: int = 16, **scheduling: Any) -> Sequence:
+        one = sequence(prompt, answer, tenant=tenant, **scheduling)
+        self.came[one] = self.step
+        self.queue.add(one)
+        return one
+
+    def _admit(self) -> None:
+        while self.queue:
+            if len(self.running) < self.slots:
+                one = self.queue.peek()
+            elif found := self.queue.preemption(lambda _: True):
+                one, victim = found
+                self.running.remove(victim)
+                victim.slot = None
+                self.queue.add(victim)
+                self.preemptions += 1
+            else:
+                return
+            self.queue.pop(one, 0)
+            if one not in self.waited:
+                self.served[one.scheduling.tenant] += one.prompt_length
+                self.waited[one] = self.step - self.came[one]
+            self.running.append(one)
+
+    def advance(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self._admit()
+            for one in self.running.copy():
+                self.served[one.scheduling.tenant] += WRITTEN
+                if one.extend([7], frozenset())[1]:
+                    self.queue.discard(one)
+                    self.running.remove(one)
+            self.step += 1
+
+
+def test_thousands_of_tenants_are_never_apart_by_more_than_their_requests_in_flight() -> None:
+    rng = random.Random(7)
+    simulation = Simulation("fair", slots=64)
+    tenants = [f"{number}" for number in range(2000)]
+    for tenant in tenants:
+        for _ in range(1 + 50 * (tenant == "0")):
+            simulation.add(tenant, rng.randrange(1, 400), rng.randrange(1, 24))
+    dearest = 400 + WRITTEN * 24
+    while simulation.queue:
+        backlogged = [simulation.served[one.scheduling.tenant] for one in simulation.queue]
+        assert max(simulation.served.values(), default=0.0) - min(backlogged) <= 2 * dearest
+        simulation.advance(20)
+    assert len(simulation.waited) == 2050
+    last = sorted(simulation.waited, key=lambda one: simulation.waited[one])[-40:]
+    assert {one.scheduling.tenant for one in last} == {"0"}, "whoever asks for more waits for it"
+
+
+@pytest.mark.parametrize("slots", [1, 8, 64])
+def test_two_tenants_get_the_same_whatever_they_ask_for(slots: int) -> None:
+    simulation = Simulation("fair", slots)
+    for _ in range(400):
+        simulation.add("long", 300, 100)
+        simulation.add("short", 10, 5)
+        simulation.add("short", 10, 5)
+    for _ in range(20):
+        simulation.advance(max(1, 2000 // slots))
+        left = Counter(one.scheduling.tenant for one in simulation.queue)
+        if not (left["long"] and left["short"]):
+            break
+        apart = abs(simulation.served["long"] - simulation.served["short"])
+        assert apart <= slots * (300 + 100 * WRITTEN)
+    assert simulation.step > 4
+
+
+def test_one_request_beside_hundreds_of_another_tenant_gets_a_slot_at_once() -> None:
+    simulation = Simulation("fair", slots=8)
+    for _ in range(200):
+        simulation.add("flood", 2048, 512)
+    simulation.advance(100)
+    for _ in range(10):
+        short = simulation.add("other", 64, 32)
+        simulation.advance(50)
+        assert simulation.waited[short] == 0
+        assert short.generated == 32
+    assert simulation.preemptions == 10
+
+
+def test_nine_tenants_lose_nothing_to_a_hostile_tenth() -> None:
+    def polite(hostile: bool) -> dict[str, float]:
+        simulation = Simulation("fair", slots=20)
+        if hostile:
+            for _ in range(500):
+                simulation.add("hostile", 500, 300)
+        for _ in range(300):
+            for number in range(9):
+                if not any(one.scheduling.tenant == str(number) for one in simulation.running):
+                    simulation.add(str(number), 60, 30)
+            simulation.advance(10)
+        return simulation.served
+
+    alone, beside = polite(hostile=False), polite(hostile=True)
+    for number in range(9):
+        assert beside[str(number)] >= 0.95 * alone[str(number)]
+
+
+def test_a_share_is_a_multiple_of_what_others_get() -> None:
+    simulation = Simulation("fair", slots=8)
+    for _ in range(600):
+        simulation.add("three", 20, 20, share=3.0)
+        simulation.add("one", 20, 20)
+    simulation.advance(1000)
+    assert 2.6 < simulation.served["three"] / simulation.served["one"] < 3.4
+
+
+def test_who_was_idle_has_no_credit() -> None:
+    simulation = Simulation("fair", slots=1)
+    first = simulation.add("late", 10, 10)
+    for _ in range(100):
+        simulation.add("busy", 10, 10)
+    simulation.advance(400)
+    assert simulation.waited[first] == 0
+    for _ in range(100):
+        simulation.add("late", 10, 10)
+    before = simulation.served.copy()
+    simulation.advance(300)
+    gained = {name: simulation.served[name] - before[name] for name in before}
+    assert abs(gained["late"] - gained["busy"]) <= 2 * (10 + 10 * WRITTEN)
+
+
+def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
+    simulation = Simulation("fair", slots=4)
+    for number in range(1000):
+        simulation.add(f"{number}", 10, 2)
+        simulation.advance(1)
+    simulation.advance(10)
+    simulation.add("last")
+    assert len(simulation.queue.counters._tenants) <= 20
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_the_lower_priority_number_comes_first_then_who_came_first(policy: SchedulingPolicy) -> None:
+    simulation = Simulation(policy, slots=1)
+    blocker = simulation.add("a", 4, 4, priority=-9)
+    simulation.advance(1)
+    asked = [3, 0, -2, 0, 3]
+    waiting = [simulation.add("a", 4, 4, priority=priority) for priority in asked]
+    simulation.advance(40)
+    assert blocker.generated == 4
+    order = sorted(waiting, key=lambda one: simulation.waited[one] + simulation.came[one])
+    assert [one.scheduling.priority for one in order] == [-2, 0, 0, 3, 3]
+    assert waiting.index(order[1]) < waiting.index(order[2])
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+@pytest.mark.parametrize("better", [{"priority": -5}, {"service_tier": "priority"}])
+def test_a_stream_of_better_requests_keeps_nobody_waiting_for_ever(
+    policy: SchedulingPolicy, better: dict[str, Any]
+) -> None:
+    simulation = Simulation(policy, slots=2)
+    poor = [simulation.add("b", 4, 8) for _ in range(5)]
+    for _ in range(400):
+        simulation.add("b" if "priority" in better else "a", 4, 4, **better)
+        simulation.advance(1)
+        if all(one.generated == 8 for one in poor):
+            break
+    assert all(one.generated == 8 for one in poor)
+    assert max(simulation.waited[one] for one in poor) <= 5 * AGEING * 4
+
+
+def test_a_better_tier_takes_the_slot_of_a_worse_one_and_not_the_other_way_round() -> None:
+    simulation = Simulation("fair", slots=2)
+    flex = [simulation.add("a", 4, 40, service_tier="flex") for _ in range(2)]
+    simulation.advance(5)
+    better = simulation.add("b", 4, 40)
+    best = simulation.add("c", 4, 40, service_tier="priority")
+    simulation.advance(1)
+    assert {*simulation.running} == {better, best}
+    simulation.add("d", 4, 4, service_tier="flex")
+    simulation.advance(1)
+    assert {*simulation.running} == {better, best}
+    simulation.advance(100)
+    assert all(one.generated == 40 for one in (*flex, better, best))
+    assert [simulation.queue.counters.served[tier] for tier in TIERS] == [84, 84, 180]
+
+
+def test_first_come_first_served_knows_neither_tenants_nor_priorities() -> None:
+    simulation = Simulation("fcfs", slots=1)
+    simulation.add("a", 4, 20)
+    simulation.advance(1)
+    order = [
+        simulation.add("a", 4, 4),
+        simulation.add("b", 4, 4, priority=-7),
+        simulation.add("c", 4, 4, service_tier="priority"),
+    ]
+    simulation.advance(40)
+    assert simulation.preemptions == 0
+    assert [simulation.waited[one] for one in order] == [19, 23, 27]
+
+
+def test_a_written_token_costs_what_steps_have_shown() -> None:
+    simulation = Simulation("fair", slots=1)
+    for _ in range(1000):
+        simulation.queue.counters.decoded(
+            tokens=8, seconds=0.004, each=0.0001
+        )  # 0.5 ms a token, 0.1 ms in a prompt
+    simulation.add("a", 10, 10)
+    simulation.advance(10)
+    assert simulation.queue.counters.served["default"] == pytest.approx(10 + 10 * 5, rel=0.01)
+
+
+# --- with the scheduler and the prefix cache ----------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    tenant: int
+    prompt: int
+    answer: int
+    arrives: int
+    priority: int
+    tier: int
+    cancelled: int | None
+
+
+plans = st.builds(
+    Plan,
+    tenant=st.integers(0, 3),
+    prompt=st.integers(1, 80),
+    answer=st.integers(1, 60),
+    arrives=st.integers(0, 60),
+    priority=st.sampled_from([0, 0, 0, -1, 2]),
+    tier=st.sampled_from([1, 1, 1, 0, 2]),
+    cancelled=st.none() | st.integers(0, 150),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    mix=st.lists(plans, min_size=1, max_size=14),
+    slots=st.integers(1, 4),
+    ids=st.integers(0, 6),
+    cells=st.integers(150, 400),
+    policy=st.sampled_from(["priority", "fair"]),
+)
+def test_who_made_room_goes_on_where_it_was(
+    mix: list[Plan], slots: int, ids: int, cells: int, policy: SchedulingPolicy
+) -> None:
+    """`World.step` checks that every sequence is computed on from what its slot holds."""
+    world = World(slots=slots, ids=ids, total_cells=cells, budget=32, policy=policy)
+    made: dict[int, Sequence] = {}
+    gone: set[int] = set()
+    now = 0
+    while len(made) < len(mix) or world.scheduler.running or world.scheduler.waiting:
+        for index, plan in enumerate(mix):
+            if plan.arrives <= now and index not in made:
+                asked = SchedulingParams(str(plan.tenant), 1.0, TIERS[plan.tier], plan.priority)
+                made[index] = world.add([plan.tenant, *range(plan.prompt)], plan.answer, scheduling=asked)
+            one = made.get(index)
+            if plan.cancelled == now and one is not None and one.arrival:
+                world.scheduler.remove(one)
+                gone.add(index)
+        if world.scheduler.running or world.scheduler.waiting:
+            assert world.step().chunks
+        now += 1
+        assert now < 20_000
+    for index, plan in enumerate(mix):
+        if index not in gone:
+            answer = made[index].tokens[made[index].prompt_length :]
+            assert answer == [ANSWER + number for number in range(plan.answer)]
+    assert all(not node.refcount for node in world.cache._held)
+
+
+def test_a_slot_changes_hands_without_reading_anything_again() -> None:
+    world = World(slots=2, ids=8, policy="fair")
+    flood = [world.add(range(start, start + 50), 60, scheduling=SchedulingParams("a")) for start in (0, 100)]
+    for _ in range(20):
+        world.step()
+    short = world.add(range(200, 210), 4, scheduling=SchedulingParams("b"))
+    for _ in range(8):
+        world.step()
+    assert short.generated == 4
+    assert world.scheduler.preemptions == 1
+    world.finish()
+    assert world.computed == sum(len(one.tokens) - 1 for one in (*flood, short))
+
+
+def test_where_no_state_can_be_kept_nobody_who_has_begun_makes_room_for_a_slot() -> None:
+    world = World(slots=1, ids=0, policy="fair")
+    long = world.add(range(50), 20, scheduling=SchedulingParams("a", service_tier="flex"))
+    world.step()
+    world.step()
+    world.add(range(5), 4, scheduling=SchedulingParams("b"))
+    world.step()
+    assert world.scheduler.running == [long]
