@@ -48,8 +48,9 @@ CHECKS = "qwen_serve.llamacpp.inside_model"
 class Bump:
     """The folder of one move: the repository, what is known of each patch, the report."""
 
-    def __init__(self, version: str, pinned: str, work: Path) -> None:
-        self.version, self.pinned, self.work = version, pinned, work / version
+    def __init__(self, version: str, pinned: str, work: Path, survey: bool) -> None:
+        self.version, self.pinned, self.survey = version, pinned, survey
+        self.work = work / (f"{version}-survey" if survey else version)
         self.shared = work
         self.repository = self.work / "llama.cpp"
         self._file = self.work / "state.json"
@@ -83,9 +84,8 @@ class Bump:
         self.git("init", "--quiet", "--initial-branch=queue")
         self.git("config", "gc.auto", "0")
         self.git("config", "merge.conflictStyle", "diff3")
-        self.git(
-            "config", "rerere.enabled", "true"
-        )  # what was solved once, for another version, is remembered
+        # what was solved once, for another version, is remembered; a survey counts it all the same
+        self.git("config", "rerere.enabled", str(not self.survey).lower())
         self.git("config", "rerere.autoupdate", "true")
         (self.shared / "rr-cache").mkdir(exist_ok=True)
         (self.repository / ".git" / "rr-cache").symlink_to((self.shared / "rr-cache").resolve())
@@ -112,10 +112,10 @@ class Bump:
         self.state["steps"][name] = {"outcome": outcome, "seconds": round(time.time() - started)}
         self.save()
 
-    def move(self, survey: bool) -> None:
+    def move(self) -> None:
         """Cherry-picks what is left of the queue. Raises BumpError at a conflict; a later call goes on.
 
-        With `survey` no conflict stops it: the patch's side is taken, to see how many there are.
+        No conflict stops a survey: the patch's side is taken, to see how many there are.
         """
         names = self.state["queue"]  # as it was when the repository was made
         commits = self.git("rev-list", "--reverse", "pinned..queue").split()
@@ -128,9 +128,9 @@ class Bump:
                 kept = self.subject("HEAD") == self.subject(commit)
                 known["outcome"] = "by hand" if kept else "dropped"
             elif not self._picking():
-                self.git("cherry-pick", commit, check=False)
+                self._pick(name, commit)
             if self._picking():
-                self._settle(name, commit, known, survey)
+                self._settle(name, commit, known)
             if not known["outcome"]:
                 known["outcome"] = "by hand" if known["conflicts"] else "merged"
             after = self.numstat("HEAD") if known["outcome"] not in GONE else [0, 0]
@@ -139,6 +139,19 @@ class Bump:
 
     def _picking(self) -> bool:
         return (self.repository / ".git" / "CHERRY_PICK_HEAD").exists()
+
+    def _pick(self, name: str, commit: str) -> None:
+        """Raises BumpError where git does not begin, or would leave an edit out."""
+        if left := self.git("status", "--porcelain", "--untracked-files=no"):
+            raise BumpError(
+                f"{name} waits: {self.repository} has edits that belong to no patch:\n{left}"
+                "`git commit --amend` takes them into the patch before, `git checkout FILE` throws them away."
+            )
+        try:
+            self.git("cherry-pick", commit)
+        except BumpError:
+            if not self._picking():
+                raise
 
     def _take_ours(self, commit: str) -> None:
         """The patch's side of each conflict, whether or not that compiles: later patches find their lines."""
@@ -155,7 +168,7 @@ class Bump:
             self.git("add", "--update")
             self.git("cherry-pick", "--continue")
 
-    def _settle(self, name: str, commit: str, known: dict[str, Any], survey: bool) -> None:
+    def _settle(self, name: str, commit: str, known: dict[str, Any]) -> None:
         """A cherry-pick that git left to us: empty, solved, or a conflict that it raises."""
         open_files = self.git("diff", "--name-only", "--diff-filter=U").split()
         marked = [path for path in self._touched() if conflicts_in(self.repository / path)]
@@ -164,7 +177,7 @@ class Bump:
             if not known["conflicts"]:
                 known["conflicts"], known["since"] = found, time.time()
                 self.save()
-            if survey:
+            if self.survey:
                 self._take_ours(commit)
                 del known["since"]
                 known["outcome"] = "conflict"
@@ -176,6 +189,7 @@ class Bump:
             )
         if "since" in known:
             known["seconds"] += round(time.time() - known.pop("since"))
+        self.git("add", "--update")  # files that merged and had to be edited, too
         if self.git("diff", "--cached", "--name-only"):
             self.git("cherry-pick", "--continue")
             if not known["conflicts"]:  # rerere knew
@@ -399,7 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help="write patches and pin into this tree")
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    bump = Bump(options.version, pin(), options.work)
+    bump = Bump(options.version, pin(), options.work, options.survey)
     try:
         if options.accept:
             outcomes = [known["outcome"] for known in bump.state["patches"].values()]
@@ -410,7 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         bump.open(options.sdist, options.base)
         try:
-            bump.move(options.survey)
+            bump.move()
         except BumpError as error:
             print(error, file=sys.stderr)
             return 2

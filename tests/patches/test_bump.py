@@ -80,12 +80,12 @@ def bump(tree: Path, files: dict[str, str], *options: str) -> subprocess.Complet
     return subprocess.run(list(map(str, command)), cwd=tree, capture_output=True, text=True, check=False)
 
 
-def work(tree: Path) -> Path:
-    return tree / ".work" / "bump" / NEW
+def work(tree: Path, name: str = NEW) -> Path:
+    return tree / ".work" / "bump" / name
 
 
-def outcomes(tree: Path) -> dict[str, str]:
-    state = json.loads((work(tree) / "state.json").read_text())
+def outcomes(tree: Path, name: str = NEW) -> dict[str, str]:
+    state = json.loads((work(tree, name) / "state.json").read_text())
     return {name: known["outcome"] for name, known in state["patches"].items()}
 
 
@@ -151,6 +151,37 @@ def test_a_conflict_that_was_committed_by_hand(tree: Path) -> None:
     assert outcomes(tree)["0101-first"] == "by hand"
 
 
+def test_what_was_edited_with_a_conflict_belongs_to_its_patch(tree: Path) -> None:
+    """A file that git merged and that has to change with it, without `git add`."""
+    files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
+    assert bump(tree, files).returncode == 2
+    repository = work(tree) / "llama.cpp"
+    (repository / "src" / "one.cpp").write_text("int one() {\n    return 110;\n}\n")
+    (repository / "src" / "two.cpp").write_text("// with one\n" + SOURCES["src/two.cpp"])
+    subprocess.run(["git", "add", "src/one.cpp"], cwd=repository, check=True)
+    done = bump(tree, files)
+    assert done.returncode == 0, done.stderr
+    queue = work(tree) / "patches" / "llama.cpp"
+    assert "+// with one" in (queue / "0101-first.patch").read_text()
+    assert "+    return 20;" in (queue / "0201-second.patch").read_text()
+
+
+def test_a_patch_that_git_cannot_take_is_told(tree: Path) -> None:
+    """Edits after a patch was committed, in a file that the next one changes."""
+    files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
+    assert bump(tree, files).returncode == 2
+    repository = work(tree) / "llama.cpp"
+    subprocess.run(["git", "cherry-pick", "--skip"], cwd=repository, check=True, capture_output=True)
+    (repository / "src" / "two.cpp").write_text("// left over\n")
+    done = bump(tree, files)
+    assert done.returncode == 2
+    assert "0201-second" in done.stderr
+    assert "src/two.cpp" in done.stderr
+    assert outcomes(tree) == {"0101-first": "dropped", "0201-second": ""}
+    subprocess.run(["git", "checkout", "src/two.cpp"], cwd=repository, check=True, capture_output=True)
+    assert bump(tree, files).returncode == 0
+
+
 def test_a_survey_counts_conflicts_and_stops_at_none(tree: Path) -> None:
     files = {
         "src/one.cpp": "int one() {\n    return 11;\n}\n",
@@ -158,6 +189,11 @@ def test_a_survey_counts_conflicts_and_stops_at_none(tree: Path) -> None:
     }
     done = bump(tree, files, "--survey")
     assert done.returncode == 0, done.stderr
-    assert outcomes(tree) == {"0101-first": "conflict", "0201-second": "conflict", "switches": "merged"}
+    assert outcomes(tree, f"{NEW}-survey") == {
+        "0101-first": "conflict",
+        "0201-second": "conflict",
+        "switches": "merged",
+    }
     assert "2 conflicting hunks in 2 of 3 patches" in done.stdout
     assert bump(tree, files, "--accept").returncode == 1, "a survey is no queue"
+    assert bump(tree, files).returncode == 2, "nor the begin of a move"
