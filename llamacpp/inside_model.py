@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,19 @@ LENGTHS, N_UBATCH = (1, 5, 3), 6
 PASSES = [[100, 200, 300], [201, 202, 301, 302], [203, 204]]
 """In which order they are computed, token by token: as many of each sequence as the shortest has left."""
 
+OPTIONS = ContextOptions(
+    n_ctx=64,
+    n_seq=len(LENGTHS),
+    n_batch=16,
+    n_ubatch=16,
+    n_outputs=16,
+    threads=1,
+    threads_batch=1,
+    flash_attn="off",
+    type_k="f32",
+    type_v="f32",
+)
+
 
 def with_model(path: Path) -> list[Check]:
     """Checks by a context of this GGUF on the CPU, which has to be a Qwen3.5 with the MTP head."""
@@ -54,15 +68,12 @@ def split_equal(path: Path) -> str:
 def output_reserve(path: Path) -> str:
     """Where hidden rows are, of one output and of more than there are sequences."""
     model = Model(path, n_gpu_layers=0, load_mtp=True)
-    context = Context(model, _options())
+    context = Context(model, OPTIONS)
     try:
         context.keep_hidden()
         for n in (1, 5):
             context.clear()
-            context.tokens[:n], context.positions[:n], context.sequences[:n] = range(n), range(n), 0
-            context.outputs[:n] = 1
-            context.decode(n)
-            context.wait()
+            _decode(context, range(n), range(n), [0] * n)
             if different := hidden_rows(context).found():
                 return different
     finally:
@@ -76,7 +87,6 @@ def passes(path: Path) -> list[list[int]]:
 
     A token is known by its embedding: a first batch, of one sequence, tells those of all tokens.
     """
-    model = Model(path, n_gpu_layers=0)
     seen: list[npt.NDArray[np.float32]] = []
 
     def look(pointer: int, ask: bool, _: Any) -> bool:
@@ -87,51 +97,32 @@ def passes(path: Path) -> list[list[int]]:
             seen.append(np.frombuffer(rows, np.float32).reshape(tensor.ne[1], tensor.ne[0]).copy())
         return bool(tensor.name == EMBEDDED) or not ask
 
-    params = C.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 256, 32, N_UBATCH, len(LENGTHS)
-    params.kv_unified, params.n_threads, params.n_threads_batch = True, 1, 1
-    params.cb_eval = callback = C.ggml_backend_sched_eval_callback(look)
-    handle = C.llama_init_from_model(model._handle, params)
+    callback = C.ggml_backend_sched_eval_callback(look)
+    tokens = [100 * (s + 1) + i for s, n in enumerate(LENGTHS) for i in range(n)]
+    model = Model(path, n_gpu_layers=0)
+    context = Context(model, replace(OPTIONS, n_ubatch=N_UBATCH, eval_callback=callback))
     try:
-        tokens = [[100 * (s + 1) + i for i in range(n)] for s, n in enumerate(LENGTHS)]
-        every = [token for mine in tokens for token in mine]
-        for first in range(0, len(every), N_UBATCH):
-            _decode(handle, [(token, i, 0) for i, token in enumerate(every)][first : first + N_UBATCH])
-        known = {row.tobytes(): token for row, token in zip(np.concatenate(seen), every, strict=True)}
+        _decode(context, tokens, range(len(tokens)), [0] * len(tokens))
+        known = {row.tobytes(): token for row, token in zip(np.concatenate(seen), tokens, strict=True)}
         seen.clear()
-        C.llama_memory_clear(C.llama_get_memory(handle), False)
-        _decode(handle, [(token, i, s) for s, mine in enumerate(tokens) for i, token in enumerate(mine)])
+        context.clear()
+        positions = [i for n in LENGTHS for i in range(n)]
+        _decode(context, tokens, positions, [s for s, n in enumerate(LENGTHS) for _ in range(n)])
     finally:
-        C.llama_free(handle)
+        context.close()
         model.close()
-        del callback
     return [[known.get(row.tobytes(), -1) for row in rows] for rows in seen]
 
 
-def _decode(handle: Any, batch: Sequence[tuple[int, int, int]]) -> None:
-    """Tokens with their positions and sequences."""
-    made = C.llama_batch_init(len(batch), 0, 1)
-    made.n_tokens = len(batch)
-    for i, (token, position, sequence) in enumerate(batch):
-        made.token[i], made.pos[i], made.n_seq_id[i], made.seq_id[i][0] = token, position, 1, sequence
-        made.logits[i] = 1
-    C.llama_decode(handle, made)
-    C.llama_batch_free(made)
-
-
-def _options() -> ContextOptions:
-    return ContextOptions(
-        n_ctx=64,
-        n_seq=2,
-        n_batch=16,
-        n_ubatch=16,
-        n_outputs=16,
-        threads=1,
-        threads_batch=1,
-        flash_attn="off",
-        type_k="f32",
-        type_v="f32",
-    )
+def _decode(
+    context: Context, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+) -> None:
+    """With an output of each token."""
+    n = len(tokens)
+    context.tokens[:n], context.positions[:n], context.sequences[:n] = tokens, positions, sequences
+    context.outputs[:n] = 1
+    context.decode(n)
+    context.wait()
 
 
 def main(arguments: Sequence[str]) -> int:

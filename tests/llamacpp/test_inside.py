@@ -141,7 +141,7 @@ def test_hidden_rows_are_behind_the_logits(nano_f32: Path) -> None:
 def test_hidden_rows_that_are_elsewhere(nano_f32: Path) -> None:
     """Are not read."""
     model = Model(nano_f32, n_gpu_layers=0, load_mtp=True)
-    options: ContextOptions = inside_model._options()
+    options: ContextOptions = inside_model.OPTIONS
     context = Context(model, options)
     context.keep_hidden()
     context.tokens[0], context.outputs[0] = 1, 1
