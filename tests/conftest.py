@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
@@ -45,6 +46,12 @@ if "FUZZ_CASES" not in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background jobs so, and every program that a test interrupts would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection in a test need look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def nano_gguf(quant: str, *, experts: bool = False) -> Path:

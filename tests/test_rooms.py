@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ LONGER = {
 """Files that are still longer; one that is split goes from here, and none is added."""
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever in the file; relative ones made absolute."""
     return {name for names in named(ast.parse(path.read_text(encoding="utf-8")), path) for name in names}

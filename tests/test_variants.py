@@ -58,6 +58,7 @@ def planned(path: Path, **settings: Any) -> MemoryPlan:
     return plan_memory(resolve_settings(EngineSettings(model=path, **settings)), read_header(path))
 
 
+@pytest.mark.slow
 def test_small_fits_a_card_of_4_gb(four_b: Path) -> None:
     plan = planned(four_b, **load_variant("small").settings)
     assert plan.fits
@@ -65,6 +66,7 @@ def test_small_fits_a_card_of_4_gb(four_b: Path) -> None:
     assert plan.settings.ctx_size >= 4096, "room for a conversation"
 
 
+@pytest.mark.slow
 def test_other_settings_do_not(four_b: Path) -> None:
     with pytest.raises(DoesNotFit):
         planned(four_b, speculation="both")

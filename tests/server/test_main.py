@@ -17,4 +17,3 @@ def test_what_is_there_once_loaded_is_not_collected_again(nano_f16: Path) -> Non
         assert gc.get_freeze_count() > before
     finally:
         backend.engine.close()
-        gc.unfreeze()

@@ -37,6 +37,7 @@ from qwen_serve.convert.tensors import expected_tensors
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.model import Model
+from tests.marks import slow_but
 
 ACCEPTANCE, SEED = 0.6, 3
 RUNTIME = Runtime(threads=1)
@@ -294,6 +295,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(where, name, value)
 
 
+@pytest.mark.parametrize("shape", slow_but(["small"], ["small", "small-moe"]), indirect=True, scope="module")
 @pytest.mark.usefixtures("short")
 def test_the_converter_takes_it_with_texts_of_its_own(f16: Path, tmp_path: Path) -> None:
     command = ["--src", str(f16), "--quant", "Q4_K_M", "--no-kld", "--out", str(tmp_path), "--threads", "1"]

@@ -129,6 +129,7 @@ async def test_a_seeded_draw_survives_company_and_preemption(
     assert together == one_by_one
 
 
+@pytest.mark.slow
 async def test_the_host_draws_the_same_from_candidates_as_from_rows(
     nano_f32: Path, prompts: list[list[int]]
 ) -> None:

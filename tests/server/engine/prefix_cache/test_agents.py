@@ -14,6 +14,7 @@ from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
 from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import Sequence
+from tests.marks import slow_but
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World
 from tests.server.engine.scheduling import NO_SAMPLER
@@ -138,7 +139,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("ids", [8, 32])
-@pytest.mark.parametrize("steps", [0, 3, 12])
+@pytest.mark.parametrize("steps", slow_but([0, 3], [0, 3, 12]))
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_is_rewritten_is_all_that_is_read_again(keeps: bool, steps: int, ids: int) -> None:
     agent = Agent(random.Random(1), keeps, ids)

@@ -12,6 +12,7 @@ import pytest
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Rows
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
 from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax
+from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
@@ -91,7 +92,7 @@ def check(reference: Reference, prompt: list[int], answer: list[int], logprobs: 
         assert [value for _, value in entry.top] == pytest.approx([row[i] for i, _ in entry.top], abs=CLOSE)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", slow_but([mix for mix in MIXES if mix != "tiny chunks"], MIXES))
 async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Reference) -> None:
     rng = random.Random(mix)
     prompts = [random_prompt(rng, length) for length in (1, 2, 3, 40, 150, 230)]

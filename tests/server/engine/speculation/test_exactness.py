@@ -117,7 +117,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "drafter, too few cells": {"speculation": "draft", "draft_always": True, "ctx_size": 512},
     "few checkpoints": {"speculation": "both", "draft_always": True, "prefix_checkpoints": 2, "parallel": 3},
 }
-QUICK = ["text", "scripted, small steps", "head, too few cells", "drafter and others"]
+QUICK = ["text", "scripted, small steps", "drafter and others"]
 
 
 @pytest.mark.parametrize("mix", slow_but(QUICK, MIXES))

@@ -12,6 +12,7 @@ from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.planning import contexts, plan
 from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from qwen_serve.server.engine.states import DeferredReads
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.scheduling import NO_SAMPLER
 
@@ -112,9 +113,10 @@ async def test_a_head_that_drafts_for_one_is_not_waited_for_by_several(
         assert [event for event in events if event.endswith("rows")]
 
 
-@pytest.mark.parametrize(
-    ("mix", "parallel", "ring"), [*((mix, n, True) for mix in MIXES for n in (1, 3)), ("drafter", 3, False)]
-)
+READERS = [*((mix, n, True) for mix in MIXES for n in (1, 3)), ("drafter", 3, False)]
+
+
+@pytest.mark.parametrize(("mix", "parallel", "ring"), slow_but([("drafter and head", 3, True)], READERS))
 async def test_they_read_the_same_as_at_once(
     mix: str, parallel: int, ring: bool, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
