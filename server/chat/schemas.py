@@ -4,15 +4,16 @@ otherwise is."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
@@ -45,7 +46,9 @@ _ONE |= {"unevaluatedProperties", "unevaluatedItems", "items"}
 _MANY = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum"}
+_DEPENDENT = {"dependentSchemas", "dependencies"}
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True,),
@@ -68,6 +71,16 @@ JSON_SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 INT64_MAX = 2**63 - 1
 """As a `maximum` of integers it is the largest that llguidance knows: many programs write it for none."""
+
+MAX_MULTIPLE = (2**32 - 10) // 10 + 1
+"""Of a `multipleOf` in units of its last digit: llguidance multiplies what is left of a division by ten, and
+adds a digit, in 32 bits."""
+
+MAX_COMMON_MULTIPLE = 2**16 - 1
+"""Of several that one value may have to obey: it multiplies two of them (numeric.rs, `Decimal::lcm`)."""
+
+_Place = tuple[Any, str] | None
+"""Where in a schema: the place around it, and the step from there, as in `.properties` or `[0]`."""
 
 
 def understood(schema: Any) -> Any:
@@ -158,16 +171,32 @@ def _closed_part(key: str, value: Any) -> Any:
 
 
 def check_numbers(schema: Any, where: str) -> None:
-    """Raises PromptError for a number that llguidance would take for another one; `where` is the schema's
-    place in the request."""
-    found = _misread(schema)
-    if found is not None:
-        place, number = found
-        message = (
-            f"{where}{place}: {str(number)[:40]} cannot be told from the numbers next to it; use integers"
-            " from -2^53 to 2^53, fractions of at most 15 digits, or a string"
-        )
-        raise PromptError(message, f"{where}{place}")
+    """Raises PromptError for a number that llguidance would take for another one, and for multiples that it
+    would compute wrongly; `where` is the schema's place in the request."""
+    multiples: list[tuple[_Place, int | float]] = []
+    combined, references = False, 0
+    for place, one in _schemas(schema):
+        for key in one.keys() & _NUMBERS:
+            no_bound = key == "maximum" and one.get("type") == "integer" and one[key] == INT64_MAX
+            found = None if no_bound else _misread((place, f".{key}"), one[key])
+            if found is not None:
+                wrong = "cannot be told from the numbers next to it; use integers from -2^53 to 2^53"
+                _refuse_number(where, *found, f"{wrong}, fractions of at most 15 digits, or a string")
+        multiple = one.get("multipleOf")
+        if isinstance(multiple, int | float) and multiple > 0:
+            multiples.append(((place, ".multipleOf"), multiple))
+        references += "$ref" in one
+        combined = combined or _is_combined(one)
+    _check_multiples(multiples, where, combined=combined and (len(multiples) > 1 or references > 1))
+
+
+def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoReturn:
+    steps: list[str] = []
+    while place is not None:
+        place, step = place
+        steps.append(step)
+    where += "".join(reversed(steps))
+    raise PromptError(f"{where}: {str(number)[:40]} {wrong}", where)
 
 
 def check_lark_numbers(text: str, where: str) -> None:
@@ -180,39 +209,62 @@ def check_lark_numbers(text: str, where: str) -> None:
         check_numbers(schema, f"{where}: %json")
 
 
-def _misread(schema: Any) -> tuple[str, int | float] | None:
-    """The first such number and its place, as in `.properties.a.const`."""
-    if not isinstance(schema, Mapping):
-        return None
-    for key, value in schema.items():
-        if key in ("const", "enum"):
-            found = _misread_value(value)
-        elif key in _BOUNDS:
-            no_bound = key == "maximum" and schema.get("type") == "integer" and value == INT64_MAX
-            found = None if no_bound else _misread_value(value)
-        elif key in _NAMED | {"dependentSchemas", "dependencies"} and isinstance(value, Mapping):
-            found = _first((f".{name}", _misread(one)) for name, one in value.items())
-        elif key in _MANY and isinstance(value, list):
-            found = _first((f"[{index}]", _misread(one)) for index, one in enumerate(value))
-        else:
-            found = _misread(value) if key in _ONE else None
-        if found is not None:
-            return f".{key}{found[0]}", found[1]
+def _schemas(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
+    """It and those within it."""
+    todo: list[tuple[_Place, Any]] = [(None, schema)]
+    while todo:
+        place, one = todo.pop()
+        if not isinstance(one, Mapping):
+            continue
+        yield place, one
+        for key, value in one.items():
+            within = (place, f".{key}")
+            if key in _NAMED | _DEPENDENT and isinstance(value, Mapping):
+                todo += [((within, f".{name}"), inner) for name, inner in value.items()]
+            elif key in _MANY and isinstance(value, list):
+                todo += [((within, f"[{index}]"), inner) for index, inner in enumerate(value)]
+            elif key in _ONE:
+                todo.append((within, value))
+
+
+def _misread(place: _Place, value: Any) -> tuple[_Place, int | float] | None:
+    """A number that llguidance would take for another one, and its place."""
+    todo = [(place, value)]
+    while todo:
+        place, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [((place, f".{key}"), one) for key, one in value.items()]
+        elif isinstance(value, list):
+            todo += [((place, f"[{index}]"), one) for index, one in enumerate(value)]
+        elif isinstance(value, int | float) and not _is_read_right(value):
+            return place, value
     return None
 
 
-def _misread_value(value: Any) -> tuple[str, int | float] | None:
-    if isinstance(value, Mapping):
-        return _first((f".{key}", _misread_value(one)) for key, one in value.items())
-    if isinstance(value, list):
-        return _first((f"[{index}]", _misread_value(one)) for index, one in enumerate(value))
-    if isinstance(value, int | float) and not _is_read_right(value):
-        return "", value
-    return None
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Whether a value must fit several schemas, which llguidance makes one of."""
+    asks = schema.keys() - ANNOTATIONS - {"type"}
+    several = len(asks) > 1 or (isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1)
+    return not asks.isdisjoint(_DEPENDENT) or (several and not asks.isdisjoint(_COMBINING))
 
 
-def _first(parts: Iterable[tuple[str, tuple[str, int | float] | None]]) -> tuple[str, int | float] | None:
-    return next(((place + found[0], found[1]) for place, found in parts if found is not None), None)
+def _check_multiples(multiples: list[tuple[_Place, int | float]], where: str, *, combined: bool) -> None:
+    exact = [Decimal(repr(multiple)).normalize() for _, multiple in multiples]
+    digits = [max(0, len(one.as_tuple().digits) - 1 - one.adjusted()) for one in exact]
+    common = 1
+    for (place, multiple), one, own in zip(multiples, exact, digits, strict=True):
+        if one.scaleb(own) > MAX_MULTIPLE:
+            wrong = f"has too many digits; without its point a multiple may be {MAX_MULTIPLE:,}"
+            _refuse_number(where, place, multiple, wrong)
+        if not combined:
+            continue
+        common = math.lcm(common, int(one.scaleb(max(digits))))
+        if common > MAX_COMMON_MULTIPLE:
+            wrong = (
+                "may meet another multipleOf where schemas are combined, and their least common multiple is,"
+                f" without its point, above {MAX_COMMON_MULTIPLE:,}; say it in one schema"
+            )
+            _refuse_number(where, place, multiple, wrong)
 
 
 def _is_read_right(number: float) -> bool:

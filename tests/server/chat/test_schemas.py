@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from datetime import date, datetime, time, timedelta
@@ -216,10 +217,63 @@ def test_numbers_that_llguidance_takes_for_others(schema: dict[str, Any], place:
         {"default": BIG, "examples": [BIG], "properties": {"const": {"title": BIG}}},
         {"enum": [2**53, -(2**53), 2**60, 0.1, 1e22, -0.3, 5e-7, True, None, "9007199254740993"]},
         {"minimum": 0.1, "multipleOf": 0.01, "maximum": "x"},
+        {"multipleOf": 400_000_000},
+        {"properties": {"a": {"multipleOf": 100_000}, "b": {"multipleOf": 60_000}, "c": {"anyOf": [True]}}},
+        {"allOf": [{"multipleOf": 600}, {"multipleOf": 0.25}]},
+        {"properties": {"a": {"multipleOf": 100_000}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     ],
 )
 def test_numbers_that_stay_what_they_are(schema: dict[str, Any]) -> None:
     assert json_format(schema, "guided_json")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"multipleOf": 10**9}, ".multipleOf"),
+        ({"multipleOf": 5e8}, ".multipleOf"),
+        ({"allOf": [{"multipleOf": 65_536}, {"multipleOf": 65_537}]}, ".allOf[1].multipleOf"),
+        ({"multipleOf": 100_000, "anyOf": [{"multipleOf": 60_000}, {"const": 5}]}, ".multipleOf"),
+        ({"allOf": [{"multipleOf": 600}, {"multipleOf": 0.0025}]}, ".allOf[0].multipleOf"),
+        (
+            {"$defs": {"m": {"multipleOf": 10**5}}, "allOf": [{"$ref": "#/$defs/m"}] * 2},
+            ".$defs.m.multipleOf",
+        ),
+        (
+            {"properties": {"a": {"multipleOf": 500}}, "patternProperties": {"^a": {"multipleOf": 333}}},
+            ".properties.a.multipleOf",
+        ),
+        (
+            {"multipleOf": 500, "dependentSchemas": {"a": {"multipleOf": 333}}},
+            ".dependentSchemas.a.multipleOf",
+        ),
+    ],
+)
+def test_multiples_that_llguidance_computes_wrongly(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(PromptError, match=r"without its point|multipleOf") as refusal:
+        json_format(schema, "guided_json")
+    assert refusal.value.param == f"guided_json{place}"
+    assert str(refusal.value).startswith(refusal.value.param)
+
+
+def test_multiples_are_refused_or_kept() -> None:
+    numbers, refused = random.Random(5), 0
+    for _ in range(150):
+        one, two = (numbers.randint(1, 10 ** numbers.randint(1, 3)) for _ in range(2))
+        schema = {"type": "integer", "multipleOf": one, "allOf": [{"multipleOf": two}]}
+        try:
+            grammar = compose(json_format(schema, "guided_json"), thinking=False)
+        except PromptError:
+            refused += 1
+            continue
+        matcher = LLMatcher(tokenizer(), grammar, log_level=0)
+        common = math.lcm(one, two)
+        for value in (0, common, -7 * common, common + one, common + two, one, two):
+            text = str(value).encode()
+            fits = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+            matcher.reset()
+            assert fits == (value % common == 0), (one, two, value)
+    assert 0 < refused < 75
 
 
 def test_constants_are_refused_or_written_as_they_are() -> None:
