@@ -120,11 +120,12 @@ def test_the_lock_keeps_others_waiting(tmp_path: Path) -> None:
     )
     with locked(lock):
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert other.stderr is not None
+        assert b"waiting" in other.stderr.readline()
         with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(2)
-    out, error = other.communicate(timeout=60)
+            other.wait(0.5)
+    out, _ = other.communicate(timeout=60)
     assert out == b"in\n"
-    assert b"waiting" in error
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's disk without room")
