@@ -65,8 +65,10 @@ def choose_among(
     The best ones are offered to the constraint one by one, which is quicker than its mask; a draw takes that.
     """
     if chain is None:
-        best = logits.max()
-        token = int(ids[logits == best].min())
+        at = logits.argmax()
+        best = logits[at]
+        equal = logits == best
+        token = int(ids[at] if np.count_nonzero(equal) == 1 else ids[equal].min())
         if best > lowest and (constraint is None or constraint.accept(token)):
             return token
         return None if constraint is None else _best_allowed(ids, logits, lowest, constraint)

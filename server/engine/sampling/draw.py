@@ -201,7 +201,7 @@ class Sampler:
         """The choice from the best tokens [n], as the device tells them; None where they do not settle it."""
         lowest = -math.inf  # they are all that top-k takes
         if self._penalties or self._constraint is not None:
-            lowest = float(logits.min())
+            lowest = float(np.minimum.reduce(logits))  # without the wrapper of min()
             for each in self._penalties:
                 if each.active:
                     logits = each.applied(ids, logits)

@@ -131,15 +131,17 @@ class Penalties:
     ) -> npt.NDArray[np.float32]:
         """What becomes of the logits of some tokens."""
         if self._repetition != 1:
-            penalised = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            # of the two the lower one is a positive logit divided, a negative one multiplied
+            choose = np.minimum if self._repetition > 1 else np.maximum
+            penalised = choose(logits / self._repetition, logits * self._repetition)
             logits = np.where(self._repeated[tokens], penalised, logits)
-        lowered: npt.NDArray[np.float32] = logits - self._less[tokens]
-        return lowered
+        if self._presence or self._frequency:
+            logits = logits - self._less[tokens]
+        return logits
 
     def accept(self, token: int) -> None:
         """Count a generated token."""
-        self._counts[token] += 1
-        count = self._counts[token]
+        count = self._counts[token] = self._counts.get(token, 0) + 1
         if count == 1 and not self._repeated[token]:
             if self._n == len(self._tokens):
                 self._tokens = np.concatenate([self._tokens, np.zeros(self._n + 64, np.intp)])
