@@ -164,7 +164,7 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     unready = CounterMetricFamily(
         "qwen_drafts_unready", "Drafts wanted while the drafter lacked what it reads", labels=labels
     )
-    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 while it rests", labels=labels)
+    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 in a cooldown", labels=labels)
     for drafter, counts in stats.drafts.items():
         steps.add_metric((drafter,), counts.steps)
         drafted.add_metric((drafter,), counts.drafted)

@@ -54,7 +54,7 @@ class Usage:
     """Of quantized weights, in FP16."""
     kv: int = 0
     states: int = 0
-    settling: int = 0
+    materializing: int = 0
     """Buffers for states of sequences that went back to a snapshot."""
     cells: int = 0
     """llama.cpp's table of cells."""
@@ -64,7 +64,7 @@ class Usage:
     """What the prefix cache may put aside in host memory."""
 
     def add(
-        self, part: Part, settings: EngineSettings, cells: int = 0, states: int = 0, settling: int = 0
+        self, part: Part, settings: EngineSettings, cells: int = 0, states: int = 0, materializing: int = 0
     ) -> None:
         """What a part of a model takes with so many cells and states."""
         self.weights += part.weights
@@ -72,7 +72,7 @@ class Usage:
             self.copies += part.copies
         self.kv += part.cell(settings) * cells
         self.states += part.state * states
-        self.settling += part.state * settling
+        self.materializing += part.state * materializing
 
     @property
     def parts(self) -> dict[str, int]:
@@ -82,7 +82,7 @@ class Usage:
             "FP16 copies of weights": self.copies,
             "KV cache": self.kv,
             "table of KV cells": self.cells,
-            "recurrent states": self.states + self.settling,
+            "recurrent states": self.states + self.materializing,
             "compute buffers": self.compute,
             "hidden states for drafters": self.hidden,
             "saved by the prefix cache": self.saved,
@@ -230,9 +230,9 @@ def arrange(
     last = holder_of(spec.n_blocks)
     n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
-    n_settling = len(ids.lone) if settings.snapshots or drafts else 0
+    n_materializing = len(ids.lone) if settings.snapshots or drafts else 0
     for number, layer in enumerate(spec.layers):
-        holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_settling)
+        holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing)
     last.add(spec.head, settings)
     embedding = host if embedding_place(settings, spec, places) is None else holder_of(0)
     if not (spec.output_is_tied and embedding is last):  # else they are one tensor

@@ -1,7 +1,7 @@
 """What was computed before, for whoever needs it again: a radix tree of checkpoints of a hybrid model.
 
 A recurrent state can not be cut back to an earlier token, so a prompt can only go on from where a state was
-kept. `Tree` knows where that is, `HostTier` what was put aside in host memory, `GhostCache` what was read
+kept. `Tree` knows where that is, `HostTier` what was put aside in host memory, `ShadowIndex` what was read
 before, and `PrefixCache` decides what is kept, reused and evicted.
 """
 

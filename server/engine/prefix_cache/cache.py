@@ -13,8 +13,8 @@ from qwen_serve.server.engine.sequence import CacheMiss
 from qwen_serve.server.engine.states import SavedState
 
 from .file import Entry
-from .ghost import BLOCK, GhostCache
 from .host import HostTier
+from .shadow_index import BLOCK, ShadowIndex
 from .tree import Node, Tree
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class PrefixCache:
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
         self._paths: dict[Sequence, _PromptPath] = {}
-        self._ghost, self._again = GhostCache(), 1.0
+        self._shadow, self._again = ShadowIndex(), 1.0
         """And the share of prompt tokens that had been read before, of the last ones, about as many as the
         budget has cells."""
         self._stats = PrefixStats()
@@ -438,7 +438,7 @@ class PrefixCache:
         """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
-        return self._ghost.read(sequence.tokens[:length], sequence.salt)
+        return self._shadow.read(sequence.tokens[:length], sequence.salt)
 
     def _suspended(self, sequence: Sequence) -> Node | None:
         """Where its state is kept since it was preempted for a slot."""

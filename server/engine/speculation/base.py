@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine.sequence import Sequence
 
-DrafterState = Literal["active", "resting", "failed"]
+DrafterState = Literal["active", "cooldown", "failed"]
 
 
 @dataclass(slots=True)
@@ -78,4 +78,4 @@ class DrafterStats(DraftCounts):
     unready: int = 0
     """Drafts that were wanted when the drafter lacked what it reads."""
     state: DrafterState = "active"
-    """"resting": its drafts did not pay of late; "failed": errors keep it from drafting for a while."""
+    """"cooldown": its drafts did not pay of late; "failed": errors keep it from drafting for a while."""

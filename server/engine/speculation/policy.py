@@ -54,7 +54,7 @@ class Record:
 
     acceptance: Acceptance
     cooldown: Cooldown = field(default_factory=lambda: Cooldown(COOLDOWN_FIRST, COOLDOWN_LAST))
-    hopes: bool = False
+    retries: bool = False
     """It is tried again after a cooldown, and was not wrong since."""
     fresh: bool = True
     """Nothing was drafted yet: the first time, kernels are loaded."""
@@ -106,7 +106,7 @@ class Policy:
         self.rollback = Mean()
         """Seconds that a checkpoint and the rollback to it take, of drafts longer than `Step.rewinds`."""
         self._records: dict[tuple[str, int], Record] = {}
-        self._hope = Acceptance(OPTIMISM)
+        self._optimism = Acceptance(OPTIMISM)
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
         """The kinds of a drafter that may be drafted for `n` sequences."""
@@ -131,8 +131,8 @@ class Policy:
         for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
             if record.cooldown.lost and not record.in_a_row:
                 record.acceptance.retry()
-                record.hopes = n == 1
-        plan = self._best(options, step) or self._best(options, step, hoping=True)
+                record.retries = n == 1
+        plan = self._best(options, step) or self._best(options, step, retrying=True)
         if plan is not None or max(step.pending) == 1:  # to catch up is no time to judge
             for option in options:
                 for kind in {*option.kinds} - {""}:
@@ -155,16 +155,16 @@ class Policy:
         elif not (plan.drafter.instant or instant):
             record.acceptance.fade()
 
-    def _best(self, options: ListLike[Option], step: Step, *, hoping: bool = False) -> Plan | None:
-        """The best by what is known; or, `hoping`, of retries, which begin with a draft that costs little."""
+    def _best(self, options: ListLike[Option], step: Step, *, retrying: bool = False) -> Plan | None:
+        """The best by what is known; or of retries, which begin with a draft that costs little."""
         pending, n = step.pending, len(step.pending)
         seconds = self.times.passes(pending) + self._change(pending, step)
         best, best_rate = None, MARGIN * n / seconds
         for option in options:
             records = [self.record(option.drafter, kind, n) if kind else None for kind in option.kinds]
-            if hoping:
+            if retrying:
                 limits = [min(limit, max(2, step.rewinds)) for limit in option.limits]
-                known = [self._hope if one is not None and one.hopes else None for one in records]
+                known = [self._optimism if one is not None and one.retries else None for one in records]
             else:
                 limits, known = option.limits, [None if one is None else one.acceptance for one in records]
             for rows in self._depths(option, step):
@@ -229,7 +229,7 @@ class Policy:
         """A draft for one of `n` sequences was verified."""
         record = self.record(drafter, kind, n)
         record.acceptance.add(drafted, right)
-        record.hopes &= right == drafted
+        record.retries &= right == drafted
 
     def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
         """A step with drafts of a kind, or one that catches up after them, gave `n` sequences so many tokens.

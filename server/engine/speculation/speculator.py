@@ -270,7 +270,7 @@ class Speculator:
             return
         started = self._clock()
         try:
-            self._states.guard(batch)
+            self._states.checkpoint(batch)
         except Exception as error:  # what cannot be rolled back is not drafted
             health.failed(error)
             batch.drop_drafts()
@@ -326,7 +326,7 @@ class Speculator:
             for health, reader in self._readers:
                 self._collect(health, reader, batch, sampled)
         if self._proposal is not None:
-            held = [self._settle(self._proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
+            held = [self._roll_back(self._proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         try:
@@ -340,7 +340,7 @@ class Speculator:
         """The batch could not be computed: there may be no graph any more."""
         self._timer.shape = (0, 0)
 
-    def _settle(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
+    def _roll_back(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
         """Of a draft what was right stays, if rollback allows; returns the tokens that the slot holds."""
         right, drafted = new.accepted, len(chunk.draft)
         if not drafted or right == drafted:
@@ -501,8 +501,8 @@ class Speculator:
         if not health.works:
             return "failed"
         n = max(1, self._n)
-        rests = n > min(health.drafter.most, self._slots) or self._policy.cooldown(health.drafter, n)
-        return "resting" if rests else "active"
+        cools = n > min(health.drafter.most, self._slots) or self._policy.cooldown(health.drafter, n)
+        return "cooldown" if cools else "active"
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""The way back from a wrong draft. There are three, and each step takes the one that suits it.
+"""Rollback of wrong drafts. There are three ways, and each step takes the one that suits it.
 
 A recurrent state cannot drop its last tokens. So before drafts are verified, a spare sequence id, the slot's
 rollback copy, takes a share of the slot's cells; after a rejection the slot goes back to that state, and the
@@ -47,8 +47,8 @@ class Rollback:
         """Tokens of the longest draft of this slot alone that leaves llama.cpp's graph for the next one."""
         return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
 
-    def guard(self, batch: Batch) -> None:
-        """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""
+    def checkpoint(self, batch: Batch) -> None:
+        """Before a batch is launched: keep what its drafts can be rolled back to. Raises LlamaError."""
         first = batch.chunks[0]
         slot, drafted = first.slot, len(first.draft)
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch

@@ -119,9 +119,9 @@ class StateStore:
         wrong."""
         return self._rollback.keeps_graph(slot)
 
-    def guard(self, batch: Batch) -> None:
-        """Before the batch is launched: keep a way back for each draft in it. Raises LlamaError."""
-        self._rollback.guard(batch)
+    def checkpoint(self, batch: Batch) -> None:
+        """Before a batch is launched: keep what its drafts can be rolled back to. Raises LlamaError."""
+        self._rollback.checkpoint(batch)
 
     def rollback(self, chunk: Chunk, accepted: int) -> int:
         """Take a slot back after so many tokens of its draft; returns the tokens that it holds now.

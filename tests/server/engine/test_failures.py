@@ -109,9 +109,11 @@ async def test_copies_of_what_a_drafter_has(
         await check(engine, prompts, alone)
 
 
-BROKEN = [(broken, by) for broken in ("propose", "guard", "rollback") for by in ("ngram", "mtp", "draft")]
+BROKEN = [
+    (broken, by) for broken in ("propose", "checkpoint", "rollback") for by in ("ngram", "mtp", "draft")
+]
 BROKEN += [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")]
-QUICK = [("guard", "ngram"), ("rollback", "ngram")]
+QUICK = [("checkpoint", "ngram"), ("rollback", "ngram")]
 
 
 @pytest.mark.parametrize(("broken", "speculation"), slow_but(QUICK, BROKEN))
@@ -124,7 +126,7 @@ async def test_drafts(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That are not made, have no way back, or can not be taken back, and hidden rows that are not there."""
+    """That are not made, have no checkpoint, or can not be taken back, and hidden rows that are not there."""
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, speculation=speculation, draft_always=True, **beside) as engine:
         parts = engine.components
@@ -133,7 +135,7 @@ async def test_drafts(
             draft_by(engine._speculator, Scripted(texts, broken))
         owner: Any = {
             "propose": engine._speculator._drafters[0].drafter,
-            "guard": parts.states,
+            "checkpoint": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
             "layer_inputs": parts.context,
@@ -191,7 +193,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
         names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
         faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
         faults += [(speculator._policy, "choose"), (speculator, "_requests"), (speculator, "_learn")]
-        faults += [(states, "guard"), (states, "rollback")]
+        faults += [(states, "checkpoint"), (states, "rollback")]
         for owner, name in faults:
             for index in CALLS[calls]:
                 with monkeypatch.context() as patch:

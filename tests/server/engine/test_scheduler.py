@@ -202,7 +202,7 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     batch = s.schedule()
     [chunk] = batch.chunks
     batch.add_draft(chunk, [8, 9])
-    states.guard(batch)
+    states.checkpoint(batch)
     s.reserve(batch)
     assert used(s) == 7
     held = 7 if accepted == 2 else states.rollback(chunk, accepted)

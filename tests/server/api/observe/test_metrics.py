@@ -30,7 +30,7 @@ def test_counters_come_from_the_snapshot() -> None:
         step_totals=profile.times(),
         drafts={
             "ngram": DrafterStats(steps=14, drafted=15, accepted=16),
-            "mtp": DrafterStats(failed=17, unready=18, state="resting"),
+            "mtp": DrafterStats(failed=17, unready=18, state="cooldown"),
         },
     )
     metrics = Metrics()

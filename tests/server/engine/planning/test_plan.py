@@ -112,7 +112,7 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     state, snapshots = plan.spec.state, 8 if by_head else 0
     assert plan.settings.snapshots == snapshots
     assert gpu.states == (8 + 8 + 32 + snapshots) * state
-    assert gpu.settling == (2 * state if by_head else 0)
+    assert gpu.materializing == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
 

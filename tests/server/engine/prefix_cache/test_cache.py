@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine.prefix_cache.ghost import BLOCK
+from qwen_serve.server.engine.prefix_cache.shadow_index import BLOCK
 from qwen_serve.server.engine.sequence import CacheMiss, Sequence
 from tests.server.engine.prefix_cache.world import World, nodes_of
 

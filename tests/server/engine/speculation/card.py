@@ -139,7 +139,7 @@ class States:
     def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
-    def guard(self, batch: Batch) -> None:
+    def checkpoint(self, batch: Batch) -> None:
         alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
         self._way = "snapshot" if alone and longest <= self.rewinds(0) else "copy"
         if self._way == "copy" and not (alone and longest <= self.keeps_graph(0)):

@@ -73,7 +73,7 @@ def test_a_failing_drafter_leaves_the_other_alone() -> None:
 
 def test_without_a_way_back_nothing_is_drafted() -> None:
     world = on_h200()
-    world.states.guard = Mock(side_effect=LlamaError("no buffer"))  # type: ignore[method-assign]
+    world.states.checkpoint = Mock(side_effect=LlamaError("no buffer"))  # type: ignore[method-assign]
     assert world.step() == 0
     assert world.speculator.stats()["mtp"].failed == 1
 
@@ -110,7 +110,7 @@ def test_a_head_that_does_not_pay_is_seen_to_rest() -> None:
     world = on_h200()
     world.head.right = 0.0
     world.gain(100)
-    assert world.speculator.stats()["mtp"].state == "resting"
+    assert world.speculator.stats()["mtp"].state == "cooldown"
 
 
 def test_a_batch_that_was_not_computed_leaves_nothing_behind() -> None:

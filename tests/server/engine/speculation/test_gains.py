@@ -255,7 +255,7 @@ def test_nothing_is_kept_in_a_crowd_that_the_head_does_not_draft_for(n: int) -> 
     world.gain(2)
     assert not world.card.keeps_hidden
     assert world.head.rounds == 0
-    assert world.speculator.stats()["mtp"].state == "resting"
+    assert world.speculator.stats()["mtp"].state == "cooldown"
     one, *others = world.sequences
     for other in others:
         world.speculator.forget(other)

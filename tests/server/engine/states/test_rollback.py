@@ -146,7 +146,7 @@ class Program:
             drafted = rng.randrange(len(new)) if rng.random() < 0.7 else 0
             chunk_of(batch, slot, text, new[: len(new) - drafted], new[len(new) - drafted :])
             parts[slot] = len(text), new
-        self.store.guard(batch)
+        self.store.checkpoint(batch)
         self.log.clear()
         rows, cells = decode(self.context, parts), self.store.cells
         reports = [found for record in self.log.records if (found := REPORT.search(record.getMessage()))]
@@ -224,7 +224,7 @@ def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
             draft = [rng.randrange(300, 2000) for _ in range(5 - len(waiting))]
             batch = Batch()
             chunk_of(batch, 0, text, waiting, draft)
-            states.guard(batch)
+            states.checkpoint(batch)
             decode(context, {0: (len(text), [*waiting, *draft])})
             states.appended(batch)
             accepted = rng.randrange(len(draft) + 1)

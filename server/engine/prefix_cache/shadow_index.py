@@ -16,7 +16,7 @@ LIMIT = 1 << 16
 """Beginnings that are remembered, the latest: of a million tokens, in some ten megabytes."""
 
 
-class GhostCache:
+class ShadowIndex:
     """The beginnings of texts, as hashes of every `BLOCK` tokens and of all before them.
 
     Block hashes are how vLLM finds cached prefixes; here nothing is found by them but how long they are.
