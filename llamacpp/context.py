@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -29,6 +30,10 @@ ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DE
 """Of a state, what is no key or value; and copied within the device."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+
+
+PLANES = 4
+"""Positions of a picture's row: by time, row and column, and one that Qwen3.5 leaves at 0."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,28 @@ class Context:
         )
         self._rows = Rows(self._handle, self._n_vocab, model.n_real)
 
-    def decode(self, n_tokens: int) -> None:
-        """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap.
+    @cached_property
+    def embeddings(self) -> npt.NDArray[np.float32]:
+        """Rows in place of `tokens`, and `planes` in place of `positions`, for a batch `of_pictures`."""
+        return np.zeros((self.n_batch, self._n_embd), np.float32)
+
+    @cached_property
+    def planes(self) -> npt.NDArray[np.int32]:
+        """[PLANES, n_batch]"""
+        return np.zeros((PLANES, self.n_batch), np.int32)
+
+    def _embedded(self, n_tokens: int) -> C.llama_batch:
+        """The batch with rows in place of tokens; llama.cpp wants planes one behind the other."""
+        self._flat_planes = self.planes[:, :n_tokens].ravel()
+        batch = C.llama_batch.from_buffer_copy(self._batch)
+        batch.token = None
+        batch.embd = self.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        batch.pos = self._flat_planes.ctypes.data_as(ctypes.POINTER(C.llama_pos))
+        return batch
+
+    def decode(self, n_tokens: int, *, of_pictures: bool = False) -> None:
+        """Run the first `n_tokens` of the batch. Positions must continue their sequences: without a gap, but
+        behind a picture. With `of_pictures` they are its rows.
 
         Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
         the sequences of the batch are in an unknown state.
@@ -167,7 +192,8 @@ class Context:
             layers.set_ring_rows(self._handle, self._ring_rows)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()
-        status = C.llama_decode(self._handle, self._batch)
+        batch = self._embedded(n_tokens) if of_pictures else self._batch
+        status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
             raise LlamaError("a device sampler could not be built") from self.samplers.error
         if status == 1:

@@ -20,6 +20,9 @@ log = logging.getLogger("llama.cpp")
 _LEVELS = {1: 5, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
 """ggml's levels (debug, info, warning, error). Its info is our debug: it tells a developer's story."""
 
+SKIPPED = "non-consecutive token position"
+"""What the recurrent states' memory warns of, and what is so behind every picture."""
+
 _tap: list[str] | None = None
 _listener: Callable[[str], None] | None = None
 _log_level = logging.DEBUG
@@ -40,7 +43,7 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
         _tap.append(line)
         log.log(min(_log_level, logging.DEBUG), line)
     else:
-        log.log(_log_level, line)
+        log.log(logging.DEBUG if SKIPPED in line else _log_level, line)
 
 
 @cache

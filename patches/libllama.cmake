@@ -1,4 +1,4 @@
-# Of llama-cpp-python's build, only what the package loads: libllama and ggml's libraries, each one file.
+# Of llama-cpp-python's build, only what the package loads: libllama, libmtmd and ggml's libraries, each one file.
 #
 #     cmake -DCMAKE_PROJECT_llama_cpp_INCLUDE=/path/to/patches/libllama.cmake ...
 #
@@ -10,7 +10,7 @@ set(LLAMA_BUILD_COMMON OFF)
 
 # At the end, when the targets are known: a wheel holds no symbolic links, so each version would be another copy.
 function(llama_libraries)
-    foreach(target llama ggml ggml-base ggml-cpu ggml-cuda ggml-metal ggml-blas)
+    foreach(target llama mtmd ggml ggml-base ggml-cpu ggml-cuda ggml-metal ggml-blas)
         if(TARGET ${target})
             set_property(TARGET ${target} PROPERTY VERSION)
             set_property(TARGET ${target} PROPERTY SOVERSION)

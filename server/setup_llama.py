@@ -148,7 +148,7 @@ class Build:
         """What CMake is told; CMAKE_ARGS of the environment comes last and wins."""
         args = [
             "-DCMAKE_BUILD_TYPE=Release",
-            "-DLLAVA_BUILD=OFF",
+            "-DMTMD_VIDEO=OFF",
             "-DLLAMA_ALL_WARNINGS=OFF",
             f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={self._patches / 'libllama.cmake'}",
             f"-DCMAKE_PROJECT_INCLUDE={self._patches / 'apply.cmake'}",
@@ -346,7 +346,7 @@ def _build_wheel(build: Build, work: Path) -> None:
         make = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(work / "out")]
         settings = [
             f"build-dir={work / 'build'}",
-            "build.targets=llama",
+            "build.targets=llama;mtmd",
             f"wheel.exclude={';'.join(WHEEL_WITHOUT)}",
         ]
         make += [f"--config-settings={setting}" for setting in settings]

@@ -1,0 +1,173 @@
+"""Pictures to rows that a text model reads in place of tokens: an mmproj, by llama.cpp's libmtmd."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+from weakref import finalize
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+
+from .context import PLANES
+from .errors import LlamaError, ModelLoadError
+from .log import _route_log, reason, set_up, tapped_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from .model import Model
+
+
+@cache
+def _library() -> Any:
+    """llama_cpp.mtmd_cpp, which loads libmtmd. Raises LlamaError where llama.cpp was built without it."""
+    try:
+        from llama_cpp import mtmd_cpp
+    except (RuntimeError, OSError) as error:
+        raise LlamaError(
+            f"llama.cpp was built without libmtmd, which reads pictures ({error}); "
+            "`qwen-serve setup` builds both"
+        ) from None
+    mtmd_cpp.mtmd_log_set(_route_log, ctypes.c_void_p(0))
+    return mtmd_cpp
+
+
+def has_vision() -> bool:
+    """Whether llama.cpp was built with libmtmd."""
+    try:
+        _library()
+    except LlamaError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class ImageRows:
+    """A picture that is ready to be encoded: resized and normalized, or its size alone."""
+
+    n_rows: int
+    """Rows that it becomes: its tokens."""
+    n_pos: int
+    """Positions that it takes: what follows it stands that much later than its first row."""
+    positions: npt.NDArray[np.int32]
+    """[PLANES, n_rows], as though it were at position 0. What stands before it is added to all but the last
+    plane."""
+    _chunk: Any
+
+
+class VisionTower:
+    """An mmproj's weights, beside the text model that they were made for; a context manager.
+
+    `prepare` may be called from any thread, `encode` from one at a time. A picture has `min_tokens` to
+    `max_tokens` rows: smaller and larger ones are resized; 0 is llama.cpp's own bound. `use_gpu` False keeps
+    the weights on the host. Raises ModelLoadError, and LlamaError where libmtmd is missing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: Model,
+        *,
+        threads: int,
+        use_gpu: bool = True,
+        flash_attn: bool = True,
+        min_tokens: int = 0,
+        max_tokens: int = 0,
+        warm_up: bool = True,
+    ) -> None:
+        self.path, self._handle = path, None
+        set_up()
+        self._mtmd = mtmd = _library()
+        params = mtmd.mtmd_context_params_default()
+        params.use_gpu, params.print_timings, params.n_threads = use_gpu, False, threads
+        params.flash_attn_type = (
+            C.LLAMA_FLASH_ATTN_TYPE_AUTO if flash_attn else C.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.warmup = warm_up
+        if min_tokens:
+            params.image_min_tokens = min_tokens
+        if max_tokens:
+            params.image_max_tokens = max_tokens
+        with tapped_log() as lines:
+            self._handle = mtmd.mtmd_init_from_file(os.fsencode(path), model._handle, params)
+        if not self._handle:
+            raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
+        if not mtmd.mtmd_support_vision(self._handle):
+            self.close()
+            raise ModelLoadError(f"{path} has no vision tower")
+        self.n_embd = int(C.llama_model_n_embd_inp(model._handle))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, rgb: npt.NDArray[np.uint8]) -> ImageRows:
+        """Resizes and normalizes a picture of shape [height, width, 3]. Raises LlamaError."""
+        if rgb.ndim != 3 or rgb.shape[2] != 3 or rgb.dtype != np.uint8 or not rgb.size:
+            raise ValueError(f"want bytes of shape [height, width, 3], got {rgb.dtype} of {list(rgb.shape)}")
+        height, width, _ = rgb.shape
+        return self._prepare(width, height, np.ascontiguousarray(rgb))
+
+    def measure(self, width: int, height: int) -> ImageRows:
+        """What a picture of that size would become; it cannot be encoded. Raises LlamaError."""
+        return self._prepare(width, height, None)
+
+    def _prepare(self, width: int, height: int, rgb: npt.NDArray[np.uint8] | None) -> ImageRows:
+        mtmd = self._mtmd
+        data = rgb.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)) if rgb is not None else None
+        bitmap = mtmd.mtmd_bitmap_init(width, height, data)  # copies them
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            part = mtmd.mtmd_input_part(text=None, bitmap=bitmap)
+            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+            status = mtmd.mtmd_tokenize_from_parts(self._handle, chunks, parts, 1, False)
+            if status != 0:
+                raise LlamaError(f"mtmd_tokenize_from_parts returned {status} for {width} x {height} pixels")
+            found = [
+                chunk
+                for index in range(mtmd.mtmd_input_chunks_size(chunks))
+                if mtmd.mtmd_input_chunk_get_type(chunk := mtmd.mtmd_input_chunks_get(chunks, index))
+                == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+            ]
+            if len(found) != 1:
+                raise LlamaError(f"mtmd_tokenize_from_parts made {len(found)} pictures of one")
+            return self._rows(mtmd.mtmd_input_chunk_copy(found[0]))
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _rows(self, chunk: int) -> ImageRows:
+        mtmd = self._mtmd
+        n_rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        positions = np.empty((PLANES, n_rows), np.int32)
+        for row in range(n_rows):
+            place = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, row)
+            positions[:, row] = place.t, place.y, place.x, place.z
+        rows = ImageRows(n_rows, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), positions, chunk)
+        finalize(rows, mtmd.mtmd_input_chunk_free, chunk)
+        return rows
+
+    def encode(self, rows: ImageRows) -> npt.NDArray[np.float32]:
+        """The rows that the text model reads, of shape [n_rows, n_embd], and no one else's memory.
+
+        Raises: LlamaError: the picture was only measured, or llama.cpp failed and has logged why.
+        """
+        if (status := self._mtmd.mtmd_encode_chunk(self._handle, rows._chunk)) != 0:
+            raise LlamaError(f"mtmd_encode_chunk returned {status} for a picture of {rows.n_rows} rows")
+        output = self._mtmd.mtmd_get_output_embd(self._handle)
+        return np.ctypeslib.as_array(output, (rows.n_rows, self.n_embd)).copy()
+
+    def close(self) -> None:
+        """Free the weights, before the text model's. Idempotent."""
+        if self._handle:
+            self._mtmd.mtmd_free(self._handle)
+            self._handle = None
