@@ -69,7 +69,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Batch:
-    """Either decodes, perhaps with drafts, or chunks of prompts."""
+    """Either decodes, perhaps with drafts, or chunks of prompts: of their text, or of pictures in them."""
 
     chunks: list[Chunk] = field(default_factory=list)
     draft_room: int = 0
@@ -78,6 +78,8 @@ class Batch:
     n_rows: int = 0
     prompt_tokens: int = 0
     """Those of its tokens that are prefill."""
+    of_pictures: bool = False
+    """Its tokens are rows of pictures: llama.cpp takes these or tokens."""
     placements: list[Placement] = field(default_factory=list)
     """One for each chunk; the runner writes this."""
     greedy: bool = False
@@ -85,7 +87,8 @@ class Batch:
     this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
-        """Read the next `count` pending tokens of `sequence`."""
+        """Read the next `count` pending tokens of `sequence`: text or a picture, as those already in it."""
+        self.of_pictures = sequence.reads_picture
         samples = count == sequence.pending
         chunk = Chunk(
             sequence,

@@ -12,8 +12,6 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_header
 
@@ -22,9 +20,10 @@ from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
+from .prompts import checked_ids, with_pictures
 from .sampling import Logprobs, Sampler, sample
 from .scheduler import Output
-from .sequence import ANYBODY, Prompt, SchedulingParams, Sequence, Timings
+from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
 from .stats import EngineStats
 
 if TYPE_CHECKING:
@@ -32,16 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from .batch import Batch
+    from .pictures import Picture
     from .profile import Kind
     from .sampling import Constraint, SamplingParams, ThinkingLimits
     from .sampling.thinking import ThinkingWatch
-    from .sequence import FinishReason
+    from .sequence import FinishReason, Prompt
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
-
-PIECE = 8192
-"""Tokens of a prompt that are checked in one go, with the GIL held."""
 
 
 class Engine:
@@ -107,34 +104,22 @@ class Engine:
     def ready(self) -> bool:
         return self._warm.is_set() and self._error is None
 
-    def prompt(self, ids: ListLike[int]) -> Prompt:
+    def prompt(self, ids: ListLike[int], pictures: ListLike[tuple[int, Picture]] = ()) -> Prompt:
         """Check a prompt, which takes time with its length: call from any thread but an event loop's.
 
-        Raises InvalidPrompt and PromptTooLong.
+        `pictures` are inserted, each before the token at an index of `ids`, in order; behind the last there
+        is one. Raises InvalidPrompt and PromptTooLong.
         """
         if not len(ids):
             raise InvalidPrompt("the prompt is empty; it must have at least one token")
         if len(ids) >= self.context_size:
             raise PromptTooLong(len(ids), self.context_size, exactly=True)
-        checked: list[int] = []
-        for start in range(0, len(ids), PIECE):
-            part = ids[start : start + PIECE]
-            try:
-                piece = np.asarray(part)
-            except ValueError:  # lists in it, of different lengths
-                raise InvalidPrompt("the prompt must be a list of token ids (integers)") from None
-            if piece.dtype.kind not in "iu" and set(map(type, part)) == {int}:
-                piece = np.clip(np.asarray(part, object), -1, self.vocab.size).astype(np.int64)
-            if not np.issubdtype(piece.dtype, np.integer) or piece.ndim != 1:
-                raise InvalidPrompt("the prompt must be a list of token ids (integers)")
-            outside = np.flatnonzero((piece < 0) | (piece >= self.vocab.size))
-            if outside.size:
-                i = int(outside[0])
-                raise InvalidPrompt(
-                    f"token {start + i} of the prompt is {part[i]}; ids run from 0 to {self.vocab.size - 1}"
-                )
-            checked += piece.tolist()
-        return Prompt(checked)
+        if pictures and self.plan.spec.draft is not None:  # its ring of rows is by positions
+            raise InvalidPrompt("pictures are not read beside a draft model; serve without --draft-model")
+        prompt = with_pictures(checked_ids(ids, self.vocab.size), pictures)
+        if len(prompt) >= self.context_size:
+            raise PromptTooLong(len(prompt), self.context_size, exactly=True)
+        return prompt
 
     def submit(
         self,
@@ -160,6 +145,8 @@ class Engine:
         """
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
+        if prompt.pictures and params.prompt_logprobs is not None:
+            raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
         loop = asyncio.get_running_loop()
         room = self.context_size - len(prompt)
         with self._lock:
@@ -369,6 +356,7 @@ class Engine:
             generation.logprobs,
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
+            pictures=prompt.pictures,
             salt=salt,
             scheduling=scheduling,
         )

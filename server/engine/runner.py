@@ -49,7 +49,7 @@ class Runner:
         """
         self._fill(batch)
         self._profile.lap("fill")
-        self._context.decode(batch.n_tokens)
+        self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures)
         self._profile.lap("decode")
 
     def collect(self, batch: Batch) -> Rows | None:
@@ -111,10 +111,10 @@ class Runner:
             for chunk in batch.chunks
         )
         self._slots, self._indices = [], []
-        if batch.n_tokens == len(batch.chunks):
+        if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
-            batch.placements = self._fill_ubatches(batch.chunks)
+            batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
 
     def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
@@ -122,7 +122,7 @@ class Runner:
         context, n = self._context, len(chunks)
         slots = [chunk.slot for chunk in chunks]
         context.tokens[:n] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
-        context.positions[:n] = [chunk.start for chunk in chunks]
+        context.positions[:n] = [chunk.sequence.pictures.position(chunk.start) for chunk in chunks]
         context.sequences[:n] = slots
         context.outputs[:n] = [chunk.n_rows for chunk in chunks]
         placements = []
@@ -134,22 +134,17 @@ class Runner:
                 self._add_row(chunk, index, placement.scored_rows)
         return placements
 
-    def _fill_ubatches(self, chunks: list[Chunk]) -> list[Placement]:
+    def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """In the order of computation: outputs that came in another would be swapped back, row by row."""
-        context = self._context
-        tokens = [
-            [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.draft]
-            for chunk in chunks
-        ]
+        context, chunks = self._context, batch.chunks
+        write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
         tail = context.n_snapshots + 1 if context.n_snapshots else 0
-        for length, taken in ubatches([len(mine) for mine in tokens], context.n_ubatch, tail):
+        for length, taken in ubatches([chunk.n_tokens for chunk in chunks], context.n_ubatch, tail):
             for i in taken:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
-                context.tokens[start:end] = tokens[i][first : first + length]
-                context.positions[start:end] = self._offsets[:length]
-                context.positions[start:end] += chunk.start + first
+                write(chunk, first, start, end)
                 context.sequences[start:end] = chunk.slot
                 context.outputs[start:end] = 0
                 placement.batch_indices.extend(range(start, end))
@@ -165,6 +160,29 @@ class Runner:
                 done[i] += length
                 start = end
         return placements
+
+    def _write_tokens(self, chunk: Chunk, first: int, start: int, end: int) -> None:
+        """Those of the chunk from `first` on, to [start, end) of the batch."""
+        context, sequence, length = self._context, chunk.sequence, end - start
+        at = chunk.start + first
+        tokens = sequence.tokens[at : min(at + length, chunk.start + chunk.count)]
+        context.tokens[start : start + len(tokens)] = tokens
+        if len(tokens) < length:
+            drafted = first + len(tokens) - chunk.count
+            context.tokens[start + len(tokens) : end] = chunk.draft[drafted : drafted + length - len(tokens)]
+        context.positions[start:end] = self._offsets[:length]
+        context.positions[start:end] += sequence.pictures.position(chunk.start) + first
+
+    def _write_rows(self, chunk: Chunk, first: int, start: int, end: int) -> None:
+        """The same of a picture."""
+        place = chunk.sequence.pictures.at(chunk.start)
+        assert place is not None
+        picture, at = place.picture, chunk.start + first - place.start
+        taken = slice(at, at + end - start)
+        self._context.embeddings[start:end] = picture.rows[taken]
+        planes = self._context.planes[:, start:end]
+        planes[:] = picture.positions[:, taken]
+        planes[:-1] += place.position
 
     def _add_row(self, chunk: Chunk, index: int, rows: list[int]) -> None:
         rows.append(len(self._slots))

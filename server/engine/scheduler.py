@@ -351,14 +351,15 @@ class Scheduler:
         prompts = [sequence for sequence in self.running if sequence.begun and not sequence.ready]
         if not prompts:
             return
+        prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
         if self.reproducible is not None:
             self._oldest_is_due = not self._oldest_is_due
             first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
             chunk = self.reproducible.chunk
-            batch.add(first, min(first.pending, chunk - first.computed % chunk))
+            batch.add(first, min(first.pending_alike, chunk - first.computed % chunk))
             return
         budget = self.prefill_budget.tokens
-        if len(prompts) == sum(sequence.begun for sequence in self.running):
+        if not any(sequence.ready for sequence in self.running):
             budget = max(budget, self._ubatch_size)
         rows = self._scored_rows
         for sequence, count in self._divide(min(self._batch_size, budget), prompts).items():
@@ -396,7 +397,8 @@ class Scheduler:
 
     def _until_cut(self, sequence: Sequence) -> int:
         cut = self._cache.next_checkpoint(sequence)
-        until = sequence.pending if cut is None else min(sequence.pending, cut - sequence.computed)
+        until = sequence.pending_alike
+        until = until if cut is None else min(until, cut - sequence.computed)
         return min(until, _with_rows(sequence, self._scored_rows))
 
     def _vacate(self, sequence: Sequence) -> None:

@@ -7,6 +7,8 @@ from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, get_args
 
+from .pictures import NO_PICTURES, Layout
+
 if TYPE_CHECKING:
     from .sampling import Logprobs, Sampler
 
@@ -120,7 +122,8 @@ class Prompt:
     """
 
     ids: list[int]
-    """Never changed."""
+    """Never changed. Those of pictures' rows are negative."""
+    pictures: Layout = NO_PICTURES
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -148,6 +151,8 @@ class Sequence:
     """Tokens that end it beside those that end every generation."""
     include_stop: bool = False
     """Such a token is a part of the answer."""
+    pictures: Layout = NO_PICTURES
+    """In its prompt."""
     salt: str = ""
     """Only sequences with the same one share prefixes."""
     scheduling: SchedulingParams = ANYBODY
@@ -192,6 +197,17 @@ class Sequence:
     def pending(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def pending_alike(self) -> int:
+        """Those among them that one batch may hold: tokens of text, or rows of one picture."""
+        end = self.pictures.run(self.computed)
+        return self.pending if end is None else min(self.pending, end - self.computed)
+
+    @property
+    def reads_picture(self) -> bool:
+        """Whether the next pending token is a row of a picture."""
+        return bool(self.pictures) and self.pictures.at(self.computed) is not None
 
     @property
     def decoding(self) -> bool:

@@ -397,6 +397,7 @@ class PrefixCache:
         """Depths inside a prompt at which others are likely to go another way, or to come back to."""
         turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
         places = {int(turn) for turn in (*turns[1:2], *self._question(tokens, turns)) if turn >= MIN_TURN}
+        places.update((np.flatnonzero((tokens[:-1] < 0) & (tokens[1:] >= 0)) + 1).tolist())  # pictures' ends
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
         if self._chunk > 1:

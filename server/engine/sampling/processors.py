@@ -107,7 +107,7 @@ class Penalties:
         """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
         if self._repetition != 1:
             in_vocab = np.asarray(prompt, np.intp)
-            self._repeated[in_vocab[in_vocab < n_vocab]] = True
+            self._repeated[in_vocab[(in_vocab >= 0) & (in_vocab < n_vocab)]] = True
         self._tokens = np.flatnonzero(self._repeated)
         """All that have a penalty, once each; room for more behind the first `_n`."""
         self._n = len(self._tokens)

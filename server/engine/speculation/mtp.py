@@ -240,7 +240,7 @@ class MtpDrafter(HiddenDrafter):
         self, at: int, slot: int, first: int, tokens: list[int], hidden: npt.NDArray[np.float32]
     ) -> None:
         context, end = self._context, at + len(tokens)
-        context.tokens[at:end] = tokens
+        context.tokens[at:end] = np.maximum(tokens, 0)  # rows of pictures have no token
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
         context.input_hidden[at:end] = hidden

@@ -24,6 +24,8 @@ MATCHES = {3: 0.5, 6: 0.8, 16: 0.97}
 """Lengths of matches that are judged apart, text that is being copied from matches by chance; and the chance
 of the token after each that is assumed before anything is known."""
 
+PICTURE = chr(0x10FFFF)
+
 _KINDS = {length: f"match-{length}" for length in MATCHES}
 
 
@@ -60,6 +62,8 @@ class Lookup:
             return []
         period = len(self.tokens) - self.source
         follows = self.tokens[self.source : self.source + n]
+        if picture := next((i for i, token in enumerate(follows) if token < 0), 0):
+            return follows[:picture]
         return follows if n <= period else (follows * -(-n // period))[:n]
 
     @property
@@ -123,6 +127,8 @@ class NgramDrafter:
 
 
 def _characters(tokens: list[int]) -> str:
+    """Rows of pictures are all the same character, which no token is."""
     if len(tokens) < 64:
-        return "".join(map(chr, tokens))
-    return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
+        return "".join(chr(token) if token >= 0 else PICTURE for token in tokens)
+    ids = np.array(tokens, np.int64)
+    return np.where(ids < 0, ord(PICTURE), ids).astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")

@@ -59,11 +59,11 @@ class Rollback:
         elif not self._by_snapshot:
             for chunk in batch.chunks:
                 if chunk.draft:
-                    self._hold(chunk.slot, chunk.start)
+                    self._hold(chunk)
 
     def reject(self, chunk: Chunk, accepted: int) -> int:
         """Only so many draft tokens were right: how many tokens the slot holds now. Raises LlamaError."""
-        slot = chunk.slot
+        slot, position = chunk.slot, chunk.sequence.pictures.position
         if self._by_snapshot:
             kept = chunk.start + chunk.count + accepted
         elif self._by_device:
@@ -72,8 +72,8 @@ class Rollback:
         else:
             kept = self._held[slot]
             # an empty range of KV cells: only the recurrent state is shared, which then allows the removal
-            self._context.copy(self._ids[slot], slot, kept, kept)
-        self._context.remove(slot, kept)
+            self._context.copy(self._ids[slot], slot, position(kept), position(kept))
+        self._context.remove(slot, position(kept))
         return kept
 
     def free(self, slot: int) -> None:
@@ -81,9 +81,11 @@ class Rollback:
         if self._held.pop(slot, None) is not None:
             self._context.remove(self._ids[slot])
 
-    def _hold(self, slot: int, length: int) -> None:
+    def _hold(self, chunk: Chunk) -> None:
+        slot, length = chunk.slot, chunk.start
         held = self._held.get(slot)
         if held != length:
             # the recurrent part takes the whole state, whatever the range; the KV part lacks the new cells
-            self._context.copy(slot, self._ids[slot], held or -1, -1)
+            first = chunk.sequence.pictures.position(held) if held else -1
+            self._context.copy(slot, self._ids[slot], first, -1)
             self._held[slot] = length

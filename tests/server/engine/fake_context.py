@@ -104,7 +104,8 @@ class FakeContext:
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         self.samplers.kinds[sequence] = kind
 
-    def decode(self, n_tokens: int) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False) -> None:
+        assert not of_pictures
         for slot, position, token in zip(
             self.sequences, self.positions, self.tokens[:n_tokens], strict=False
         ):

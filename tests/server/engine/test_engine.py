@@ -256,7 +256,7 @@ def test_bad_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch
         engine.prompt([0.5])  # type: ignore[list-item]
     with pytest.raises(InvalidPrompt, match="integers"):
         engine.prompt([[1], [2]])  # type: ignore[list-item]
-    monkeypatch.setattr("qwen_serve.server.engine.engine.PIECE", 4)
+    monkeypatch.setattr("qwen_serve.server.engine.prompts.PIECE", 4)
     with pytest.raises(InvalidPrompt, match="token 9 of the prompt is -3"):
         engine.prompt([*range(300, 309), -3])
     assert engine.prompt(PROMPT).ids == PROMPT
