@@ -58,7 +58,6 @@ _quantize_chunk = declare(
     FLOATS,
 )
 _quantize_init = declare("ggml_quantize_init", None, ctypes.c_int)
-_requires_imatrix = declare("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)
 _traits_of = declare("ggml_get_type_traits", ctypes.POINTER(_Traits), ctypes.c_int)
 
 
@@ -68,11 +67,6 @@ def _traits(kind: GGMLQuantizationType) -> _Traits:
     if (traits.blck_size, traits.type_size) != GGML_QUANT_SIZES[kind]:
         raise LlamaError(f"struct ggml_type_traits is not what llamacpp/weights.py declares ({kind.name})")
     return traits
-
-
-def requires_imatrix(kind: GGMLQuantizationType) -> bool:
-    """Whether llama.cpp refuses to quantize to this type without an importance matrix."""
-    return bool(_requires_imatrix(int(kind)))
 
 
 def quantize_rows(

@@ -26,7 +26,7 @@ CELL_PADDING = 256
 
 SCORED_ROWS = 64
 """Prompt tokens of a step whose rows come back where log-probabilities are asked for: they bound what the
-host adds up between two steps (some 0.3 ms a row of 248,320 logits), and the memory for the rows."""
+host adds up between two steps, and the memory for the rows."""
 
 MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
 """Tokens of a sequence that the MTP head looks back on, and those of all together at least."""

@@ -48,9 +48,7 @@ MIN_CELLS = 9_216
 """What it may hold in any case: a prompt of 8,192 tokens and its answer."""
 
 MAX_HELD = 131_072
-"""Cells that it may hold where steps do not read them, when nobody says: the most whose cost was measured,
-+0.2 ms of 3.1 for one sequence, +0.1 of 4.6 for eight and +0.6 of 12 for 64, of 512 tokens each, on one H200
-(`patches/measure.sh ... held`, synthetic 4B Q4_K_M)."""
+"""Cells that it may hold where steps do not read them, when nobody says: the most whose cost was measured."""
 
 SHARE, PARTS = 1 / 2, 16
 """What it may take there of the memory that is left when everything else has its place; and the parts in
@@ -59,13 +57,11 @@ ones have measured of no use."""
 
 SNAPSHOTS = 8
 """Snapshots where drafts are made from hidden rows and nobody says how many; a draft model has as many as a
-block has tokens. On an H200 8 beside 2 gave a lone sequence with the MTP head 427 tokens a second instead of
-374, and 15 one with a draft model 598 instead of 360 (synthetic 4B, 80% and four of a block right)."""
+block has tokens."""
 
 FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
 """The same without the patch shared-snapshots, and the most slots: each is another state for every sequence
-id then, and without ssm-conv-ids every step copies a part of each one, 0.4 ms of 3.1 for one sequence there,
-and of 4.3 for eight."""
+id then, and without ssm-conv-ids every step copies a part of each one."""
 
 STREAM_CHECKPOINTS = 8
 """States that it may hold when each has cells of its own."""
@@ -75,12 +71,11 @@ FEW_CHECKPOINTS = 16
 
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
-has: 128 of a prompt took 19 ms on an H200, 512 took 44."""
+has."""
 
 PASSES, BATCH_CPU = 4, 2_048
 """Passes in a step on a GPU, and tokens in one without, when nobody says how many. With several in a call,
-llama.cpp writes the mask of the next while the device computes, and sequences start and end together: one,
-two and four gave 1,207, 1,243 and 1,293 tok/s at 64 sequences on an H200."""
+llama.cpp writes the mask of the next while the device computes, and sequences start and end together."""
 
 TRIALS = 5
 """Rehearsals to find out how large a context would fit."""

@@ -15,9 +15,7 @@ MAX_DRAFTING = 16
 certain."""
 
 MTP_SEQUENCES = 1
-"""Most that the MTP head drafts for at once. For eight, an H200 gave 743, 731 and 715 tok/s with the head
-beside 749, 767 and 720 without; for two and four, 433 and 1,356 beside 443 and 688 where every draft is
-right, 460 and 691 beside 435 and 701 where 80% are (synthetic model, one run each)."""
+"""Most that the MTP head drafts for at once: for more, drafts gain nothing that is sure."""
 
 LONE_SLOTS = 2
 """Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may

@@ -28,8 +28,8 @@ FEW = 24
 
 WIDEST = 5
 """Rows up to which every call of a draft for a lone sequence is made as wide as the widest, with tokens that
-go again. Calls of one width find llama.cpp's graph as they need it; to build one took an H200 0.2 to 0.3 ms,
-another row 0.02."""
+go again. Calls of one width find llama.cpp's graph as they need it; to build one takes as long as ten rows
+do."""
 
 KEPT = 128
 """Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""

@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[Any]
 
 QUIET, SPARSE = 32, 8
-"""Steps for which nobody is asked at most, where nobody may draft or a text has nothing to copy. A look takes
-30 to 50 us between two steps that empty the processor's caches: 3 to 5% of a step of nano on a processor."""
+"""Steps for which nobody is asked at most, where nobody may draft or a text has nothing to copy: a look is no
+small part of a short step."""
 
 COLLECT = 64
 """Steps before its next draft from which on hidden rows are collected for a drafter, which guesses better
 with some text before its eyes. A cooldown must be twice as long for it to pay that none are: to change over
-takes a graph each time. To keep them took an H200 0.02 to 0.1 ms of a step of 3.6 for one sequence, and with
-the rows of five layers about 0.7 of 4.7 for eight."""
+takes a graph each time."""
 
 
 @dataclass(slots=True)
@@ -227,7 +226,7 @@ class Speculator:
         if n > drafter.most or health.disabled.left(health.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
-            return None  # no first token waits for who has to read the prompt: 13 ms on an H200
+            return None  # no first token waits for who has to read the prompt
         if not (allowed := self._policy.allowed(drafter, n)):
             return None
         if drafter.instant:
@@ -394,9 +393,7 @@ class Speculator:
 
     def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
         """How many of the newest tokens a drafter is given to read: few where it lost last, since most
-        retries fail. 512 take the MTP head 13 ms on an H200; a block drafter 0.6, but 37 without the patch
-        layer-inputs-ring.
-        """
+        retries fail."""
         return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
 
     def _rows(
