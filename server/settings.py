@@ -22,6 +22,7 @@ from pydantic_settings import (
 
 from qwen_serve.server.about import CACHE_VARIABLE, llama_version, own_version
 from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section, UserSettings
+from qwen_serve.server.keys import ApiKey, read_keys
 from qwen_serve.server.names import nearest
 from qwen_serve.server.variant import (
     Setting,
@@ -66,7 +67,8 @@ class HttpSettings(Section, title="http"):
     api_key: SecretStr | None = Field(None, min_length=1)
     """clients must send it as a bearer token or as X-Api-Key (QWEN_API_KEY keeps it out of `ps`)"""
     api_key_file: Path | None = None
-    """file of further keys, one a line; # begins a comment"""
+    """file of further keys, one a line, each followed by its class= (priority, default, flex) and its share=
+    (a number) where they are not default and 1: what they get by --scheduling-policy; # begins a comment"""
     allowed_origins: str | None = None
     """origins whose pages may call from a browser (CORS), with commas between them; * allows any"""
     ssl_certfile: Path | None = None
@@ -180,9 +182,9 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         """The name under which the model is listed and, where a request names none, answered."""
         return self.alias or self.model.stem
 
-    def api_keys(self) -> list[str]:
+    def api_keys(self) -> list[ApiKey]:
         """The keys that clients may send; with none, none is asked for."""
-        own = [] if self.api_key is None else [self.api_key.get_secret_value()]
+        own = [] if self.api_key is None else [ApiKey(self.api_key.get_secret_value())]
         return own + ([] if self.api_key_file is None else read_keys(self.api_key_file))
 
     def origins(self) -> list[str]:
@@ -208,12 +210,6 @@ def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
         (section, {name: Settings.model_fields[name] for name in inspect.get_annotations(section)})
         for section in SECTIONS
     ]
-
-
-def read_keys(path: Path) -> list[str]:
-    """The keys in a file: one a line, without blank lines and comments."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
 
 
 def _split(value: str | None) -> list[str]:

@@ -54,7 +54,7 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     unlocked = OPEN_PATHS if settings.open_metrics else PROBES
     describe(app, key=bool(keys), unlocked=unlocked)
     if keys:
-        app.add_middleware(RequireKey, keys=keys, unlocked=unlocked)
+        app.add_middleware(RequireKey, keys=[key.key for key in keys], unlocked=unlocked)
     elif settings.uds is None:  # no page can ask through a socket
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
         app.add_middleware(

@@ -17,7 +17,7 @@ from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
-from qwen_serve.server.api.tenant import salt_of
+from qwen_serve.server.api.tenant import salt_of, scheduling_of
 from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
 from qwen_serve.server.engine import InvalidGrammar, TokenBudget
 
@@ -68,6 +68,9 @@ class ServedRequest:
             logprobs=request.answer_logprobs,
             prompt_logprobs=request.scored_prompt,
         )
+        scheduling = scheduling_of(context, request)
+        self.service_tier = scheduling.service_tier
+        """The one that it is served in."""
         self.generations: list[TextGeneration] = []
         self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
         self.model = request.model or service.settings.model_id
@@ -83,6 +86,7 @@ class ServedRequest:
                         salt=salt,
                         constraint=constrain() if constrain else None,
                         thinking=thinking,
+                        scheduling=scheduling,
                     )
                     spell_control = request.skip_special_tokens is False
                     detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control)
@@ -195,12 +199,14 @@ class ServedRequest:
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields that every response and every chunk has."""
+        asked = self.request.service_tier is not None
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            **({"service_tier": self.service_tier} if asked else {}),
         }
 
 

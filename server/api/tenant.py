@@ -1,12 +1,23 @@
-"""Who shares prefixes with whom: one word for a request's `cache_salt` and API key."""
+"""Who asks: who shares prefixes with whom, and the server's time."""
 
 from __future__ import annotations
 
 import hashlib
+from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
+
+from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.engine import TIERS, SchedulingParams
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
+
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.fields.generation import GenerationRequest
+    from qwen_serve.server.engine import ServiceTier
+
+NETWORK = 64
+"""Bits of an IPv6 address that tell clients apart: one client has all addresses of such a network."""
 
 
 def key_of(headers: Headers) -> str:
@@ -22,3 +33,43 @@ def salt_of(key: str, cache_salt: str | None) -> str:
     for part in (key, cache_salt or ""):
         both.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
     return both.hexdigest()
+
+
+def scheduling_of(context: RequestContext, request: GenerationRequest) -> SchedulingParams:
+    """Whose a request is, and its place in the queue. Raises ApiError 400 for one that it may not have."""
+    service = context.service
+    policy = service.settings.scheduling_policy
+    number, key = service.keys.get(context.key, (None, None))
+    if policy == "fcfs" and request.priority:
+        message = "priority: needs a server with --scheduling-policy priority or fair; this one's is fcfs"
+        raise bad_request(message, "priority", "unsupported_parameter")
+    best: ServiceTier = key.service_tier if key else "default" if service.keys else "priority"
+    asked = request.service_tier
+    if asked is None or asked == "auto":
+        tier: ServiceTier = key.service_tier if key else "default"
+    else:
+        tier = asked
+    if policy == "fcfs":
+        tier = "default"
+    elif TIERS.index(tier) < TIERS.index(best):
+        may = " and ".join(f'"{one}"' for one in TIERS[TIERS.index(best) :])
+        message = f'service_tier: this API key is of the class "{best}", which has {may}, not "{tier}"'
+        raise bad_request(message, "service_tier", "invalid_value")
+    return SchedulingParams(
+        tenant=_address(context) if key is None else f"key {number}",
+        share=1.0 if key is None else key.share,
+        service_tier=tier,
+        priority=request.priority or 0,
+    )
+
+
+def _address(context: RequestContext) -> str:
+    """Where a request comes from; "" through a Unix socket."""
+    client = context.http.client
+    try:
+        address = ip_address(client.host) if client else None
+    except ValueError:
+        return ""
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return f"{int(address) >> (128 - NETWORK):x}"
+    return str(address or "")

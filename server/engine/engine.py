@@ -165,6 +165,7 @@ class Engine:
                 stream=stream,
                 logprobs=logprobs,
                 thinking=watch,
+                scheduling=scheduling,
             )
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
@@ -185,6 +186,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
+            tiers=self._scheduler.waiting.tiers(),
             kv_cells_used=cells.used,
             kv_cells=cells.total,
             prefix=self.components.cache.stats(),

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp import wake
 
 from .errors import GenerationError
-from .sequence import DraftCounts
+from .sequence import ANYBODY, DraftCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .sampling import Logprobs
     from .sampling.thinking import ThinkingWatch
-    from .sequence import CacheMiss, FinishReason, Timings
+    from .sequence import CacheMiss, FinishReason, SchedulingParams, Timings
 
 
 class Generation:
@@ -37,6 +37,7 @@ class Generation:
         stream: bool = True,
         logprobs: Logprobs | None = None,
         thinking: ThinkingWatch | None = None,
+        scheduling: SchedulingParams = ANYBODY,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.drafts = DraftCounts()
@@ -46,6 +47,7 @@ class Generation:
         self.missed: CacheMiss | None = None
         """Why the others had to be; None where none had, or that is not known yet."""
         self.timings = timings
+        self.scheduling = scheduling
         self.logprobs = logprobs
         """What was asked for of the tokens beside them: at least that of those that have arrived."""
         self.thinking = thinking

@@ -68,6 +68,11 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return (entry[2] for tenant in list(self._backlogged.values()) for entry in list(tenant.waiting))
 
+    def tiers(self) -> dict[str, tuple[int, float]]:
+        """By service tier how many wait, and what requests have cost, in prompt tokens; from any thread."""
+        waiting = Counter(sequence.scheduling.service_tier for sequence in self)
+        return {tier: (waiting[tier], cost) for tier, cost in self.counters.served.items()}
+
     def add(self, sequence: Sequence) -> None:
         """Queue one that is new, or that was preempted, which keeps its place by arrival."""
         if sequence.arrival:

@@ -132,6 +132,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        if self.waiting.counters.crowded(sequence):
+            sequence.timings.waited_for = "its tenant's others"
+        elif len(self._free_slots) <= len(self.waiting):
+            sequence.timings.waited_for = "a slot"
         self.waiting.add(sequence)
         self._cache.track(sequence)
 
@@ -165,6 +169,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._vacate(sequence)
         self.waiting.add(sequence)
+        sequence.timings.preempted += 1
         self.preemptions += 1
 
     def _suspect(self) -> None:
@@ -286,6 +291,8 @@ class Scheduler:
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head)
                 if found is None or not self._fits(*found):
+                    if head is not None:
+                        head.timings.waited_for = "KV cells"
                     return
                 head, victim = found
                 self._cache.suspend(victim)
@@ -308,7 +315,11 @@ class Scheduler:
     def _begin(self) -> None:
         """Start those from the cache who do not wait for somebody else to compute their beginning."""
         for index, sequence in enumerate(self.running):
-            if not sequence.begun and not self._cache.waits(sequence, self.running[:index]):
+            if sequence.begun:
+                continue
+            if self._cache.waits(sequence, self.running[:index]):
+                sequence.timings.waited_for = "a prefix"
+            else:
                 sequence.status = PREFILL
                 sequence.timings.started = sequence.timings.started or perf_counter()
                 self._cache.match_prefix(sequence)
@@ -380,7 +391,8 @@ class Scheduler:
         counts = dict.fromkeys(prompts, 0)
         counts[oldest] = min(wanted[oldest], -(-budget // 2))
         budget -= counts[oldest]
-        shorter = self.waiting.nearest(p for p in prompts if p.pending < oldest.pending)
+        nearest = self.waiting.nearest(prompts[1:])
+        shorter = [sequence for sequence in nearest if sequence.pending < oldest.pending]
         for i, sequence in enumerate(shorter):
             if budget < wanted[sequence] and (i or budget < least):
                 break
@@ -389,7 +401,7 @@ class Scheduler:
         more = min(wanted[oldest] - counts[oldest], budget)
         counts[oldest] += more
         budget -= more
-        for sequence in prompts[1:]:
+        for sequence in nearest:
             if not counts[sequence] and (budget >= wanted[sequence] or budget > least):
                 counts[sequence] = min(wanted[sequence], budget)
                 budget -= counts[sequence]

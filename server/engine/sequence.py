@@ -61,6 +61,10 @@ class Timings:
     """Its first token entered a step."""
     first_token: float = 0.0
     finished: float = 0.0
+    waited_for: Literal["", "a slot", "its tenant's others", "KV cells", "a prefix"] = ""
+    """Why it did not start at once; the last reason. A prefix is one that another request computes."""
+    preempted: int = 0
+    """How often it lost its slot."""
 
     @property
     def queue_ms(self) -> float:

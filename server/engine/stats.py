@@ -28,6 +28,8 @@ class EngineStats:
     kv_cells_used: int
     """Those of checkpoints in the prefix cache included."""
     kv_cells: int
+    tiers: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By service tier: requests that wait, and what requests have cost, in prompt tokens' worth of time."""
     prefix: PrefixStats = field(default_factory=PrefixStats)
     sampler_changes: int = 0
     """How often a slot had to be given another way of sampling on the device, which holds a step up."""

@@ -58,6 +58,11 @@ class VirtualTokenCounters:
         """The tenant of a request that waits or runs."""
         return self._tenants[self.name(sequence)]
 
+    def crowded(self, sequence: Sequence) -> bool:
+        """Whether a new request comes behind others of its tenant that wait."""
+        tenant = self._tenants.get(self.name(sequence)) if self._apart else None
+        return tenant is not None and bool(tenant.waiting)
+
     def arrived(self, sequence: Sequence) -> None:
         """A new request."""
         name = self.name(sequence)

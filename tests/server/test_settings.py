@@ -91,11 +91,32 @@ def test_a_file_of_keys(model: str, tmp_path: Path) -> None:
     keys.write_text("# none yet\n\n")
     with pytest.raises(SettingsError, match="has no key in it"):
         load_settings(["--model", model, "--api-key-file", str(keys)])
-    keys.write_text("one\n# two\n three # 3\n")
+    keys.write_text("one\n# two\n three class=flex share=0.5 # 3\n")
     settings, sources, _ = load_settings(["--model", model, "--api-key", "own", "--api-key-file", str(keys)])
-    assert settings.api_keys() == ["own", "one", "three"]
+    assert [key.key for key in settings.api_keys()] == ["own", "one", "three"]
+    assert [(key.service_tier, key.share) for key in settings.api_keys()] == [
+        ("default", 1.0),
+        ("default", 1.0),
+        ("flex", 0.5),
+    ]
     assert "three" not in describe(settings, sources)
     assert load_settings(["--model", model])[0].api_keys() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("key class=best", "class="), ("key share=0", "share="), ("key share=nan", "share="), ("key more", "")],
+)
+def test_a_key_with_a_class_or_share_that_there_is_not(
+    model: str, tmp_path: Path, line: str, named: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# the team's\n{line}\n")
+    with pytest.raises(
+        SettingsError, match=rf"--api-key-file.*keys, line 2: {named}.*a line is a key"
+    ) as caught:
+        load_settings(["--model", model, "--api-key-file", str(keys)])
+    assert "more" not in str(caught.value), "it may be a part of a key"
 
 
 def test_every_problem_is_told_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

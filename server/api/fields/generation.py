@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -82,6 +82,8 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     cache_prompt: bool | None = None
     cache_report: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timings_per_token: bool | None = None
 
     @model_validator(mode="after")

@@ -53,7 +53,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_prompt_text": (False,),
     "watermarking": (False,),
-    "priority": (0,),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),

@@ -15,6 +15,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from qwen_serve.server.engine import TIERS
 from qwen_serve.server.engine.profile import PHASES
 
 if TYPE_CHECKING:
@@ -82,10 +83,8 @@ class Metrics:
         self._finished = Counter(
             "qwen_generations", "Generations by how they ended", ("reason",), registry=self._registry
         )
-        self._queue = self._histogram("qwen_queue_seconds", "From submission to the first step", SECONDS)
-        self._ttft = self._histogram(
-            "qwen_time_to_first_token_seconds", "From submission to the first token", SECONDS
-        )
+        self._queue = self._by_tier("qwen_queue_seconds", "From submission to the first step")
+        self._ttft = self._by_tier("qwen_time_to_first_token_seconds", "From submission to the first token")
         self._tpot = self._histogram(
             "qwen_time_per_output_token_seconds", "Mean over the tokens after the first", PER_TOKEN_SECONDS
         )
@@ -96,6 +95,12 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
+    def _by_tier(self, name: str, text: str) -> Histogram:
+        made = Histogram(name, text, ("service_tier",), buckets=SECONDS, registry=self._registry)
+        for tier in TIERS:
+            made.labels(tier)  # there from the start, at zero
+        return made
+
     def observe(self, generation: TextGeneration) -> None:
         """Counts a generation that has ended, or that its request has given up."""
         self._prompt_tokens.inc(generation.prompt_tokens)
@@ -104,10 +109,11 @@ class Metrics:
         reason = generation.finish_reason
         self._finished.labels(reason if reason in ("stop", "length") else "unfinished").inc()
         timings = generation.generation.timings
+        tier = generation.generation.scheduling.service_tier
         if timings.started:
-            self._queue.observe(timings.queue_ms / 1000)
+            self._queue.labels(tier).observe(timings.queue_ms / 1000)
         if timings.first_token:
-            self._ttft.observe(timings.first_token - timings.submitted)
+            self._ttft.labels(tier).observe(timings.first_token - timings.submitted)
         if timings.finished and generation.completion_tokens > 1:
             self._tpot.observe(timings.decode_ms / 1000 / (generation.completion_tokens - 1))
 
@@ -138,6 +144,7 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(_name(field), text, value=_value(stats, field))
         for field, text in GAUGES.items():
             yield GaugeMetricFamily(_name(field), text, value=_value(stats, field))
+        yield from _tiers(stats)
         yield from _drafts(stats)
         yield from _steps(stats)
 
@@ -152,6 +159,19 @@ def _value(stats: EngineStats, field: str) -> float:
         value = getattr(value, part)
     assert isinstance(value, int | float)
     return value
+
+
+def _tiers(stats: EngineStats) -> Iterator[Metric]:
+    """What each service tier waits for, and gets: its share is the rate of its cost over that of all."""
+    labels = ("service_tier",)
+    waiting = GaugeMetricFamily("qwen_waiting_requests", "Requests in the queue", labels=labels)
+    cost = CounterMetricFamily(
+        "qwen_served_cost", "What requests have cost, in prompt tokens' worth of time", labels=labels
+    )
+    for tier, (count, served) in stats.tiers.items():
+        waiting.add_metric((tier,), count)
+        cost.add_metric((tier,), served)
+    yield from (waiting, cost)
 
 
 def _drafts(stats: EngineStats) -> Iterator[Metric]:

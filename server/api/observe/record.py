@@ -88,6 +88,12 @@ class Answers:
     def __str__(self) -> str:
         parts = [f"{self.prompt_tokens} tokens in ({self.cached_tokens} cached)"]
         parts.append(f"{self.completion_tokens} out")
+        waits = [generation.generation.timings for generation in self.generations]
+        longest = max(waits, key=lambda timings: timings.queue_ms)
+        if longest.waited_for:
+            parts.append(f"waited {longest.queue_ms:.0f} ms for {longest.waited_for}")
+        if preempted := sum(timings.preempted for timings in waits):
+            parts.append(f"made room {preempted} times")
         if (first := self.first_token_s) is not None:
             parts.append(f"first after {1000 * first:.0f} ms")
         if (rate := self.per_second) is not None:

@@ -29,11 +29,12 @@ from qwen_serve.server.engine import (
     PromptTooLong,
     QueueFull,
     SamplingParams,
+    SchedulingParams,
     TokenLogprobs,
 )
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
-from qwen_serve.server.engine.sequence import Timings
+from qwen_serve.server.engine.sequence import ANYBODY, Timings
 
 ADDED = (
     "<|endoftext|>",
@@ -106,6 +107,7 @@ class Submission:
     limit: int
     stream: bool
     salt: str = ""
+    scheduling: SchedulingParams = ANYBODY
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
@@ -129,6 +131,7 @@ class FakeGeneration:
 
     def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
         self.thinking = thinking
+        self.scheduling = entry.scheduling
         self.prompt_tokens = len(entry.checked.ids)
         self.cached_tokens = 0
         self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
@@ -262,13 +265,14 @@ class FakeEngine:
         salt: str = "",
         constraint: Any = None,
         thinking: Any = None,
+        scheduling: SchedulingParams = ANYBODY,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
         room = self.context_size - len(prompt.ids)
         limit = room if max_tokens is None else min(max_tokens, room)
-        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream, salt)
+        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream, salt, scheduling)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply

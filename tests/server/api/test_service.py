@@ -249,7 +249,7 @@ def test_metrics(start: Start) -> None:
         "qwen_prompt_tokens_total 6.0",
         "qwen_completion_tokens_total 8.0",
         'qwen_generations_total{reason="stop"} 2.0',
-        "qwen_time_to_first_token_seconds_count 2.0",
+        'qwen_time_to_first_token_seconds_count{service_tier="default"} 2.0',
         "qwen_time_per_output_token_seconds_count 2.0",
         "qwen_running_sequences 0.0",
         "qwen_kv_cells_used 3.0",

@@ -322,6 +322,28 @@ def test_a_slot_changes_hands_without_reading_anything_again() -> None:
     assert world.computed == sum(len(one.tokens) - 1 for one in (*flood, short))
 
 
+def test_why_a_request_waited_is_told() -> None:
+    world = World(slots=2, ids=8, policy="fair")
+    first = world.add(range(100), 40)
+    leader = world.add(range(200, 240), 10, salt="s", scheduling=SchedulingParams("b"))
+    follower = world.add(range(200, 260), 10, salt="s", scheduling=SchedulingParams("b"))
+    third = world.add(range(300, 310), 4, scheduling=SchedulingParams("b"))
+    fourth = world.add(range(400, 410), 4, scheduling=SchedulingParams("c"))
+    world.finish()
+    told = [one.timings.waited_for for one in (first, leader, follower, third, fourth)]
+    assert told == ["", "", "its tenant's others", "its tenant's others", "a slot"]
+    small = World(slots=2, ids=8, total_cells=200)
+    small.add(range(100), 40)
+    large = small.add(range(300, 400), 40)
+    small.finish()
+    assert large.timings.waited_for == "KV cells"
+    together = World(slots=2, ids=8)
+    together.add(range(64), 4)
+    second = together.add(range(80), 4)
+    together.finish()
+    assert second.timings.waited_for == "a prefix"
+
+
 def test_where_no_state_can_be_kept_nobody_who_has_begun_makes_room_for_a_slot() -> None:
     world = World(slots=1, ids=0, policy="fair")
     long = world.add(range(50), 20, scheduling=SchedulingParams("a", service_tier="flex"))

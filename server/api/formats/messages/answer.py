@@ -57,7 +57,12 @@ async def collect(served: ServedRequest, reply: Reply) -> bytes:
             pass
     for _ in message.close():
         pass
-    whole = {**envelope(served), "content": message.content, **ending(served, reply), "usage": usage(reply)}
+    whole = {
+        **envelope(served),
+        "content": message.content,
+        **ending(served, reply),
+        "usage": usage(served, reply),
+    }
     return encode(whole)
 
 
@@ -73,7 +78,7 @@ class MessageWriter(EventWriter):
         if not self._begun:
             self._begun = True
             whole = {**envelope(self._served), "content": [], "stop_reason": None, "stop_sequence": None}
-            whole["usage"] = {**usage(self._reply), "output_tokens": 0}
+            whole["usage"] = {**usage(self._served, self._reply), "output_tokens": 0}
             yield {"type": "message_start", "message": whole}
             yield {"type": "ping"}
 
@@ -83,7 +88,7 @@ class MessageWriter(EventWriter):
 
     async def end(self) -> bytes:
         last = {"type": "message_delta", "delta": ending(self._served, self._reply)}
-        last["usage"] = usage(self._reply)
+        last["usage"] = usage(self._served, self._reply)
         events = [*self._start(), *self._message.close(), last, {"type": "message_stop"}]
         return b"".join(map(typed_event, events))
 
@@ -169,7 +174,11 @@ def ending(served: ServedRequest, reply: Reply) -> dict[str, Any]:
     }
 
 
-def usage(reply: Reply) -> dict[str, int]:
+TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
+"""Service tiers as Anthropic calls them."""
+
+
+def usage(served: ServedRequest, reply: Reply) -> dict[str, Any]:
     """Tokens so far. As Anthropic counts, `input_tokens` are those that the cache did not have."""
     generation = reply.generation
     return {
@@ -177,4 +186,5 @@ def usage(reply: Reply) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": generation.cached_tokens,
         "output_tokens": generation.completion_tokens,
+        "service_tier": TIERS[served.service_tier],
     }

@@ -100,8 +100,8 @@ class OutputConfig(BaseModel):
 class CountTokensRequest(Sharing):
     """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
 
-    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `service_tier`,
-    `cache_control` (the prefix cache needs no marks), `context_management`.
+    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `cache_control` (the
+    prefix cache needs no marks), `context_management`.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
@@ -114,6 +114,7 @@ class CountTokensRequest(Sharing):
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """The place of `output_config.format` in the beta of structured outputs."""
@@ -212,6 +213,7 @@ class MessagesRequest(CountTokensRequest):
         return {
             **super()._fields(),
             **{name: getattr(self, name) for name in own},
+            "service_tier": "default" if self.service_tier == "standard_only" else self.service_tier,
             **({} if self.stop_sequences is None else {"stop": self.stop_sequences}),
         }
 

@@ -122,6 +122,7 @@ class Answer(EventWriter):
                 "effort": asked.reasoning.effort if asked.reasoning else None,
                 "summary": asked.reasoning.summary if asked.reasoning else None,
             },
+            "service_tier": self._served.service_tier,
             "store": False,
             "temperature": asked.temperature,
             "text": {"format": (text.format if text else None) or {"type": "text"}},

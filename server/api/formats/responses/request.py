@@ -70,7 +70,7 @@ class ResponsesRequest(Sharing):
     brings all that was said.
 
     Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
-    `prompt_cache_key`, `service_tier`.
+    `prompt_cache_key`.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {

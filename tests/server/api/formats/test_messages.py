@@ -77,6 +77,7 @@ def test_an_answer(start: Start) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
+            "service_tier": "standard",
         },
     }
     assert prompt.text == f"<|im_start|>system\nBe brief.<|im_end|>\n{USER}{EMPTY_THINK}"

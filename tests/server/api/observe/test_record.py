@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,22 @@ def test_an_answer_is_a_line(start: Start, lines: pytest.LogCaptureFixture) -> N
         rf"{usage['completion_tokens']} out.*, \d+ ms, id {request_id}",
         lines.messages[0],
     )
+
+
+def test_how_long_it_waited_and_why_is_told(start: Start, lines: pytest.LogCaptureFixture) -> None:
+    server = start("Hello")
+    before = server.engine.submit
+
+    def submit(*arguments: Any, **options: Any) -> Any:
+        generation = before(*arguments, **options)
+        timings = generation.timings
+        timings.submitted, timings.waited_for, timings.preempted = timings.started - 1.5, "a slot", 2
+        return generation
+
+    server.engine.submit = submit  # type: ignore[method-assign]
+    server.chat()
+    wait_until(lambda: len(lines.messages) == 1)
+    assert "5 out, waited 1500 ms for a slot, made room 2 times, first after" in lines.messages[0]
 
 
 def test_a_stream_is_one_too(start: Start, lines: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,56 @@
+"""API keys, and what each may ask of the queue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qwen_serve.server.engine.sequence import TIERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from qwen_serve.server.engine.sequence import ServiceTier
+
+FORMAT = "a line is a key, then `class=` priority, default or flex and `share=` a number above 0 if need be"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One that clients may send."""
+
+    key: str
+    service_tier: ServiceTier = "default"
+    """Its class: the tier of its requests where they ask for none, and the best that they may ask for."""
+    share: float = 1.0
+    """Of the server's time, beside the shares of others."""
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys in a file: one a line, without blank lines and comments. Raises ValueError."""
+    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
+    return [_read(words, f"{path}, line {number}") for number, words in enumerate(lines, 1) if words]
+
+
+def _read(words: list[str], where: str) -> ApiKey:
+    key, *options = words
+    tier, share = "default", "1"
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "class" and value in TIERS:
+            tier = value
+        elif name == "share" and _is_share(value):
+            share = value
+        else:  # not the option: it may be a part of a key
+            what = f"{name}= " if name in ("class", "share") else ""
+            raise ValueError(f"{where}: {what}cannot be used; {FORMAT}")
+    return ApiKey(key, next(known for known in TIERS if known == tier), float(share))
+
+
+def _is_share(value: str) -> bool:
+    try:
+        share = float(value)
+    except ValueError:
+        return False
+    return share > 0 and math.isfinite(share)
