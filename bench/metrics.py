@@ -42,6 +42,7 @@ METRICS: dict[str, Metric] = {
     "request_rate": Metric("req/s", "higher", "finished requests a second"),
     "goodput": Metric("req/s", "higher", "requests a second within the limits of --goodput"),
     "spot_checks_failed": Metric("answers", "lower", "sums answered wrongly"),
+    "refused": Metric("requests", None, "requests answered with 429"),
     # --- of servers compared
     "ms_per_token": Metric("ms", "lower", "request latency by output tokens"),
     "same_answers": Metric("answers", None, "answers equal to the reference's"),

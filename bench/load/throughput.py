@@ -23,6 +23,7 @@ from qwen_serve.bench.load.cell import LOADED, Cell, Supply, measure_alone, meas
 from qwen_serve.bench.load.generator import Job
 from qwen_serve.bench.load.goodput import Limits, read_limits
 from qwen_serve.bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
+from qwen_serve.bench.load.tenants import TenantOptions, measure_tenants
 from qwen_serve.bench.report.views import show
 
 Kind = Literal["random", "distinct", "shared-prefix", "chat"]
@@ -148,9 +149,10 @@ async def throughput(
     server: ServerOptions = ServerOptions(),
     store: StoreOptions = StoreOptions(),
     prompts: PromptOptions = PromptOptions(),
-    workload: Kind = "random",
+    workload: Literal[Kind, "tenants"] = "random",
     load: LoadOptions = LoadOptions(),
     rounds: Positive = 1,
+    tenants: TenantOptions = TenantOptions(),
 ) -> int:
     """Throughput and latency under load, with token counts that are verified.
 
@@ -158,13 +160,16 @@ async def throughput(
     (--rate) sends at Poisson arrivals whatever is under way, so that queueing shows, and times a request from
     its arrival. Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests
     a level, a score); distinct sends natural prompts; shared-prefix questions behind long prefixes, as
-    few-shot benchmarks do; chat holds conversations that grow turn by turn.
+    few-shot benchmarks do; chat holds conversations that grow turn by turn. tenants sends requests of ten API
+    keys (--keys), and says who waits for whom; of the options for a load it takes its own alone.
 
     Parameters
     ----------
     rounds
         Times that each level or rate is measured.
     """
+    if workload == "tenants":
+        return await measure_tenants(server, store, prompts, tenants)
     levels = tuple(WEIGHTS)
     settings = {"rounds": rounds, **load.settings(workload, levels)}
     async with measuring("throughput", server, store, prompts, settings, chat=True) as (run, target, supply):

@@ -21,6 +21,7 @@ TABLES = {
     "soak": "qwen_serve.bench.load.soak:soak_tables",
     "start": "qwen_serve.bench.servers.start:start_tables",
     "sweep": "qwen_serve.bench.report.sweep:sweep_tables",
+    "tenants": "qwen_serve.bench.load.tenants:tenant_tables",
 }
 """By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
 

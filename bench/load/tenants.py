@@ -1,0 +1,334 @@
+"""Several clients of one server, each with an API key of its own: who waits for whom.
+
+- A short request now and then beside a few long ones of another key, then beside hundreds.
+- Two tenants that ask for the same.
+- Ten tenants that ask for the same, then with one of them asking for hundreds more.
+
+What is written in a window of time counts, also of answers that end after it. One server is measured: with
+another `--scheduling-policy`, its rates and its share of cached prompts are what to compare with.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any, Self
+
+import numpy as np
+import pandas as pd
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from qwen_serve.bench.arguments import Positive, Positives, PromptOptions, ServerOptions, StoreOptions
+from qwen_serve.bench.errors import BenchError, ServerError
+from qwen_serve.bench.load.cell import Supply, measuring
+from qwen_serve.bench.load.client import Client, read_usage
+from qwen_serve.bench.load.generator import COMPLETIONS
+from qwen_serve.bench.report.views import show
+from qwen_serve.bench.servers.counters import read_counters
+from qwen_serve.bench.store import Results, Run
+from qwen_serve.bench.terminal import Cell, Table
+
+WORKLOAD = "tenants"
+TENANTS = 10
+PREFIXES, TAILS = 4, 8
+"""Of each tenant: half of a prompt is one of so many beginnings, the rest comes behind a number."""
+AGAIN_S = 1.0
+"""Until a request that was refused is sent again."""
+RAMP = 0.5
+"""Windows of time before the one that is measured."""
+RUNNING = ("qwen_running_sequences", ())
+
+AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TenantOptions:
+    """What tenants ask for."""
+
+    keys: Path | None = None
+    """tenants: file of API keys, the server's --api-key-file; the first ten lines are used."""
+    window: AboveZero = 20.0
+    """tenants: seconds measured of each load, after half as many to begin with."""
+    flood: Positive = 200
+    """tenants: requests at once of who asks for most."""
+    beside: Positive = 8
+    """tenants: long requests at once that a short one is compared with."""
+    clients: Positive = 8
+    """tenants: requests at once of each of ten."""
+    long_tokens: Positives = (2048, 512)
+    """tenants: tokens in and out of a long request."""
+    short_tokens: Positives = (64, 32)
+    """tenants: of a short one."""
+    even_tokens: Positives = (512, 128)
+    """tenants: of the requests of those who ask for the same."""
+    every: AboveZero = 1.0
+    """tenants: seconds between two short requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("long_tokens", "short_tokens", "even_tokens"):
+            if len(getattr(self, name)) != 2:
+                raise BenchError(f"--{name.replace('_', '-')}: want tokens in and out, such as 64,32")
+
+    def read_keys(self) -> list[str]:
+        """BenchError where there are too few."""
+        if self.keys is None or not self.keys.is_file():
+            raise BenchError("--workload tenants needs --keys FILE, the server's --api-key-file")
+        lines = (line.partition("#")[0].split() for line in self.keys.read_text("utf-8").splitlines())
+        keys = [words[0] for words in lines if words]
+        if len(keys) < TENANTS:
+            raise BenchError(f"--keys {self.keys}: {len(keys)} keys; want {TENANTS}")
+        return keys[:TENANTS]
+
+
+@dataclass
+class Tenant:
+    """One key, its prompts, and what has come back so far."""
+
+    client: Client
+    prefixes: Sequence[str]
+    tails: Sequence[str]
+    numbers: Iterator[int]
+    written: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    refused: int = 0
+    ended: int = 0
+    ttfts: list[float] = field(default_factory=list)
+    """Milliseconds."""
+    failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    async def of(
+        cls, client: Client, supply: Supply, tokens: int, numbers: Iterator[int], rng: random.Random
+    ) -> Self:
+        """With prompts of so many tokens."""
+        prompts = await supply.prompts()
+        prefixes = [await prompts.make(max(1, tokens // 2), rng) for _ in range(PREFIXES)]
+        tails = [await prompts.make(max(1, tokens - tokens // 2), rng) for _ in range(TAILS)]
+        return cls(client, prefixes, tails, numbers)
+
+    async def ask(self, max_tokens: int) -> None:
+        """One request to its end."""
+        number = next(self.numbers)
+        prefix, tail = self.prefixes[number % PREFIXES], self.tails[number % TAILS]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {
+            "prompt": f"{prefix}\n\n{number}. {tail}",
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": options,
+        }
+        had = 0
+        try:
+            async with aclosing(self.client.events(COMPLETIONS, body)) as events:
+                async for at, data in events:
+                    chunk = json.loads(data) if data != "[DONE]" else {}
+                    if "error" in chunk:
+                        raise ServerError(str(chunk["error"]), 200)
+                    usage = read_usage(chunk)
+                    if usage is None or usage.completion_tokens == had:
+                        continue
+                    if not had:
+                        self.ttfts.append(1000 * at)
+                        self.prompt_tokens += usage.prompt_tokens
+                        self.cached_tokens += usage.cached_tokens or 0
+                    self.written += usage.completion_tokens - had
+                    had = usage.completion_tokens
+            self.ended += 1
+        except ServerError as error:
+            if error.status != 429:
+                self.failures.append(str(error))
+                return
+            self.refused += 1
+            await asyncio.sleep(AGAIN_S)
+        except (BenchError, ValueError) as error:
+            self.failures.append(str(error))
+
+    async def keep_asking(self, max_tokens: int) -> None:
+        """One request after the other."""
+        while len(self.failures) < 3:
+            await self.ask(max_tokens)
+
+    async def ask_every(self, seconds: float, max_tokens: int) -> None:
+        """A request at each multiple of so many seconds, whatever is under way."""
+        began = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for turn in count():
+                await asyncio.sleep(max(0.0, began + turn * seconds - perf_counter()))
+                group.create_task(self.ask(max_tokens))
+
+
+@dataclass
+class Stage:
+    """The server, the run, and the tenants by number."""
+
+    run: Run
+    name: str
+    options: TenantOptions
+    admin: Client
+    make: Callable[[int, Sequence[int]], Coroutine[Any, Any, Tenant]]
+    errors: list[str] = field(default_factory=list)
+
+    async def measure(self, cell: str, tenants: dict[str, Tenant], loads: Sequence[Any]) -> None:
+        """Let them ask for a while, then for a window of time; what came in that is recorded."""
+        tasks = [asyncio.create_task(load) for load in loads]
+        await asyncio.sleep(RAMP * self.options.window)
+        before = {who: replace(tenant, ttfts=[*tenant.ttfts]) for who, tenant in tenants.items()}
+        began = perf_counter()
+        await asyncio.sleep(self.options.window)
+        seconds = perf_counter() - began
+        after = {who: replace(tenant, ttfts=[*tenant.ttfts]) for who, tenant in tenants.items()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        sums = {"output_rate": 0.0, "total_rate": 0.0, "prompt_tokens": 0.0, "cached_tokens": 0.0}
+        for who, now in after.items():
+            then = before[who]
+            written, read, cached = (
+                getattr(now, name) - getattr(then, name)
+                for name in ("written", "prompt_tokens", "cached_tokens")
+            )
+            values = {"output_rate": written / seconds, "total_rate": (written + read) / seconds}
+            values |= {"prompt_tokens": read, "cached_tokens": cached, "refused": now.refused - then.refused}
+            sums = {name: sums[name] + values[name] for name in sums}
+            self.run.add(self.name, WORKLOAD, f"{cell}, {who}", 1, {**values, "seconds": seconds})
+            for ttft in now.ttfts[len(then.ttfts) :]:
+                self.run.add(self.name, WORKLOAD, f"{cell}, {who}", 1, {"ttft": ttft})
+            self.errors += now.failures
+        self.run.add(self.name, WORKLOAD, f"{cell}, all", 1, {**sums, "seconds": seconds})
+        await self.idle()
+
+    async def idle(self) -> None:
+        """Until nothing runs that was given up."""
+        for _ in range(100):
+            await asyncio.sleep(0.2)
+            if not (await read_counters(self.admin)).get(RUNNING, 0.0):
+                return
+
+
+async def measure_tenants(
+    server: ServerOptions, store: StoreOptions, prompts: PromptOptions, options: TenantOptions
+) -> int:
+    """All loads, one after the other. Raises BenchError after the first request that failed."""
+    keys = options.read_keys()
+    server = replace(server, api_key=server.api_key or keys[0])
+    settings = {**vars(options), "keys": str(options.keys)}
+    async with (
+        measuring(WORKLOAD, server, store, prompts, settings, chat=False) as (run, target, supply),
+        _clients(server, keys) as clients,
+    ):
+        numbers = count()
+
+        async def make(number: int, tokens: Sequence[int]) -> Tenant:
+            rng = random.Random(f"{prompts.seed} {number} {tokens[0]}")
+            return await Tenant.of(clients[number], supply, tokens[0], numbers, rng)
+
+        stage = Stage(run, target.name, options, target.client, make)
+        try:
+            await _short_beside_long(stage)
+            await _two(stage)
+            await _ten(stage)
+        finally:
+            show(run)
+    if stage.errors:
+        raise BenchError(f"{len(stage.errors)} requests failed; the first: {stage.errors[0]}")
+    return 0
+
+
+@asynccontextmanager
+async def _clients(server: ServerOptions, keys: Sequence[str]) -> AsyncIterator[list[Client]]:
+    async with AsyncExitStack() as stack:
+        made = [Client(server.url, timeout=server.timeout, api_key=key) for key in keys]
+        yield [await stack.enter_async_context(client) for client in made]
+
+
+async def _short_beside_long(stage: Stage) -> None:
+    options = stage.options
+    for at_once in (options.beside, options.flood):
+        long = await stage.make(0, options.long_tokens)
+        short = await stage.make(1, options.short_tokens)
+        loads = [long.keep_asking(options.long_tokens[1]) for _ in range(at_once)]
+        loads.append(short.ask_every(options.every, options.short_tokens[1]))
+        await stage.measure(f"short beside {at_once} long", {"short": short, "long": long}, loads)
+
+
+async def _two(stage: Stage) -> None:
+    options = stage.options
+    both = {f"tenant {number}": await stage.make(number, options.even_tokens) for number in (0, 1)}
+    each = max(1, options.flood // 2)
+    loads = [one.keep_asking(options.even_tokens[1]) for one in both.values() for _ in range(each)]
+    await stage.measure("two equal", both, loads)
+
+
+async def _ten(stage: Stage) -> None:
+    options = stage.options
+    for cell, most in (("ten equal", options.clients), ("one of ten hostile", options.flood)):
+        ten = {f"tenant {number}": await stage.make(number, options.even_tokens) for number in range(TENANTS)}
+        at_once = [most, *[options.clients] * (TENANTS - 1)]
+        pairs = zip(ten.values(), at_once, strict=True)
+        loads = [one.keep_asking(options.even_tokens[1]) for one, n in pairs for _ in range(n)]
+        await stage.measure(cell, ten, loads)
+
+
+def tenant_tables(results: Results) -> list[Table]:
+    """What each load gave, and what the figures come to."""
+    frame = results.frame[results.frame["workload"] == WORKLOAD]
+    cells = {str(cell): rows for cell, rows in frame.groupby("cell", sort=False)}
+    lines: list[dict[str, Cell]] = []
+    for cell, rows in cells.items():
+        ttft = rows[rows["metric"] == "ttft"]["value"]
+        read = _of(rows, "prompt_tokens")
+        lines.append(
+            {
+                "load": cell,
+                "output tok/s": _of(rows, "output_rate"),
+                "total tok/s": _of(rows, "total_rate"),
+                "cached": f"{_of(rows, 'cached_tokens') / read:.1%}" if read else None,
+                "refused": round(_of(rows, "refused")),
+                "first tokens": len(ttft),
+                "TTFT ms p50": float(ttft.median()) if len(ttft) else None,
+                "p95": float(np.percentile(ttft, 95)) if len(ttft) else None,
+            }
+        )
+    tables = [Table.of(lines, title="tenants: what each load gave in its window")]
+    if found := list(_findings(cells)):
+        tables.append(Table.of(found, title="tenants: what that comes to"))
+    return tables
+
+
+def _findings(cells: dict[str, pd.DataFrame]) -> Iterator[dict[str, Cell]]:
+    shorts = [rows for cell, rows in cells.items() if cell.endswith(", short")]
+    p95 = [
+        np.percentile(ttfts, 95) for rows in shorts if len(ttfts := rows[rows["metric"] == "ttft"]["value"])
+    ]
+    if len(p95) == 2:
+        yield {
+            "figure": "TTFT p95 of short ones beside the flood, by that beside few",
+            "value": p95[1] / p95[0],
+        }
+    two = [_of(rows, "output_rate") for cell, rows in cells.items() if cell.startswith("two equal, tenant")]
+    if len(two) == 2 and max(two):
+        yield {"figure": "two equal tenants: output tokens apart", "value": f"{1 - min(two) / max(two):.1%}"}
+    nine = [
+        sum(
+            _of(cells[name], "output_rate")
+            for number in range(1, TENANTS)
+            if (name := f"{cell}, tenant {number}") in cells
+        )
+        for cell in ("ten equal", "one of ten hostile")
+    ]
+    if nine[0] and nine[1]:
+        yield {"figure": "nine of ten lose to a hostile tenth", "value": f"{1 - nine[1] / nine[0]:.1%}"}
+
+
+def _of(rows: pd.DataFrame, metric: str) -> float:
+    return float(rows[rows["metric"] == metric]["value"].sum())
