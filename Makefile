@@ -20,6 +20,7 @@ QUANT       ?= Q4_K_M
 OUT         ?= models
 RECIPE      ?=
 CALIBRATION ?=
+METHOD      ?=
 TARGET      ?=
 HOST        ?= 127.0.0.1
 PORT        ?= 8080
@@ -59,9 +60,9 @@ help: ## this text
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0)
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
-convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
+convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...] [METHOD=compensated]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
 	$(PY) -m qwen_serve.convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
-		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') \
+		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') $(if $(METHOD),--method '$(METHOD)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
 		$(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
 		$(if $(MS),--target-ms '$(MS)') $(if $(FOR),--for '$(FOR)') $(ARGS)

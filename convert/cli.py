@@ -15,7 +15,8 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
 from qwen_serve.convert.draft_pipeline import DraftPipeline
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.pipeline import Options, Pipeline
+from qwen_serve.convert.options import METHODS, Options
+from qwen_serve.convert.pipeline import Pipeline
 from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
 from qwen_serve.convert.search import Target
 from qwen_serve.convert.search.target import parse_size, spell_size
@@ -45,7 +46,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>.evaluation.txt     more of it, from other prompts, for the KL divergence
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
-  <name>-<QUANT>.json       its size, bits per weight, types, sha256, and KL divergence from the whole model
+  <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and divergence from the whole
   mmproj-<name>-F16.gguf    its vision tower, of a checkpoint that has one and says how pictures are prepared
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
@@ -59,6 +60,7 @@ A second run makes only what is missing or out of date, so an interrupted one is
 EXAMPLES = """\
 examples:
   qwen-convert --src models/nano --quant Q4_K_M,Q2_K
+  qwen-convert --src models/nano --quant Q2_K --method compensated
   qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
   qwen-convert --src ./my-finetune --quant F16
   qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
@@ -97,6 +99,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     recipes: dict[str, Recipe] = {}
     if quants or arguments.recipe is not None:
         float_types, recipes = select_quants(quants if arguments.quant else None, arguments.recipe)
+    if arguments.method != METHODS[0] and not recipes and search is None:
+        raise ConvertError(f"--method {arguments.method} wants a --quant that is quantized, not a float type")
     source = resolve(arguments.src, arguments.revision)
     whole = WholeModel.open(source.path) if source.is_gguf else None
     options = Options(
@@ -109,6 +113,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         outtype=(outtype := arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE)),
         vision=(arguments.mmproj_outtype or outtype) if arguments.vision else None,
         calibration=arguments.calibration,
+        method=arguments.method,
         keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
         measure=arguments.kld,
@@ -291,10 +296,18 @@ def _parser() -> argparse.ArgumentParser:
         "other text is spelt in smaller pieces, bytes if need be (every token there is); for checkpoints",
     )
     how.add_argument(
+        "--method",
+        choices=METHODS,
+        default=METHODS[0],
+        help="how weights are rounded: each by itself, as llama.cpp does, or with the error of each column "
+        "compensated in the others, onto llama.cpp's types (GPTQ; takes longer, diverges less) (%(default)s)",
+    )
+    how.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
-        help="text for the importance matrix, UTF-8 (the model writes its own, from prompts in the package)",
+        help="text for importance matrix and compensation, UTF-8 (the model writes its own, from prompts in "
+        "the package)",
     )
     how.add_argument(
         "--no-imatrix", dest="imatrix", action="store_false", help="quantize without an importance matrix"

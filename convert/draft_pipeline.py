@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.draft import DraftCheckpoint, write_draft
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.options import METHODS
 from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.report import print_report, write_report
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from qwen_serve.convert.pipeline import Options
+    from qwen_serve.convert.options import Options
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType
@@ -69,8 +70,8 @@ class DraftPipeline:
         """
         self._source, self._draft, self._options = source, draft, options
         self._parameters = Parameters.of(draft)
-        if options.calibration is not None or options.keep_vocab is not None:
-            raise ConvertError("--calibration and --keep-vocab are not for drafters")
+        if options.calibration is not None or options.keep_vocab is not None or options.method != METHODS[0]:
+            raise ConvertError("--calibration, --method and --keep-vocab are not for drafters")
         if pruning := [n for n, r in options.recipes.items() if r.layers or r.keep_vocab is not None]:
             raise ConvertError(
                 f"--quant {pruning[0]}: its recipe drops layers or tokens, which a drafter keeps"

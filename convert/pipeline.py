@@ -3,7 +3,7 @@
     checkpoint        -> <name>-F16.gguf, unless a GGUF is given in its place
     F16               -> <name>.calibration.txt, <name>.evaluation.txt
     F16 + calibration -> <name>.imatrix.gguf
-    F16 + imatrix     -> <name>-<QUANT>.gguf
+    F16 + imatrix     -> <name>-<QUANT>.gguf, which --method compensated reads the calibration text for, too
     F16 + evaluation  -> <name>-<QUANT>.json
     checkpoint        -> mmproj-<name>-F16.gguf, where it sees
 
@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.calibration import TEXT_VERSION, Purpose, write_text
 from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.compensation import COMPENSATION_VERSION
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.imatrix import collect_imatrix
@@ -39,7 +40,6 @@ from qwen_serve.convert.search import (
     SEARCH_VERSION,
     Found,
     Paths,
-    Target,
     as_recipe,
     check_reach,
     evidence_of,
@@ -52,7 +52,6 @@ from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerpr
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
 from qwen_serve.convert.whole_model import WholeModel
-from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
@@ -62,34 +61,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from qwen_serve.convert.options import Options
     from qwen_serve.convert.recipes import Recipe
+    from qwen_serve.convert.search import Target
     from qwen_serve.convert.source import Source
-    from qwen_serve.convert.vision import VisionType
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
 CONVERTER_VERSION = 2
 MOST_BITS = 9.0  # of a searched recipe: every tensor at 8.5, some in F32
 HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to make of a checkpoint. `recipes` maps the name in an output's file name to what it means."""
-
-    out: Path
-    name: str
-    float_types: tuple[FloatType, ...]
-    recipes: dict[str, Recipe]
-    search: Target | None = None
-    command: str = ""  # that makes a searched recipe again, for its evidence
-    outtype: FloatType = "F16"
-    vision: VisionType | None = "F16"  # of the tower's matrices; None leaves it out
-    calibration: Path | None = None
-    keep_vocab: int | None = None
-    use_imatrix: bool = True
-    measure: bool = True
-    force: bool = False
-    runtime: Runtime = field(default_factory=Runtime)
 
 
 @dataclass(frozen=True)
@@ -211,19 +191,24 @@ class Pipeline:
 
     def _imatrix(self, cut: _Cut) -> Output:
         base = self._base(self._options.outtype, cut)
-        calibration = self._options.calibration
-        text = file_digest(calibration) if calibration else self._text("calibration").fingerprint
-        parts = {"base": base.fingerprint, "text": text, "llama": LLAMA_VERSION}
+        parts = {"base": base.fingerprint, "text": self._calibrated_on(), "llama": LLAMA_VERSION}
         return Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
+
+    def _calibrated_on(self) -> str:
+        """What tells one calibration text from another."""
+        calibration = self._options.calibration
+        return file_digest(calibration) if calibration else self._text("calibration").fingerprint
 
     def _quant(self, name: str, recipe: Recipe) -> Output:
         cut = self._cut(recipe)
-        parts = {
+        parts: dict[str, Any] = {
             "base": self._base(self._options.outtype, cut).fingerprint,
             "imatrix": self._imatrix(cut).fingerprint if self._uses_imatrix(recipe) else None,
             "recipe": recipe.fingerprint,
             "llama": LLAMA_VERSION,
         }
+        if self._compensates:
+            parts["compensated"] = [COMPENSATION_VERSION, self._calibrated_on()]
         return Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
 
     @cached_property
@@ -259,8 +244,15 @@ class Pipeline:
     def _uses_imatrix(self, recipe: Recipe) -> bool:
         return self._options.use_imatrix and recipe.uses_imatrix
 
+    @property
+    def _compensates(self) -> bool:
+        return self._options.method == "compensated"
+
+    def _calibrates(self, recipe: Recipe) -> bool:
+        return self._compensates or self._uses_imatrix(recipe)
+
     def _writes_calibration(self, recipe: Recipe) -> bool:
-        return self._uses_imatrix(recipe) and self._options.calibration is None
+        return self._calibrates(recipe) and self._options.calibration is None
 
     # stages
 
@@ -286,20 +278,25 @@ class Pipeline:
 
     def _make_imatrix(self, cut: _Cut) -> Output:
         base = self._make_base(self._options.outtype, cut)
-        text = self._options.calibration or self._make_text("calibration").path
+        text = self._make_calibration()
         return self._record.make(
             self._imatrix(cut),
             lambda part: collect_imatrix(base.path, part, text=text, runtime=self._options.runtime),
         )
 
+    def _make_calibration(self) -> Path:
+        return self._options.calibration or self._make_text("calibration").path
+
     def _make_quant(self, name: str, recipe: Recipe) -> None:
         cut = self._cut(recipe)
         base = self._make_base(self._options.outtype, cut)
         imatrix = self._make_imatrix(cut).path if self._uses_imatrix(recipe) else None
+        text = self._make_calibration() if self._compensates else None
+        runtime = self._options.runtime
         output = self._record.make(
             self._quant(name, recipe),
             lambda part: quantize(
-                base.path, part, recipe=recipe, imatrix=imatrix, runtime=self._options.runtime
+                base.path, part, recipe=recipe, imatrix=imatrix, runtime=runtime, compensate_on=text
             ),
         )
         self._make_report(output, name, recipe, imatrix)
@@ -391,8 +388,9 @@ class Pipeline:
             "base": self._base(self._options.outtype, cut).path.name if recipe else None,
             "imatrix": self._imatrix(cut).path.name if recipe and uses_imatrix else None,
             "calibration": (calibration.name if calibration else "the model's own text")
-            if uses_imatrix
+            if recipe and self._calibrates(recipe)
             else None,
+            "method": self._options.method if recipe else None,
         }
         if (kept := self._kept_tokens[cut.tokens]) is not None:
             counts = {"tokens": len(kept), "of": self._n_tokens}

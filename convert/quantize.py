@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from qwen_serve.common.children import end_with_parent
+from qwen_serve.convert.compensation import compensate
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress
@@ -54,19 +55,31 @@ class Job:
     out: Path
     recipe: Recipe
     imatrix: Path | None
+    compensate_on: Path | None
     threads: int
 
 
-def quantize(source: Path, out: Path, *, recipe: Recipe, imatrix: Path | None, runtime: Runtime) -> None:
+def quantize(
+    source: Path,
+    out: Path,
+    *,
+    recipe: Recipe,
+    imatrix: Path | None,
+    runtime: Runtime,
+    compensate_on: Path | None = None,
+) -> None:
     """Writes `source` (F16, BF16 or F32) to `out` as the recipe says, weighing errors by the imatrix file.
 
-    The output's metadata names the imatrix as llama-quantize's does (`quantize.imatrix.*`). On any failure,
-    an interrupt included, no file is left at `out`.
+    With a calibration text to compensate on, llama.cpp's blocks are then replaced by better ones of the same
+    types. The output's metadata names the imatrix as llama-quantize's does (`quantize.imatrix.*`), and a
+    method that is not llama.cpp's (`quantize.method`). On any failure, an interrupt included, no file is left
+    at `out`.
 
     Raises:
         QuantizeError: what llama.cpp said.
+        ConvertError: the text is too short, or activations are not finite.
     """
-    job = Job(source, out, recipe, imatrix, runtime.n_threads)
+    job = Job(source, out, recipe, imatrix, compensate_on, runtime.n_threads)
     spawn = get_context("spawn")  # the child must not inherit llama.cpp's threads
     messages, sender = spawn.Pipe(duplex=False)
     child = spawn.Process(target=_work, args=(job, sender), daemon=True)
@@ -80,6 +93,12 @@ def quantize(source: Path, out: Path, *, recipe: Recipe, imatrix: Path | None, r
         out.unlink(missing_ok=True)
         raise
     child.join()
+    if compensate_on is not None:
+        try:
+            compensate(source, out, text=compensate_on, runtime=runtime)
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise
 
 
 def _follow(messages: Connection, what: str, source: Path) -> None:
@@ -119,7 +138,7 @@ def _work(job: Job, parent: Connection) -> None:
             file_type=job.recipe.file_type,
             overrides=job.recipe.overrides,
             imatrix={name: entry.means for name, entry in imatrix.entries.items()} if imatrix else None,
-            metadata=_provenance(job.imatrix, imatrix) if job.imatrix and imatrix else None,
+            metadata=_provenance(job, imatrix),
             threads=job.threads,
             on_tensor=lambda total, name: send(Tensor(total, name)),
         )
@@ -129,11 +148,16 @@ def _work(job: Job, parent: Connection) -> None:
         send(Outcome(None))
 
 
-def _provenance(path: Path, imatrix: Imatrix) -> dict[str, str | int]:
-    """The metadata by which llama-quantize records an imatrix (`tools/quantize/quantize.cpp`)."""
-    return {
-        "quantize.imatrix.file": path.name,
-        "quantize.imatrix.dataset": imatrix.datasets[0] if imatrix.datasets else "",
-        "quantize.imatrix.entries_count": len(imatrix.entries),
-        "quantize.imatrix.chunks_count": imatrix.chunk_count,
-    }
+def _provenance(job: Job, imatrix: Imatrix | None) -> dict[str, str | int]:
+    """The metadata by which llama-quantize records an imatrix (`tools/quantize/quantize.cpp`), and ours."""
+    found: dict[str, str | int] = {}
+    if job.imatrix and imatrix:
+        found |= {
+            "quantize.imatrix.file": job.imatrix.name,
+            "quantize.imatrix.dataset": imatrix.datasets[0] if imatrix.datasets else "",
+            "quantize.imatrix.entries_count": len(imatrix.entries),
+            "quantize.imatrix.chunks_count": imatrix.chunk_count,
+        }
+    if job.compensate_on:
+        found |= {"quantize.method": "compensated", "quantize.method.dataset": job.compensate_on.name}
+    return found

@@ -148,6 +148,8 @@ def print_report(path: Path) -> None:
     print(f"\n{report.file}")
     print(f"  size        {size(report.n_bytes)} ({report.n_bytes:,} bytes)")
     print(f"  weights     {report.elements:,} at {report.bits_per_weight:.3f} bits")
+    if method := report.provenance.get("method"):
+        print(f"  method      {method}")
     if vocabulary := report.provenance.get("vocabulary"):
         print(f"  vocabulary  {vocabulary['tokens']:,} of {vocabulary['of']:,} tokens")
     print(f"  sha256      {report.sha256}")

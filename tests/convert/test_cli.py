@@ -91,3 +91,8 @@ def test_an_out_that_is_a_file(checkpoint: Path, tmp_path: Path, capsys: pytest.
 def test_a_missing_calibration_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--src", checkpoint, "--quant", "Q2_K", "--calibration", checkpoint / "none.txt") == 1
     assert "none.txt: no such file" in capsys.readouterr().err
+
+
+def test_a_method_is_for_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--src", "models/nano", "--quant", "F16", "--method", "compensated"]) == 1
+    assert "--method compensated wants a --quant that is quantized" in capsys.readouterr().err

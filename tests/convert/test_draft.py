@@ -109,12 +109,13 @@ def test_a_drafter_with_a_selector_is_refused(
         (["--src", DRAFT], "give --target"),
         (["--src", NANO, "--target", NANO], "--target is for block drafters"),
         (["--src", DRAFT, "--target", NANO, "--keep-vocab", "100"], "--keep-vocab are not for drafters"),
+        (["--src", DRAFT, "--target", NANO, "--method", "compensated"], "--method and"),
     ],
 )
 def test_target_belongs_to_drafters(
     arguments: list[str | Path], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*arguments, "--quant", "F16", "--out", tmp_path) == 1
+    assert run(*arguments, "--quant", "Q8_0", "--out", tmp_path) == 1
     assert said in capsys.readouterr().err
 
 

@@ -100,6 +100,25 @@ def test_quants_share_the_base_and_the_importance_matrix(checkpoint: Path, out: 
     }
 
 
+def test_another_method_makes_the_same_file_anew(
+    checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the other day they gathered there " * 40)
+    flags = ("--quant", "Q8_0", "--calibration", text, "--no-kld")
+    run(checkpoint, out, *flags)
+    assert "method      nearest" in capsys.readouterr().out
+    before, nearest = times(out), (out / "Random-1B-Q8_0.gguf").read_bytes()
+    run(checkpoint, out, *flags, "--method", "compensated")
+    assert "method      compensated" in capsys.readouterr().out
+    changed = {name for name in before if before[name] != times(out)[name]}
+    assert changed == {"Random-1B-Q8_0.gguf", "Random-1B-Q8_0.json", "Random-1B.stages.json"}
+    fields = GGUFReader(out / "Random-1B-Q8_0.gguf").fields
+    assert fields["quantize.method"].contents() == "compensated"
+    run(checkpoint, out, *flags)
+    assert (out / "Random-1B-Q8_0.gguf").read_bytes() == nearest
+
+
 def test_a_changed_checkpoint_makes_everything_again(checkpoint: Path, out: Path) -> None:
     run(checkpoint, out, "--quant", "Q8_0", *QUICK)
     before = times(out)

@@ -1,0 +1,19 @@
+"""Quantization with error compensation, onto the grids of llama.cpp's types.
+
+grids.py     what the blocks of each type can hold
+packing.py   blocks as bytes
+scales.py    the search for scales and minima
+rounding.py  codes, with each column's error carried on
+gram.py      what is known of a matrix's inputs
+file.py      the way through a model
+arrays.py    numpy or torch
+"""
+
+from typing import Final
+
+from qwen_serve.convert.compensation.file import compensate
+
+COMPENSATION_VERSION: Final = 1
+"""Raise it when the same model and text would give other blocks."""
+
+__all__ = ["COMPENSATION_VERSION", "compensate"]

@@ -1,0 +1,237 @@
+"""A quantized file's matrices, rounded again with compensation, in the order in which a token passes them.
+
+The file keeps its types and its size: blocks are written over those that llama.cpp chose. The inputs of a
+matrix are what the matrices before it, as they are in the file by then, make of the calibration text.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
+from qwen_serve.convert.compensation.arrays import backend, on_host
+from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
+from qwen_serve.convert.compensation.grids import GRIDS
+from qwen_serve.convert.compensation.packing import pack
+from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
+from qwen_serve.convert.progress import Progress
+from qwen_serve.llamacpp.devices import row_bytes
+from qwen_serve.llamacpp.evaluation import EvalContext
+from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.probe import Probe
+from qwen_serve.llamacpp.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from qwen_serve.convert.compensation.arrays import Array
+    from qwen_serve.convert.compensation.gram import Reading
+    from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
+    from qwen_serve.llamacpp.gguf import TensorInfo
+    from qwen_serve.llamacpp.model import Model
+    from qwen_serve.llamacpp.probe import Floats, Observer
+
+CHUNKS_PER_BATCH: Final = 4
+PIECE_BYTES: Final = 64 * 2**20
+"""Of rows that are rounded together: what they need besides is a few times as much."""
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+
+def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> None:
+    """Writes better blocks into `quantized`, made from `base` by llama.cpp, for the types in `GRIDS`.
+
+    Args:
+        text: for the Gram matrices, read in chunks of 512 tokens.
+        runtime: where the model runs; layers on a GPU let the rounding be computed there, too, by torch.
+
+    Raises:
+        ConvertError: the text is too short or no text; activations are not finite.
+        LlamaError: the model cannot be loaded or run.
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in read_header(quantized).tensors.items()
+        if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
+    }
+    bring = backend(card=runtime.n_gpu_layers != 0)
+    with ExitStack() as stack:
+        model = stack.enter_context(runtime.load(base, writable=True))
+        chunks = read_chunks(model, text)
+        progress = stack.enter_context(Progress("Compensation", len(tensors), "tensors"))
+        file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
+        stack.callback(file.close)
+        _Run(model, chunks, file, runtime, bring).run()
+
+
+class _File:
+    """Chooses blocks of the file's tensors, and puts what they stand for into the loaded model."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        weights: Weights,
+        progress: Progress,
+        bring: Callable[[Floats], Array],
+    ) -> None:
+        self._tensors, self._weights, self._progress, self._bring = tensors, weights, progress, bring
+        self._file = path.open("r+b")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors and name in self._weights
+
+    def close(self) -> None:
+        self._file.close()
+
+    def choose(self, names: Sequence[str], grams: Array) -> None:
+        """For weights that read the same; `grams` [matrices, width, width]."""
+        found = {name: np.empty_like(self._weights.values(name)) for name in names}
+        for matrix, gram in enumerate(grams):
+            inputs = Inputs(gram)
+            for name in names:
+                self._progress.note(name)
+                self._round(name, matrix, inputs, found[name][matrix])
+        for name in names:
+            self._weights.set(name, found[name])
+            self._progress.advance()
+
+    def _round(self, name: str, matrix: int, inputs: Inputs, out: Floats) -> None:
+        """Writes one matrix to the file, and what it stands for to `out` [rows, width]."""
+        tensor, values = self._tensors[name], self._weights.values(name)[matrix]
+        kind = GGMLQuantizationType(tensor.type)
+        self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
+        step = max(1, PIECE_BYTES // (4 * values.shape[1]))
+        for first in range(0, len(values), step):
+            piece = np.ascontiguousarray(values[first : first + step].T)
+            blocks = round_compensated(self._bring(piece), inputs, GRIDS[kind])
+            self._file.write(pack(kind, blocks).tobytes())
+            out[first : first + step] = on_host(blocks.values(), np.float32).T
+
+
+class _Run:
+    """The way through the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        chunks: NDArray[np.int32],
+        file: _File,
+        runtime: Runtime,
+        bring: Callable[[Floats], Array],
+    ) -> None:
+        self._model, self._chunks, self._file, self._bring = model, chunks, file, bring
+        self._threads = runtime.n_threads
+        self._hidden = np.zeros((*chunks.shape, model.n_embd), np.float32)
+
+    def run(self) -> None:
+        order = Order()
+        self._read_trunk(order.add, chunks=self._chunks[:1])
+        if HEAD in self._file:
+            self._embedding()
+        elif EMBEDDING in self._file:  # tied: it comes first, and is judged by what the head reads
+            self._read_trunk(None)
+            self._file.choose([EMBEDDING], self._head_gram())
+        readings = [r for r in order.readings if r.names[0].startswith("blk.")]
+        self._in_turn(readings, self._read_trunk)
+        self._read_trunk(None)
+        if HEAD in self._file:
+            self._file.choose([HEAD], self._head_gram())
+        if self._model.n_nextn:
+            order = Order()
+            self._read_mtp(order.add, chunks=self._chunks[:1])
+            block = f"blk.{self._model.n_layer}."
+            self._in_turn([r for r in order.readings if r.names[0].startswith(block)], self._read_mtp)
+
+    def _embedding(self) -> None:
+        """One that is no head: it reads one column at a time, and nothing is carried on."""
+        if EMBEDDING in self._file:
+            self._file.choose([EMBEDDING], self._bring(np.eye(self._model.n_embd, dtype=np.float32)[None]))
+
+    def _in_turn(self, readings: Sequence[Reading], read: Callable[..., None]) -> None:
+        """Block by block: the text is read once for each, and those below are quantized by then."""
+        blocks = [list(group) for _, group in groupby(readings, lambda r: r.names[0].split(".")[1])]
+        for i, block in enumerate(blocks):
+            due = {r.names[0]: [n for n in r.names if n in self._file] for r in block}
+            due = {first: names for first, names in due.items() if names}
+            if not due:
+                continue
+            end = blocks[i + 1][0].names[0] if i + 1 < len(blocks) else None
+            grams = Grams(due, end, self._bring)
+            read(grams.add, grams.observes)
+            for first, names in due.items():
+                self._file.choose(names, grams.take(first))
+
+    def _head_gram(self) -> Array:
+        grams = Grams({HEAD}, None, self._bring)
+        for rows in self._hidden:
+            grams.add(HEAD, rows)
+        return grams.take(HEAD)
+
+    def _read_trunk(
+        self,
+        observe: Observer | None,
+        observes: Callable[[str], bool] = lambda name: True,
+        *,
+        chunks: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Runs the text through the trunk; without an observer, keeps the hidden rows."""
+        with self._context("trunk", observe, observes) as context:
+            if observe is None:
+                context.keep_hidden()
+            for first, batch in _batches(self._chunks if chunks is None else chunks):
+                context.clear()
+                try:
+                    decode_chunks(context, batch)
+                except EnoughError:
+                    continue
+                if observe is None:
+                    hidden = context.hidden().reshape(*batch.shape, -1)
+                    self._hidden[first : first + len(batch)] = hidden
+
+    def _read_mtp(
+        self,
+        observe: Observer,
+        observes: Callable[[str], bool] = lambda name: True,
+        *,
+        chunks: NDArray[np.int32] | None = None,
+    ) -> None:
+        with self._context("mtp", observe, observes) as context:
+            for first, batch in _batches(self._chunks if chunks is None else chunks):
+                context.clear()
+                hidden = self._hidden[first : first + len(batch)].reshape(batch.size, -1)
+                try:
+                    decode_drafts(context, batch, hidden)
+                except EnoughError:
+                    continue
+
+    @contextmanager
+    def _context(
+        self, kind: ContextKind, observe: Observer | None, observes: Callable[[str], bool]
+    ) -> Iterator[EvalContext]:
+        n_seq = min(CHUNKS_PER_BATCH, len(self._chunks))
+        cells = n_seq * self._chunks.shape[1]
+        with EvalContext(
+            self._model,
+            n_ctx=cells,
+            n_batch=cells,
+            n_ubatch=cells,  # one graph a batch, which may end early
+            n_seq=n_seq,
+            kind=kind,
+            threads=self._threads,
+            callback=Probe(observe, observes) if observe is not None else None,
+        ) as context:
+            yield context
+
+
+def _batches(chunks: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    for first in range(0, len(chunks), CHUNKS_PER_BATCH):
+        yield first, chunks[first : first + CHUNKS_PER_BATCH]

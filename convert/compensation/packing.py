@@ -1,0 +1,81 @@
+"""Blocks as the bytes of a GGUF file: the layouts of ggml-common.h, the inverse of gguf's dequantization."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import IQ4_NL
+
+from qwen_serve.convert.compensation.arrays import on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from qwen_serve.convert.compensation.grids import Blocks
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def pack(kind: Type, blocks: Blocks) -> Bytes:
+    """[rows, bytes of a row]."""
+    grid, rows = blocks.grid, blocks.d.shape[1]
+    each = grid.block // grid.sub_block
+    levels = on_host(blocks.levels, np.int32).T.reshape(-1, grid.block)
+    scales = on_host(blocks.scales, np.int32).T.reshape(-1, each)
+    minima = on_host(blocks.minima, np.int32).T.reshape(-1, each)
+    d, dmin = (on_host(f16, np.float16).T.reshape(-1, 1).view(np.uint8) for f16 in (blocks.d, blocks.dmin))
+    match kind:
+        case Type.Q2_K:
+            parts = [scales | minima << 4, _fold(levels, 32, 2), d, dmin]
+        case Type.Q3_K:
+            codes, signed = levels + 4, scales + 32
+            low = _fold(signed & 15, 8, 4)
+            high = _fold(signed >> 4, 4, 2)
+            parts = [_fold(codes >> 2, 32, 1), _fold(codes & 3, 32, 2), low, high, d]
+        case Type.Q4_K:
+            parts = [d, dmin, _scales_and_minima(scales, minima), _fold(levels, 32, 4)]
+        case Type.Q5_K:
+            high = _fold(levels >> 4, 32, 1)
+            parts = [d, dmin, _scales_and_minima(scales, minima), high, _fold(levels & 15, 32, 4)]
+        case Type.Q6_K:
+            codes = levels + 32
+            parts = [_fold(codes & 15, 64, 4), _fold(codes >> 4, 32, 2), scales & 255, d]
+        case Type.Q8_0:
+            parts = [d, levels & 255]
+        case Type.IQ4_XS:
+            codes, signed = np.searchsorted(np.array(IQ4_NL.kvalues), levels), scales + 32
+            high = ((signed >> 4) << (2 * np.arange(8))).sum(axis=1, keepdims=True)
+            low = signed[:, 0::2] & 15 | (signed[:, 1::2] & 15) << 4
+            parts = [d, high & 255, high >> 8, low, _fold(codes, 16, 4)]
+        case _:
+            raise ValueError(f"no layout of {kind.name} is known here")
+    return _bytes(parts).reshape(rows, -1)
+
+
+def _fold(codes: NDArray[Any], run: int, bits: int) -> NDArray[np.int32]:
+    """[blocks, bytes]: runs of codes lie over each other, the first of each 8 / bits in the lowest bits."""
+    blocks = len(codes)
+    stacked = codes.reshape(blocks, -1, 8 // bits, run)
+    shifts = bits * np.arange(8 // bits)[:, None]
+    return np.asarray((stacked << shifts).sum(axis=2).reshape(blocks, -1), np.int32)
+
+
+def _scales_and_minima(scales: NDArray[np.int32], minima: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[blocks, 12]: six bits each; the high bits of the last four of both lie above the first four."""
+    first, last = slice(0, 4), slice(4, 8)
+    return np.concatenate(
+        [
+            scales[:, first] | (scales[:, last] >> 4) << 6,
+            minima[:, first] | (minima[:, last] >> 4) << 6,
+            scales[:, last] & 15 | (minima[:, last] & 15) << 4,
+        ],
+        axis=1,
+    )
+
+
+def _bytes(parts: Sequence[NDArray[Any]]) -> Bytes:
+    return np.concatenate([part.astype(np.uint8) for part in parts], axis=1)

@@ -1,0 +1,157 @@
+"""Rounding with compensation: a column's error is carried on into those that follow.
+
+A matrix's loss is `trace(E G E')`: `E` is what rounding adds to it, `G` the Gram matrix of its inputs. GPTQ
+(Frantar et al. 2023) goes through the columns once. What it leaves is then lowered further: scales, minima
+and codes are chosen again, one at a time with all others as they stand, each the best there is for the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from qwen_serve.convert.compensation.arrays import double, half, indices, like, namespace, on_host
+from qwen_serve.convert.compensation.grids import Blocks, joined
+from qwen_serve.convert.compensation.scales import nearest, search_blocks
+
+if TYPE_CHECKING:
+    from qwen_serve.convert.compensation.arrays import Array
+    from qwen_serve.convert.compensation.grids import Grid
+
+DAMPING: Final = 0.01
+"""Of the mean of the Gram matrix's diagonal, added to the diagonal."""
+
+SPAN: Final = 256
+"""Columns whose scales are searched together, a super-block's: inside, columns are taken in any order."""
+
+LAZY: Final = 64
+"""Columns whose errors are gathered before they are carried on into all others, by one product."""
+
+SWEEPS: Final = 3
+"""Through scales and codes, after GPTQ's own way through the columns."""
+
+
+class Inputs:
+    """What is to be known of the inputs of matrices that read the same: made once for all of them.
+
+    Args:
+        gram: [width, width]; of inputs that were all 0 it is taken for the identity.
+        damping: what is added to the diagonal, as a share of its mean.
+    """
+
+    def __init__(self, gram: Array, damping: float = DAMPING) -> None:
+        width = len(gram)
+        mean = float(gram.diagonal().sum()) / width
+        eye = like(np.eye(width, dtype=np.float32), gram)
+        self.gram = gram / mean + damping * eye if mean > 0 else eye
+        self.diagonal = self.gram.diagonal()
+        importance = on_host(self.diagonal, np.float32)
+        falling = [np.argsort(-importance[i : i + SPAN], kind="stable") + i for i in range(0, width, SPAN)]
+        order = np.concatenate(falling)
+        self.order, self.back = indices(order, gram), indices(np.argsort(order), gram)
+        xp, wide = namespace(gram), double(self.gram[self.order][:, self.order])
+        self.upper = like(xp.linalg.cholesky(xp.linalg.inv(wide)).T, gram)
+
+
+def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int = SWEEPS) -> Blocks:
+    """`values` [width, rows] on the grid, with the least loss that is found.
+
+    A super-block's scales are searched when the errors of those before it have been carried into it.
+    """
+    rest = values[inputs.order]
+    parts, width = [], len(rest)
+    for first in range(0, width, SPAN):
+        here = slice(first, min(first + SPAN, width))
+        order, back = inputs.order[here] - first, inputs.back[here] - first
+        part = search_blocks(rest[here][back], inputs.diagonal[here], grid)
+        part.levels = _carry(rest, inputs.upper, part, here, order)[back]
+        parts.append(part)
+    blocks = joined(parts)
+    for _ in range(sweeps):
+        _fit_scales(blocks, values, inputs)
+        _fit_levels(blocks, values, inputs)
+    return blocks
+
+
+def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -> Array:
+    """The levels of these columns, in their order; changes `rest`, the columns that follow them."""
+    xp, grid = namespace(rest), part.grid
+    sub = order // grid.sub_block
+    steps, offsets = part.steps()[sub], part.offsets()[sub]
+    levels = xp.empty_like(steps)
+    for first in range(here.start, here.stop, LAZY):
+        last = min(first + LAZY, here.stop)
+        errors = xp.empty_like(rest[first:last])
+        for column in range(first, last):
+            i, x = column - here.start, rest[column]
+            levels[i] = nearest(x, steps[i], offsets[i], grid)
+            error = (x - (steps[i] * levels[i] - offsets[i])) / upper[column, column]
+            errors[column - first] = error
+            if column + 1 < last:
+                rest[column + 1 : last] -= upper[column, column + 1 : last, None] * error[None]
+        if last < len(rest):
+            rest[last:] -= upper[first:last, last:].T @ errors
+    return levels
+
+
+def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
+    """Each column's codes again, with all other columns as they stand."""
+    xp, grid, gram = namespace(values), blocks.grid, inputs.gram
+    current = blocks.values()
+    pull = gram @ (values - current)
+    steps, offsets = blocks.steps(), blocks.offsets()
+    for first in range(0, len(values), LAZY):
+        last = min(first + LAZY, len(values))
+        changes = xp.empty_like(values[first:last])
+        for column in range(first, last):
+            sub = column // grid.sub_block
+            wanted = current[column] + pull[column] / inputs.diagonal[column]
+            level = nearest(wanted, steps[sub], offsets[sub], grid)
+            changes[column - first] = change = steps[sub] * level - offsets[sub] - current[column]
+            blocks.levels[column] = level
+            pull[column:last] -= gram[column, column:last, None] * change[None]
+        pull[last:] -= gram[last:, first:last] @ changes
+
+
+def _fit_scales(blocks: Blocks, values: Array, inputs: Inputs) -> None:
+    """Scales, minima and the super-blocks' numbers again, one at a time, with the codes as they stand."""
+    grid, gram = blocks.grid, inputs.gram
+    pull = gram @ (values - blocks.values())
+    each, rows = grid.block // grid.sub_block, values.shape[1]
+    for block in range(len(blocks.d)):
+        for sub in range(block * each, (block + 1) * each) if each > 1 else ():
+            here = slice(sub * grid.sub_block, (sub + 1) * grid.sub_block)
+            along = blocks.d[block][None] * blocks.levels[here]
+            blocks.scales[sub] = _move(blocks.scales[sub], along, pull, gram, here, grid.scales)
+            if grid.minima:
+                along = -blocks.dmin[block][None] + 0 * along
+                blocks.minima[sub] = _move(blocks.minima[sub], along, pull, gram, here, (0, grid.minima))
+        here = slice(block * grid.block, (block + 1) * grid.block)
+        subs = slice(block * each, (block + 1) * each)
+        levels = blocks.levels[here].reshape(each, -1, rows)
+        along = (blocks.scales[subs][:, None] * levels).reshape(-1, rows)
+        blocks.d[block] = _move(blocks.d[block], along, pull, gram, here, None)
+        if grid.minima:
+            along = (-blocks.minima[subs][:, None] + 0 * levels).reshape(-1, rows)
+            blocks.dmin[block] = _move(blocks.dmin[block], along, pull, gram, here, None)
+
+
+def _move(
+    amount: Array, along: Array, pull: Array, gram: Array, here: slice, bounds: tuple[int, int] | None
+) -> Array:
+    """The best `amount` [rows] of `along` [columns, rows]: whole and within bounds, or (None) an F16 number.
+
+    Changes `pull`, the product of the Gram matrix with what is still missing.
+    """
+    xp = namespace(along)
+    slope = xp.sum(along * pull[here], 0)
+    curve = xp.sum(along * (gram[here, here] @ along), 0)
+    wanted = amount + slope / xp.where(curve > 0, curve, xp.ones_like(curve))
+    new = half(wanted) if bounds is None else xp.clip(xp.round(wanted), *bounds)
+    change = new - amount
+    # rounded, it may be no better than what stood there
+    better = 2 * change * slope > change * change * curve
+    new = xp.where(better, new, amount)
+    pull -= gram[:, here] @ (along * (new - amount)[None])
+    return new

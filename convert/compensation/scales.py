@@ -1,0 +1,198 @@
+"""The search for scales and minima of super-blocks: those of least weighted error, as the file can hold them.
+
+First every sub-block alone: codes by some steps around the range of its weights, and the step and offset that
+fit these codes best, by least squares (as llama.cpp's `make_qkx3_quants` and `make_qx_quants` do). Then the
+super-block's F16 numbers, of which scales and minima are small multiples, and last each multiple again with
+its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from qwen_serve.convert.compensation.arrays import half, namespace
+from qwen_serve.convert.compensation.grids import Blocks
+
+if TYPE_CHECKING:
+    from qwen_serve.convert.compensation.arrays import Array
+    from qwen_serve.convert.compensation.grids import Grid
+
+STRETCHES: Final = tuple(np.linspace(-0.12, 0.36, 13).tolist())
+"""By how much a step is larger or smaller than the one that just spans the weights, as a share of it."""
+
+SHRINKS: Final = (1.0, 0.96, 0.92, 1.04, 0.88, 0.84)
+"""Of the super-block's number, below that at which the largest scale is just the largest there is."""
+
+TINY: Final = 1e-20
+
+
+def search_blocks(values: Array, importance: Array, grid: Grid) -> Blocks:
+    """The grid's blocks nearest to `values` [width, rows]; `importance` [width] weighs squared errors."""
+    xp = namespace(values)
+    width, rows = values.shape
+    x = values.reshape(-1, grid.sub_block, rows)
+    w = importance.reshape(-1, grid.sub_block, 1)
+    step, offset = _fit_each(x, w, grid)
+    subs, each = len(x), grid.block // grid.sub_block
+    zeros = xp.zeros_like(step)
+    best = Blocks(grid, values, zeros, zeros, step[::each] * 0, step[::each] * 0)
+    least = None
+    for shrink in SHRINKS if each > 1 else (1.0,):
+        trial = _multiples(step, offset, grid, shrink)
+        trial.levels = _round(x, trial, grid)
+        error = _errors(x, w, trial).reshape(-1, each, rows).sum(1)
+        if least is None:
+            best, least = trial, error
+            continue
+        better = error < least
+        least = xp.where(better, error, least)
+        _take(best, trial, better, each, subs)
+    if each > 1:
+        for _ in range(2):
+            best = _neighbours(x, w, best)
+    best.levels = best.levels.reshape(width, rows)
+    return best
+
+
+def _fit_each(x: Array, w: Array, grid: Grid) -> tuple[Array, Array]:
+    """[sub-blocks, rows] steps and offsets, as real numbers."""
+    xp = namespace(x)
+    top, bottom = grid.levels[-1], grid.levels[0]
+    if grid.minima:
+        low = xp.clip(xp.amin(x, 1), None, 0)
+        span = (xp.amax(x, 1) - low) / (top - bottom)
+    else:
+        low = xp.zeros_like(x[:, 0])
+        largest, least = xp.amax(x, 1), xp.amin(x, 1)
+        # the longer side of the levels is for the weight that is furthest from 0
+        span = xp.where(largest > -least, largest, least) / bottom
+    span = xp.where(xp.abs(span) < TINY, TINY, span)
+    total = xp.sum(w, 1)
+    best = least_error = None
+    signs = (1.0,) if grid.minima or grid.scales[0] > 0 else (1.0, -1.0)
+    for stretch in [sign * (1 - s) for sign in signs for s in STRETCHES]:
+        step, offset = span * stretch, -low
+        for _ in range(2):
+            levels = grid.codes((x + offset[:, None]) / step[:, None])
+            step, offset = _least_squares(x, w, levels, total, step, offset, bool(grid.minima))
+        levels = grid.codes((x + offset[:, None]) / step[:, None])
+        error = xp.sum(w * (step[:, None] * levels - offset[:, None] - x) ** 2, 1)
+        if best is None:
+            best, least_error = (step, offset), error
+            continue
+        better = error < least_error
+        least_error = xp.where(better, error, least_error)
+        best = xp.where(better, step, best[0]), xp.where(better, offset, best[1])
+    assert best is not None, "there are stretches"
+    return best
+
+
+def _least_squares(
+    x: Array, w: Array, levels: Array, total: Array, step: Array, offset: Array, minima: bool
+) -> tuple[Array, Array]:
+    """The step and the offset (none below 0) that fit these levels best; what stood there where none does."""
+    xp = namespace(x)
+    wl = w * levels
+    ll, lx = xp.sum(wl * levels, 1), xp.sum(wl * x, 1)
+    alone = xp.where(ll > TINY, lx / xp.clip(ll, TINY, None), step)
+    if not minima:
+        return xp.where(xp.abs(alone) < TINY, TINY, alone), offset
+    ls, xs = xp.sum(wl, 1), xp.sum(w * x, 1)
+    determinant = total * ll - ls * ls
+    fits = determinant > 1e-6 * total * ll
+    safe = xp.where(fits, determinant, xp.ones_like(determinant))
+    both = xp.where(fits, (total * lx - xs * ls) / safe, step)
+    below = xp.where(fits, (ls * lx - ll * xs) / safe, offset)
+    positive = below > 0
+    found = xp.where(positive, both, alone)
+    return xp.where(found < TINY, TINY, found), xp.where(positive, below, xp.zeros_like(below))
+
+
+def _multiples(step: Array, offset: Array, grid: Grid, shrink: float) -> Blocks:
+    """Steps and offsets as multiples of a super-block's numbers; levels are still to be found."""
+    xp = namespace(step)
+    rows, each = step.shape[1], grid.block // grid.sub_block
+    if each == 1:
+        return Blocks(grid, step, xp.ones_like(step), xp.zeros_like(step), half(step), half(step * 0))
+    blocks = step.reshape(-1, each, rows)
+    largest, least = xp.amax(blocks, 1), xp.amin(blocks, 1)
+    if grid.scales[0] < 0:
+        extreme = xp.where(largest > -least, largest, least) / grid.scales[0]
+    else:
+        extreme = largest / grid.scales[1]
+    d = half(extreme * shrink)
+    scales = _whole(blocks, d, *grid.scales)
+    dmin, minima = xp.zeros_like(d), xp.zeros_like(step)
+    if grid.minima:
+        below = offset.reshape(-1, each, rows)
+        dmin = half(xp.amax(below, 1) / grid.minima * shrink)
+        minima = _whole(below, dmin, 0, grid.minima)
+    return Blocks(grid, step, scales, minima.reshape(-1, rows), d, dmin)
+
+
+def _whole(amounts: Array, unit: Array, low: int, high: int) -> Array:
+    xp = namespace(amounts)
+    safe = xp.where(unit == 0, xp.ones_like(unit), unit)[:, None]
+    found = xp.clip(xp.round(amounts / safe), low, high)
+    return xp.where(unit[:, None] == 0, xp.zeros_like(found), found).reshape(-1, amounts.shape[-1])
+
+
+def _round(x: Array, blocks: Blocks, grid: Grid) -> Array:
+    """[sub-blocks, weights, rows]: the nearest levels."""
+    return nearest(x, blocks.steps()[:, None], blocks.offsets()[:, None], grid)
+
+
+def nearest(x: Array, step: Array, offset: Array, grid: Grid) -> Array:
+    """The levels nearest to `x` at these steps and offsets; a step of 0 makes all of them alike."""
+    xp = namespace(x)
+    none = step == 0
+    levels = grid.codes((x + offset) / xp.where(none, xp.ones_like(step), step))
+    return xp.where(none, xp.zeros_like(levels) + _zero(grid), levels)
+
+
+def _zero(grid: Grid) -> int:
+    return min(grid.levels, key=abs)
+
+
+def _errors(x: Array, w: Array, blocks: Blocks) -> Array:
+    """[sub-blocks, rows]."""
+    off = blocks.steps()[:, None] * blocks.levels - blocks.offsets()[:, None] - x
+    return namespace(x).sum(w * off * off, 1)
+
+
+def _take(best: Blocks, trial: Blocks, better: Array, each: int, subs: int) -> None:
+    """Whole super-blocks of `trial` where they are better [blocks, rows]."""
+    xp = namespace(better)
+    wide = xp.broadcast_to(better[:, None], (len(better), each, better.shape[1])).reshape(subs, -1)
+    best.d, best.dmin = xp.where(better, trial.d, best.d), xp.where(better, trial.dmin, best.dmin)
+    best.scales = xp.where(wide, trial.scales, best.scales)
+    best.minima = xp.where(wide, trial.minima, best.minima)
+    best.levels = xp.where(wide[:, None], trial.levels, best.levels)
+
+
+def _neighbours(x: Array, w: Array, best: Blocks) -> Blocks:
+    """Each sub-block with a scale or a minimum of one more or less, where that is better."""
+    xp, grid = namespace(x), best.grid
+    least = _errors(x, w, best)
+    moves = [(-1, 0), (1, 0)]
+    if grid.minima:
+        moves += [(0, -1), (0, 1), (1, 1), (-1, -1)]
+    for scale, minimum in moves:
+        scales = xp.clip(best.scales + scale, *grid.scales)
+        minima = xp.clip(best.minima + minimum, 0, grid.minima)
+        trial = Blocks(grid, best.levels, scales, minima, best.d, best.dmin)
+        trial.levels = _round(x, trial, grid)
+        error = _errors(x, w, trial)
+        better = error < least
+        least = xp.where(better, error, least)
+        best = Blocks(
+            grid,
+            xp.where(better[:, None], trial.levels, best.levels),
+            xp.where(better, trial.scales, best.scales),
+            xp.where(better, trial.minima, best.minima),
+            best.d,
+            best.dmin,
+        )
+    return best

@@ -1,0 +1,79 @@
+"""A file that is rounded again: same types, same places, less divergence, experts included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.compensation.grids import GRIDS
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.kld import compare
+from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.gguf import read_header
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+PROMPTS = Path(__file__).parents[3] / "convert" / "calibration" / "prompts.toml"
+
+
+@pytest.mark.slow
+def test_the_same_file_with_better_blocks(nano_q2_k: Path, tmp_path: Path) -> None:
+    source, imatrix = (nano_q2_k.with_name(f"nano{end}.gguf") for end in ("-F16", ".imatrix"))
+    recipe, out = load_recipe("Q2_K"), tmp_path / "q.gguf"
+    quantize(source, out, recipe=recipe, imatrix=imatrix, runtime=RUNTIME, compensate_on=PROMPTS)
+    before, after = read_header(nano_q2_k).tensors, read_header(out).tensors
+    assert before == after
+    reader = GGUFReader(out)
+    assert reader.get_field("quantize.method").contents() == "compensated"
+    assert reader.get_field("quantize.method.dataset").contents() == "prompts.toml"
+    same = {t.name: t.data.tobytes() for t in GGUFReader(nano_q2_k).tensors}
+    for tensor in reader.tensors:
+        rounded = tensor.tensor_type in GRIDS
+        assert (tensor.data.tobytes() != same[tensor.name]) == rounded, tensor.name
+    with RUNTIME.load(source) as whole:
+        chunks = read_chunks(whole, PROMPTS)[:4]
+        means = []
+        for path in (nano_q2_k, out):
+            with RUNTIME.load(path) as model:
+                means.append(compare(whole, model, chunks).divergence.mean())
+    assert means[1] < 0.8 * means[0]
+
+
+@pytest.mark.slow
+def test_experts_are_rounded_by_what_they_read(nano_moe_f32: Path, tmp_path: Path) -> None:
+    out, stock = tmp_path / "q.gguf", tmp_path / "stock.gguf"
+    for path, text in ((out, PROMPTS), (stock, None)):
+        recipe = load_recipe("Q3_K_M")
+        quantize(nano_moe_f32, path, recipe=recipe, imatrix=None, runtime=RUNTIME, compensate_on=text)
+    same = {t.name: t.data for t in GGUFReader(stock).tensors}
+    experts = [t for t in GGUFReader(out).tensors if "_exps." in t.name and t.tensor_type in GRIDS]
+    assert experts
+    for tensor in experts:
+        for mine, theirs in zip(tensor.data, same[tensor.name], strict=True):
+            assert mine.tobytes() != theirs.tobytes(), tensor.name
+    with RUNTIME.load(nano_moe_f32) as whole:
+        chunks = read_chunks(whole, PROMPTS)[:2]
+        means = []
+        for path in (stock, out):
+            with RUNTIME.load(path) as model:
+                means.append(compare(whole, model, chunks).divergence.mean())
+    assert means[1] < means[0]
+
+
+def test_what_fails_leaves_no_file(nano_f16: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    with pytest.raises(ConvertError, match="at least one chunk"):
+        quantize(
+            nano_f16,
+            tmp_path / "q.gguf",
+            recipe=load_recipe("Q8_0"),
+            imatrix=None,
+            runtime=RUNTIME,
+            compensate_on=text,
+        )
+    assert not (tmp_path / "q.gguf").exists()

@@ -1,0 +1,58 @@
+"""Gram matrices: the products of all rows, of an expert those that were sent to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.llamacpp.probe import Routing
+
+import numpy as np  # isort: skip
+
+
+def test_rows_of_several_calls_add_up() -> None:
+    rows = np.random.default_rng(0).standard_normal((30, 8)).astype(np.float32)
+    grams = Grams({"a"}, None, np.array)
+    for part in np.split(rows, 3):
+        grams.add("a", part)
+    np.testing.assert_allclose(grams.take("a")[0], rows.T @ rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_expert_has_those_that_the_router_sent(slots: int) -> None:
+    rng = np.random.default_rng(1)
+    tokens, used, experts = 20, 2, 5
+    ids = np.array([rng.choice(experts - 1, used, replace=False) for _ in range(tokens)], np.int32)
+    rows = rng.standard_normal((tokens * slots, 8)).astype(np.float32)
+    grams = Grams({"e"}, None, np.array)
+    grams.add("e", rows, Routing(experts, ids, slots))
+    expected = np.zeros((experts, 8, 8))
+    for token in range(tokens):
+        for i, expert in enumerate(ids[token]):
+            row = rows[token * slots + i % slots].astype(np.float64)
+            expected[expert] += np.outer(row, row)
+    found = grams.take("e")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert not found[experts - 1].any()
+
+
+def test_the_graph_need_not_go_on_behind_the_end() -> None:
+    grams = Grams({"a"}, "b", np.array)
+    assert [grams.observes(name) for name in "abc"] == [True, True, False]
+    with pytest.raises(EnoughError):
+        grams.add("b", np.ones((1, 8), np.float32))
+
+
+def test_inputs_that_are_not_finite_name_their_weight() -> None:
+    grams = Grams({"a"}, None, np.array)
+    grams.add("a", np.array([[1.0, np.inf]], np.float32))
+    with pytest.raises(ConvertError, match="inputs of a are not finite"):
+        grams.take("a")
+
+
+def test_weights_that_read_one_tensor_are_read_together() -> None:
+    order, rows = Order(), [np.ones((2, 8), np.float32) for _ in range(2)]
+    for name, at in (("q", 0), ("k", 0), ("out", 1), ("q", 1)):
+        order.add(name, rows[at])
+    assert [reading.names for reading in order.readings] == [("q", "k"), ("out",)]
