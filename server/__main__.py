@@ -16,14 +16,8 @@ from qwen_serve.server.about import data_folder, llama_version, own_version
 from qwen_serve.server.api import Backend, BoundedConfig, Service, create_app
 from qwen_serve.server.api.connection import BoundedProtocol
 from qwen_serve.server.listening import ListenError, exposures, listen
-from qwen_serve.server.settings import (
-    Settings,
-    SettingsError,
-    describe,
-    describe_chosen,
-    load_settings,
-    unknown_variables,
-)
+from qwen_serve.server.settings import Settings, describe, describe_chosen
+from qwen_serve.server.settings_sources import SettingsError, load_settings, unknown_variables
 
 if TYPE_CHECKING:
     import socket

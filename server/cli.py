@@ -55,7 +55,7 @@ def main() -> int:
 def serve(arguments: Sequence[str]) -> int:
     """`serve [MODEL] [--quant NAME] [--variant NAME] ...`: MODEL stands first and becomes --model; the exit
     status."""
-    from qwen_serve.server.settings import SettingsError, load_variant, named_variant
+    from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant
     from qwen_serve.server.weights import WeightsError, resolve
 
     count = 1 if arguments and not arguments[0].startswith("-") else 0

@@ -6,7 +6,7 @@
     [settings]                 # as in the file of `python -m qwen_serve.server --config`
     cache_type_k = "q8_0"
 
-The files of `variants/` come with the package. `server.settings.load_variant` checks the settings, too.
+The files of `variants/` come with the package. `settings_sources.load_variant` checks the settings, too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qwen_serve.bench.cli import COMMANDS
-from qwen_serve.server.settings import parser
+from qwen_serve.server.settings_sources import parser
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

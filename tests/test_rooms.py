@@ -44,7 +44,6 @@ LONGER = {
     "server/chat/structural_tags.py",
     "server/engine/prefix_cache/cache.py",
     "server/engine/speculation/speculator.py",
-    "server/settings.py",
     "server/setup_llama.py",
     "tests/server/api/formats/test_responses.py",
     "tests/server/api/test_bad_input.py",

@@ -18,7 +18,7 @@ from qwen_serve.server.engine.planning import fit, measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.plan import MemoryPlan
 from qwen_serve.server.engine.planning.spec import ModelSpec
-from qwen_serve.server.settings import load_variant
+from qwen_serve.server.settings_sources import load_variant
 
 MIB, GIB = 1024**2, 1024**3
 FREE = 3700 * MIB

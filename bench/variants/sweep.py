@@ -30,7 +30,7 @@ from qwen_serve.bench.variants.stages import GATES, Stages, round_stage, samples
 from qwen_serve.bench.variants.standing import FIRST
 from qwen_serve.bench.variants.variant import check_distinct, of_quants, read_setting, read_variant
 from qwen_serve.bench.variants.weights import EVERY_POSITION, Weights, make_weights, say
-from qwen_serve.server.settings import SettingsError, check_variant_settings
+from qwen_serve.server.settings_sources import SettingsError, check_variant_settings
 from qwen_serve.server.variant import Setting, Variant
 
 ENV_PREFIX = "QWEN_"

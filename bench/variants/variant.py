@@ -7,7 +7,7 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.recipes import known_recipes, load_recipe
 from qwen_serve.convert.tensors import FLOAT_TYPES
-from qwen_serve.server.settings import SettingsError, load_variant
+from qwen_serve.server.settings_sources import SettingsError, load_variant
 from qwen_serve.server.variant import Setting, Variant
 
 

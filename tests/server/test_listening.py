@@ -12,7 +12,8 @@ import pytest
 
 from qwen_serve.server.__main__ import BAD_SETTINGS
 from qwen_serve.server.listening import ListenError, exposures, listen
-from qwen_serve.server.settings import Settings, load_settings
+from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings_sources import load_settings
 from tests.server.serving import ServerProcess, certificate
 
 SMALL = ("--parallel", "1", "--ctx-size", "512")

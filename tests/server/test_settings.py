@@ -11,16 +11,8 @@ import pytest
 
 from qwen_serve.server.engine import EngineSettings
 from qwen_serve.server.engine.settings import ForcedSettings, UserSettings
-from qwen_serve.server.settings import (
-    GONE,
-    Settings,
-    SettingsError,
-    describe,
-    describe_chosen,
-    find_model,
-    load_settings,
-    unknown_variables,
-)
+from qwen_serve.server.settings import Settings, describe, describe_chosen, find_model
+from qwen_serve.server.settings_sources import GONE, SettingsError, load_settings, unknown_variables
 
 
 @pytest.fixture

@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.server import cli
-from qwen_serve.server.settings import (
-    Settings,
-    SettingsError,
-    describe,
-    load_settings,
-    load_variant,
-    unknown_variables,
-)
+from qwen_serve.server.settings import Settings, describe
+from qwen_serve.server.settings_sources import SettingsError, load_settings, load_variant, unknown_variables
 from qwen_serve.server.variant import VARIANTS, Variant, known_variants
 from qwen_serve.server.weights import resolve
 from tests.checkpoints import write_checkpoint
