@@ -131,7 +131,8 @@ def from_exception(error: Exception) -> ApiError:
         case PromptTooLong():
             return bad_request(str(error), None, "context_length_exceeded")
         case QueueFull():
-            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+            seconds = str(error.retry_after)
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
         case EngineDead():
             return ApiError(503, "the engine has stopped", code="engine_dead")
         case RequestFault():

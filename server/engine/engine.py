@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_header
 
-from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull, RequestFault
+from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
+from .places import Places
 from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
@@ -74,6 +75,7 @@ class Engine:
         self._lock = threading.Lock()
         self._open: dict[Generation, OutputQueue] = {}
         """Requests that have not ended. Event loops add to it, the engine's thread removes; with the lock."""
+        self._places = Places(self.settings.parallel, self.settings.max_queue)
         self._sequences: dict[Generation, Sequence] = {}
         self._listeners: dict[Sequence, Generation] = {}
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
@@ -152,11 +154,6 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            if len(self._open) >= self.settings.parallel + self.settings.max_queue:
-                raise QueueFull(
-                    f"{self.settings.parallel} requests run and {self.settings.max_queue} wait already; "
-                    "try again later"
-                )
             timings = Timings(submitted=perf_counter())
             logprobs = Logprobs.wanted(params, self.vocab.n_real)
             watch = None if thinking is None else thinking.begin(self.vocab)
@@ -169,6 +166,7 @@ class Engine:
             )
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
+            self._places.take(scheduling.tenant)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
             add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt, scheduling)
@@ -402,6 +400,7 @@ class Engine:
         self._finished["error" if isinstance(done, Exception) else done] += 1
         with self._lock:
             queue = self._open.pop(generation)
+            self._places.leave(generation.scheduling.tenant)
         queue.put(generation, tokens, done)
 
     def _relieve(self, error: NoMemorySlot) -> None:

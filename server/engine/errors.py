@@ -36,7 +36,11 @@ class InvalidGrammar(EngineError):
 
 
 class QueueFull(EngineError):
-    """As many requests wait as `max_queue` allows; try again later."""
+    """As many requests wait as may; try again later, probably with success after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineDead(EngineError):

@@ -116,7 +116,8 @@ class SchedulerSettings(Section, title="scheduler"):
     parallel: int = Field(8, ge=1, le=MAX_SEQUENCES)
     """sequences that run at once, a recurrent state each; the others wait"""
     max_queue: int = Field(256, ge=0)
-    """requests that may wait beyond those that run; one more gets 429"""
+    """requests that may wait beyond those that run; one more gets 429, unless its API key, else its address,
+    has no more than an even part of them"""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """who is next where requests wait: first come, first served ("fcfs"); by the requests' service_tier and
     `priority`, the lower first ("priority"); or between API keys, else addresses, so that each gets its share

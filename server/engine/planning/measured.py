@@ -79,7 +79,9 @@ class RecordFile(Generic[Record]):
             "build": build(),
             "devices": [(place.name, place.description) for place in places],
             "driver": driver(),
-            **settings.model_dump(exclude={"model", "draft_model", "prefix_file", "max_queue"}),
+            **settings.model_dump(
+                exclude={"model", "draft_model", "prefix_file", "max_queue", "scheduling_policy"}
+            ),
             **more,
         }
         text = json.dumps(circumstances, sort_keys=True, default=str)

@@ -24,6 +24,7 @@ from qwen_serve.server.engine import (
     PromptTooLong,
     QueueFull,
     SamplingParams,
+    SchedulingParams,
 )
 from qwen_serve.server.engine.outputs import OutputQueue
 from qwen_serve.server.engine.sampling import Sampler
@@ -40,6 +41,7 @@ from tests.server.engine.helpers import (
     settings,
     standing_still,
     step_by_step,
+    submit,
 )
 
 if TYPE_CHECKING:
@@ -324,6 +326,20 @@ async def test_the_queue_is_bounded(nano_f32: Path) -> None:
                 ask_for(engine, 50)
         assert [len(await rest(generation)) for generation in generations] == [50] * 5
         assert len(await rest(ask_for(engine, 5))) == 5
+
+
+async def test_who_floods_is_refused_and_another_tenant_is_not(nano_f32: Path) -> None:
+    other = Request(PROMPT, 5, scheduling=SchedulingParams("other"))
+    with running(nano_f32, parallel=2, max_queue=3) as engine:
+        with standing_still(engine):
+            flood = [ask_for(engine, 50) for _ in range(5)]
+            neighbours = [submit(engine, other) for _ in range(2)]
+            for refused in (lambda: ask_for(engine, 50), lambda: submit(engine, other)):
+                with pytest.raises(QueueFull, match="of them of this API key or address"):
+                    refused()
+        assert [len(await rest(one)) for one in neighbours] == [5] * 2
+        assert [len(await rest(one)) for one in flood] == [50] * 5
+        assert engine._places._total == 0
 
 
 # --- cancellation ------------------------------------------------------------------------------------------

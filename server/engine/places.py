@@ -1,0 +1,58 @@
+"""How many requests each tenant may have open, and when one that was refused should come again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from time import perf_counter
+
+from .errors import QueueFull
+
+REMEMBERED = 32
+"""Ends of requests by which their rate is measured."""
+LONGEST_RETRY_S = 60
+
+
+class Places:
+    """Requests that run or wait: `parallel` and `max_queue`, all tenants together.
+
+    Where all places are taken, who has more than an even part of them is refused, and nobody else, up to
+    twice as many. Not thread-safe.
+    """
+
+    def __init__(self, parallel: int, max_queue: int) -> None:
+        self._most = parallel + max_queue
+        self._full = f"{parallel} requests run and {max_queue} wait already"
+        self._open = Counter[str]()
+        self._total = 0
+        self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._all_ends: deque[float] = deque(maxlen=REMEMBERED)
+
+    def take(self, tenant: str) -> None:
+        """One more of this tenant. Raises QueueFull, which says when a place will probably be free."""
+        own = self._open[tenant]
+        part = max(1, self._most // (len(+self._open) + (not own)))
+        if self._total >= self._most and (own >= part or self._total >= 2 * self._most):
+            too_many = max(1, min(own - part, self._total - self._most) + 1)
+            whose = f", {own} of them of this API key or address" if own < self._total else ""
+            raise QueueFull(f"{self._full}{whose}; try again later", self._seconds(tenant, too_many))
+        self._open[tenant] += 1
+        self._total += 1
+
+    def leave(self, tenant: str) -> None:
+        """One of this tenant's has ended."""
+        now = perf_counter()
+        self._ends[tenant].append(now)
+        self._all_ends.append(now)
+        self._total -= 1
+        self._open[tenant] -= 1
+        if not self._open[tenant]:
+            del self._open[tenant], self._ends[tenant]
+
+    def _seconds(self, tenant: str, count: int) -> int:
+        """Until so many of the tenant's have ended, by how long its last ones took; 1 where nobody knows."""
+        ends = self._ends.get(tenant) or self._all_ends
+        if len(ends) < 2:
+            return 1
+        each = (perf_counter() - ends[0]) / len(ends)
+        return min(max(1, math.ceil(count * each)), LONGEST_RETRY_S)
