@@ -62,6 +62,7 @@ declare -A off=(
     [f16-copies]=LLAMA_F16_COPIES_OFF=1
     [f16-products]=GGML_CUDA_MMF_TMA_MAX=0
     [columns-only]=GGML_CUDA_COLUMNS_BESIDE=1
+    [gdn-head]=GGML_CUDA_GDN_HEAD=0
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
@@ -123,7 +124,7 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES RMS_NORM_MUL_ADD GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES RMS_NORM_MUL_ADD GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
             "MUL_MAT_ID -p type_a=(f16|bf16),"; do
