@@ -16,7 +16,6 @@ from tests.server.api.conftest import Server, Start
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 LONG = "x" * 5000
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -377,99 +376,3 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         error_of(server.http.post(COMPLETIONS, content=chunks, headers=headers), 413)["code"]
         == "body_too_large"
     )
-
-
-def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
-    server = start("x")
-    body = dict.fromkeys(
-        [
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "seed",
-            "stop",
-            "stream",
-            "n",
-            "logprobs",
-            "logit_bias",
-            "tools",
-        ]
-    )
-    answer = server.chat(**body, user="me", metadata={"a": 1}, service_tier="auto", made_up=[1, 2])
-    assert answer.status_code == 200
-    neutral = {
-        "logprobs": False,
-        "top_logprobs": 0,
-        "repeat_last_n": 64,
-        "cache_prompt": True,
-        "n_predict": -1,
-        "stop_token_ids": [],
-        "bad_words": [],
-        "skip_special_tokens": True,
-        "priority": 0,
-        "response_format": {"type": "text"},
-        "best_of": 1,
-        "suffix": "",
-    }
-    assert server.chat(**neutral, logit_bias={}, tool_choice="none").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "instead"),
-    [
-        (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
-        (RESPONSES, {"messages": [{"role": "user", "content": "Hi"}]}, "input"),
-        (RESPONSES, {"response_format": {"type": "json_object"}}, "text.format"),
-        (RESPONSES, {"reasoning_effort": "low"}, "reasoning.effort"),
-        (RESPONSES, {"n": 2}, "leave it out"),
-        (RESPONSES, {"prompt_logprobs": 1}, "leave it out"),
-        (RESPONSES, {"reasoning_format": "none"}, "leave it out"),
-        (ANTHROPIC, {"response_format": {"type": "json_object"}}, "output_config.format"),
-        (ANTHROPIC, {"reasoning_effort": "low"}, "output_config.effort"),
-        (ANTHROPIC, {"parallel_tool_calls": False}, "tool_choice.disable_parallel_tool_use"),
-        (ANTHROPIC, {"n": 2}, "leave it out"),
-        (ANTHROPIC, {"logprobs": True}, "leave it out"),
-        (ANTHROPIC, {"max_completion_tokens": 4}, "leave it out"),
-    ],
-)
-def test_a_chats_fields_are_not_passed_over_in_other_formats(
-    start: Start, path: str, fields: dict[str, Any], instead: str
-) -> None:
-    """They ask for something, under names that these formats do not have."""
-    least = (
-        {"input": "Hi"}
-        if path == RESPONSES
-        else {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
-    )
-    server = start("Hi")
-    answer = server.post(path, **least, **fields)
-    assert answer.status_code == 400
-    [field] = fields
-    message = answer.json()["error"]["message"]
-    assert message.startswith(f"{field}: ")
-    assert instead in message
-    nothing: dict[str, Any] = {"n": 1, "logprobs": False, "best_of": None, "parallel_tool_calls": True}
-    nothing["stream_options"] = {}
-    assert server.post(path, **least, **nothing).status_code == 200
-
-
-def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
-    server = start("Hi")
-    assert server.post(RESPONSES, input="Hi", thinking=True, thinking_budget_tokens=40).status_code == 200
-    assert server.engine.submissions[-1].text.endswith("<think>\n")
-    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
-    assert server.post(ANTHROPIC, **least, reasoning={"effort": "low"}).status_code == 200
-    assert server.engine.submissions[-1].text.endswith("<think>\n")
-    counted = {"messages": least["messages"], "n": 3, "max_tokens": 5}  # nothing there depends on them
-    assert server.post("/v1/messages/count_tokens", **counted).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "field", ["input_ids", "grammar_lazy", "return_meta_info", "return_prompt_token_ids", "session_params"]
-)
-def test_fields_of_other_servers_that_nobody_acts_on(start: Start, field: str) -> None:
-    answer = start("Hi").chat(
-        **{field: [1] if field == "input_ids" else {"a": 1} if "params" in field else True}
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
