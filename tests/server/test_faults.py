@@ -177,7 +177,7 @@ def test_a_fault_costs_its_request_and_its_mates_answer_as_alone(
 def test_a_fault_in_a_drafter_costs_nobody_anything(
     served: Served, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = served.engine._speculator._drafters[0].drafter
+    drafter = served.engine.components.speculator._drafters[0].drafter
 
     def faulty(*_: object) -> None:
         raise RuntimeError("a fault was injected")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from qwen_serve.server.api.origin import KnownSites, host_name, is_local
 from tests.server.api.conftest import Server, Start
@@ -66,13 +68,12 @@ def test_probes_answer_anybody(start_shared: Start) -> None:
     ] == [200] * 3
 
 
-def test_a_server_for_others_has_any_name() -> None:
-    async def app(*_: object) -> None: ...
-
-    sites = KnownSites(app, "0.0.0.0", (), ("https://page.example",), ())
-    assert sites._error("anything", None) is None
-    assert sites._error("anything", "https://page.example") is None
-    assert sites._error("anything", "https://evil.example") is not None
+async def test_a_server_for_others_has_any_name() -> None:
+    sites = KnownSites(PlainTextResponse("ok"), "0.0.0.0", (), ("https://page.example",), ())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(sites), base_url="http://anything") as http:
+        assert (await http.get("/")).text == "ok"
+        assert (await http.get("/", headers={"origin": "https://page.example"})).text == "ok"
+        assert (await http.get("/", headers={"origin": "https://evil.example"})).status_code == 403
 
 
 def test_names() -> None:

@@ -177,7 +177,7 @@ async def test_answers_stay_and_nothing_is_left(
 
 def nothing_is_left(engine: Engine) -> None:
     """llama.cpp holds what the prefix cache knows of, in both contexts, and nobody remembers a request."""
-    speculator, parts = engine._speculator, engine.components
+    speculator, parts = engine.components.speculator, engine.components
     assert not engine._open
     assert not engine._sequences
     assert not engine._listeners

@@ -103,7 +103,7 @@ async def test_without_it_answers_do_depend_on_company(nano_q4_k_m: Path) -> Non
 
 async def test_the_same_prompt_again_reads_only_what_follows_the_last_cut(nano_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, deterministic=True) as engine:
-        reproducible = engine._scheduler.reproducible
+        reproducible = engine.components.scheduler.reproducible
         assert reproducible is not None
         assert reproducible.chunk == 128
         prompt = random_prompt(random.Random(1), 400)

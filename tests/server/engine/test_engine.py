@@ -153,7 +153,7 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
             engine.components.device_runs_alone = True
             assert await ask_all(engine, requests) == expected
             await idle(engine)
-            for watched in engine._speculator._drafters:
+            for watched in engine.components.speculator._drafters:
                 assert isinstance(watched.drafter, NgramDrafter)
                 assert not watched.drafter._lookups
 

@@ -96,14 +96,14 @@ async def test_a_request_that_can_not_be_taken_in_fails_alone(
 async def test_a_prompt_that_the_scheduler_refuses_fails_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, add = await ask(engine, Request(PROMPT, 40)), engine._scheduler.add
+    expected, add = await ask(engine, Request(PROMPT, 40)), engine.components.scheduler.add
 
     def picky(sequence: Sequence) -> None:
         if sequence.prompt_length == 7:
             raise RuntimeError("no room to remember it")
         add(sequence)
 
-    monkeypatch.setattr(engine._scheduler, "add", picky)
+    monkeypatch.setattr(engine.components.scheduler, "add", picky)
     healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
     with pytest.raises(GenerationError, match="no room to remember it"):
         await rest(ask_for(engine, 40, prompt=PROMPT[:7]))
@@ -122,7 +122,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     before = engine.stats()
     parts = engine.components
     owner, name = {
-        "at once": (engine._scheduler, "remove"),
+        "at once": (engine.components.scheduler, "remove"),
         "as its state is kept": (parts.cache, "cache_finished"),
     }[where]
     original, failures = getattr(owner, name), 0
@@ -147,8 +147,8 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     await idle(engine)
     assert failures == 1
     assert engine.ready
-    assert not engine._scheduler.running
-    assert len(engine._scheduler._free_slots) == engine.settings.parallel
+    assert not engine.components.scheduler.running
+    assert len(engine.components.scheduler._free_slots) == engine.settings.parallel
     assert engine.stats().kv_cells_used == engine.stats().prefix.resident_cells
     assert [await ask(engine, Request(PROMPT, 200)) for _ in range(5)] == [expected] * 5
     assert engine.stats().finished["length"] == before.finished["length"] + 6
@@ -182,7 +182,7 @@ async def test_whoever_ends_as_the_engine_fails_is_told(
     def fail(*_: object, **__: object) -> None:
         raise LlamaError("no such cell")
 
-    monkeypatch.setattr(engine._scheduler, "remove", fail)
+    monkeypatch.setattr(engine.components.scheduler, "remove", fail)
     with pytest.raises(GenerationError, match="no such cell"):
         await asyncio.wait_for(rest(ask_for(engine, 3)), 30)
     assert not engine.ready
@@ -212,7 +212,7 @@ async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path)
         def sometimes_full(n: int, **how: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls % 20 == 0 and len(engine._scheduler.running) > 1:
+            if calls % 20 == 0 and len(engine.components.scheduler.running) > 1:
                 raise NoMemorySlot("no room")
             decode(n, **how)
 

@@ -132,9 +132,9 @@ async def test_drafts(
         parts = engine.components
         if speculation == "ngram":  # one that is often wrong
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
-            draft_by(engine._speculator, Scripted(texts, broken))
+            draft_by(engine.components.speculator, Scripted(texts, broken))
         owner: Any = {
-            "propose": engine._speculator._drafters[0].drafter,
+            "propose": engine.components.speculator._drafters[0].drafter,
             "checkpoint": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
@@ -185,7 +185,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
     host = {"prefix_checkpoints": 2, "prefix_host_mib": 8, "speculation": speculation, "draft_always": True}
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, **host, **beside) as engine:
-        speculator, states = engine._speculator, engine.components.states
+        speculator, states = engine.components.speculator, engine.components.states
         if speculation == "ngram":
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, calls))

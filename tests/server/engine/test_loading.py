@@ -103,7 +103,7 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
 
 def test_a_budget_that_is_given_stays(nano_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, prefill_budget=7) as engine:
-        assert engine._scheduler.prefill_budget.tokens == 7
+        assert engine.components.scheduler.prefill_budget.tokens == 7
 
 
 def test_counts_of_drafts_are_a_snapshot(nano_q4_k_m: Path) -> None:

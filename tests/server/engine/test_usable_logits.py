@@ -108,7 +108,7 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
     """The others of its batch get the answers that they get alone."""
     with running(nano_f32, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
-        context, scheduler = engine.components.context, engine._scheduler
+        context, scheduler = engine.components.context, engine.components.scheduler
         compute = context.rows
 
         def spoil(slots: Any, indices: Any) -> Any:

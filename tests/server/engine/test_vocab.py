@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from time import process_time
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import Model
 from qwen_serve.server.engine import InvalidPrompt
-from qwen_serve.server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab, _stands_alone
+from qwen_serve.server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab
 
 ODD = [
     "\n",
@@ -94,35 +95,37 @@ def test_lone_surrogates_in_a_long_text(vocab: Vocab) -> None:
     assert vocab.tokenize(text + "\ud800", special=True) == vocab.tokenize(text + "?", special=True)
 
 
-@pytest.mark.parametrize(
-    ("others", "alone"),
-    [
-        ([b"<|im_end|>", b"<think>", b""], True),
-        ([b"|>"], False),
-        ([b"x<"], False),
-        ([b"<|im_start|>user"], False),
-        ([b">>"], False),
-    ],
-)
-def test_what_may_be_cut_at(others: list[bytes], alone: bool) -> None:
-    assert _stands_alone(TURN_START, [TURN_START, *others]) is alone
-    assert not _stands_alone(TURN_START, others)
+@pytest.fixture
+def parsed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that llama.cpp is given."""
+    seen: list[str] = []
+    tokenize = model.tokenize
+
+    def watched(text: bytes, **options: Any) -> list[int]:
+        seen.append(text.decode())
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(model, "tokenize", watched)
+    return seen
 
 
-def test_the_least_recently_used_is_forgotten_first(model: Model) -> None:
+def test_the_least_recently_used_is_forgotten_first(model: Model, parsed: list[str]) -> None:
     texts = [words(seed, LONG) for seed in range(3)]
     longest = max(len(model.tokenize(text.encode(), special=True)) for text in texts)
     vocab = Vocab(model, 2 * longest)
     for index in (0, 1, 0, 2):
         vocab.tokenize(texts[index], special=True)
-    assert {*vocab._cache} == {texts[0], texts[2]}
+    parsed.clear()
+    for index in (0, 2, 1):
+        vocab.tokenize(texts[index], special=True)
+    assert "".join(parsed) == texts[1]
 
 
-def test_more_than_the_limit_is_not_kept(model: Model) -> None:
+def test_more_than_the_limit_is_not_kept(model: Model, parsed: list[str]) -> None:
     vocab = Vocab(model, 3)
     for _ in range(2):
         assert vocab.tokenize(words(1, LONG), special=True)
-    assert not vocab._cache
+    assert "".join(parsed) == 2 * words(1, LONG)
 
 
 NEAR = [

@@ -54,7 +54,7 @@ def test_the_next_start_measures_nothing(
         first = asyncio.run(ask_all(engine, [question]))
     assert measurings == ["prompt", "steps"]
     with caplog.at_level(logging.INFO), running(nano_q4_k_m, speculation="ngram") as engine:
-        assert engine._speculator.step_times().ratios
+        assert engine.components.speculator.step_times().ratios
         assert asyncio.run(ask_all(engine, [question])) == first
     assert measurings == ["prompt", "steps"], "once"
     assert "start: plan " in caplog.text
@@ -67,14 +67,14 @@ def test_what_steps_have_shown_of_prompts_serves_the_next_start(
     monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", lambda *_: 1000.0)
     changes = {"speculation": "off", "ubatch_size": 32, "prefill_seconds": 10.0}
     with running(nano_q4_k_m, **changes) as engine:
-        budget = engine._scheduler.prefill_budget
+        budget = engine.components.scheduler.prefill_budget
         assert budget.tokens == MIN_PREFILL
         asyncio.run(ask_all(engine, [Request([*range(300, 310)], 1)]))
         assert budget.tokens == MIN_PREFILL, "that says little"
         asyncio.run(ask_all(engine, [Request([*range(400, 450)], 1)]))
         assert budget.tokens == PREFILL_CPU
     with running(nano_q4_k_m, **changes) as engine:
-        assert engine._scheduler.prefill_budget.tokens == PREFILL_CPU
+        assert engine.components.scheduler.prefill_budget.tokens == PREFILL_CPU
 
 
 @pytest.mark.parametrize(

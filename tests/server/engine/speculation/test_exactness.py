@@ -144,7 +144,7 @@ async def test_drafts_change_no_answer(
         drafter = "nano_draft_own_f32" if "reduced" in mix else "nano_draft_f32"
         settings["draft_model"] = request.getfixturevalue(drafter)
     with running(nano_f32, **EXACT, **settings) as engine:
-        speculator = engine._speculator
+        speculator = engine.components.speculator
         if "scripted" in mix:
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, mix))
@@ -186,7 +186,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
     with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **MIXES[mix], **beside, **device) as engine:
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]
-            draft_by(engine._speculator, Scripted(texts, mix))
+            draft_by(engine.components.speculator, Scripted(texts, mix))
         assert await ask_all(engine, requests) == expected
         assert sum(count.accepted for count in engine.stats().drafts.values()) > 20
 
@@ -209,7 +209,7 @@ async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
         ) as engine:
             if speculation != "off":
                 best = await ask(engine, Request(prompt, 4))
-                draft_by(engine._speculator, Scripted([prompt + best.tokens], "draws"))
+                draft_by(engine.components.speculator, Scripted([prompt + best.tokens], "draws"))
             answers = await ask_all(engine, [Request(prompt, 3, params=one) for one in half])
             counts.append(Counter(tuple(answer.tokens[:2]) for answer in answers))
     pairs = sorted(counts[0] | counts[1], key=lambda pair: -(counts[0][pair] + counts[1][pair]))
@@ -228,7 +228,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
         end = min(engine.vocab.eog_ids)
         best = await ask(engine, Request(prompt, 30))
         script = Scripted([], "end")
-        draft_by(engine._speculator, script)
+        draft_by(engine.components.speculator, script)
         chosen = iter([*best.tokens[:3], end, *best.tokens[4:20]])
 
         script.guess = lambda request: [*best.tokens[:3], end, *best.tokens[4:9]]  # type: ignore[method-assign]
@@ -248,12 +248,12 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
     drafts: list[tuple[int, ...]] = []
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
         expected = await ask(engine, Request(prompt, 8))
-        launch = engine._runner.launch
+        launch = engine.components.runner.launch
 
         def watched(batch: Batch) -> None:
             drafts.extend(chunk.draft for chunk in batch.chunks)
             launch(batch)
 
-        engine._runner.launch = watched  # type: ignore[method-assign]
+        engine.components.runner.launch = watched  # type: ignore[method-assign]
         assert await ask(engine, Request(prompt, 8)) == expected
     assert drafts[0][:4] == (300, 301, 302, 303)

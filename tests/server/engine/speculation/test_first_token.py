@@ -52,11 +52,11 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, told)
 
     context = engine.components.context
-    tell(engine._runner, "launch", lambda batch: f"launch {batch.n_tokens}")
+    tell(engine.components.runner, "launch", lambda batch: f"launch {batch.n_tokens}")
     tell(engine, "_flush", lambda: "tell" if engine._unsent else "")
     tell(context, "wait", lambda: "wait")
     tell(context, "hidden", lambda n: f"{n} rows")
-    for drafter in engine._speculator.hidden_drafters:
+    for drafter in engine.components.speculator.hidden_drafters:
         tell(drafter._context, "decode", lambda n: "read")
         tell(drafter, "collect", lambda *_: "collect")
         if drafter.layers:
@@ -139,7 +139,7 @@ async def test_they_read_the_same_as_at_once(
         ):
             if at_once:
                 patch.setattr(DeferredReads, "put_off", lambda self, read, batch_index=None: read())
-            for drafter in engine._speculator.hidden_drafters:
+            for drafter in engine.components.speculator.hidden_drafters:
                 record(drafter, seen, patch)
             for start in range(0, len(prompts), parallel):
                 requests = [Request(prompt, 24) for prompt in prompts[start : start + parallel]]
@@ -150,7 +150,7 @@ async def test_they_read_the_same_as_at_once(
             answers = await ask_at_once(engine, queued)  # each takes the slot of the one before
             await idle(engine)
             stats = engine.stats()
-            for drafter in engine._speculator.hidden_drafters:
+            for drafter in engine.components.speculator.hidden_drafters:
                 saved = [drafter.save(node.seq_id or 0) for node in engine.components.cache._held]
                 seen += [one and (one.cache is None or one.cache.tobytes()) for one in saved]
         seen.append(answers)

@@ -80,7 +80,7 @@ class Guests:
 @pytest.mark.parametrize("drafter", slow_but(["scripted"], DRAFTERS))
 async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, reference: Alone) -> None:
     with running(nano_f32, **ALL, **DRAFTERS[drafter]) as engine:
-        guests, speculator = Guests(engine, reference, drafter), engine._speculator
+        guests, speculator = Guests(engine, reference, drafter), engine.components.speculator
         assert engine.components.context.n_snapshots
         if drafter == "scripted":
             draft_by(speculator, Scripted(guests.scripts, drafter))
