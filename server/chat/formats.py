@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from pydantic_core import from_json
 
 from qwen_serve.server.engine import LONGEST_GRAMMAR
 
 from .errors import PromptError
-from .schemas import ANNOTATIONS, TEXTS, check_lark_numbers, check_numbers, understood, written_length
+from .schemas import (
+    ANNOTATIONS,
+    TEXTS,
+    check_lark_numbers,
+    check_numbers,
+    json_value,
+    understood,
+    written_length,
+)
 from .tool_calls import resolve
 
 if TYPE_CHECKING:
@@ -89,14 +96,6 @@ def json_expression(
         raise PromptError(f"{param} must be a JSON schema, an object", param)
     check_numbers(schema, param)
     return _json(understood(schema), param, white_space=white_space, flexible=flexible)
-
-
-def json_value(text: str, param: str) -> Any:
-    """What a text in JSON says, within the bounds that bodies have. Raises PromptError."""
-    try:
-        return from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise PromptError(f"{param} is not valid JSON: {error}", param) from None
 
 
 def regex_format(pattern: str, param: str) -> AnswerFormat:
@@ -218,11 +217,10 @@ class _Parameters:
         """Lark, as much of it at a time as one parameter takes."""
         head = lark_literal(f"{self._name}>\n")
         if not self._checked:
-            name, value = "/[^<>\\n]+/", f"{NO_CLOSE} /\\n<\\/parameter>/"
             parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
             yield f"{self._rule}: {head} ({parameter})*"
-            yield f"{self._rule}_name: {name}"
-            yield f"{self._rule.upper()}_V: {value}"
+            yield f"{self._rule}_name: /[^<>\\n]+/"
+            yield f"{self._rule.upper()}_V: {NO_CLOSE} /\\n<\\/parameter>/"
             return
         try:
             check_numbers(self._given, self._where)

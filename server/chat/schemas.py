@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pydantic_core import from_json
+
 from .errors import PromptError
 
 if TYPE_CHECKING:
@@ -81,6 +83,14 @@ MAX_COMMON_MULTIPLE = 2**16 - 1
 
 _Place = tuple[Any, str] | None
 """Where in a schema: the place around it, and the step from there, as in `.properties` or `[0]`."""
+
+
+def json_value(text: str, param: str) -> Any:
+    """What a text in JSON says, within the bounds that bodies have. Raises PromptError."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise PromptError(f"{param} is not valid JSON: {error}", param) from None
 
 
 def understood(schema: Any) -> Any:

@@ -21,10 +21,10 @@ from .formats import (
     check_length,
     grammar_format,
     json_expression,
-    json_value,
     lark_literal,
     lark_regex,
 )
+from .schemas import json_value
 
 KEYS = {
     "const_string": {"value"},

@@ -17,11 +17,10 @@ from qwen_serve.server.chat.formats import (
     compose,
     grammar_format,
     json_format,
-    json_value,
     regex_format,
     tool_format,
 )
-from qwen_serve.server.chat.schemas import closed
+from qwen_serve.server.chat.schemas import closed, json_value
 from qwen_serve.server.chat.structural_tags import structural_tag_format
 
 if TYPE_CHECKING:

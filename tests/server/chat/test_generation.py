@@ -112,7 +112,7 @@ async def test_a_cancelled_task_frees_the_sequence() -> None:
             pass
 
     task = asyncio.create_task(consume())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -371,8 +371,7 @@ async def test_cancelling_one_that_waits_or_prefills(nano_f32: Path) -> None:
 
 def test_listeners_on_a_closed_loop_are_cancelled(engine: Engine) -> None:
     async def leave() -> None:
-        ask_for(engine, 1900)
-        await asyncio.sleep(0.05)
+        await first(ask_for(engine, 1900))
 
     asyncio.run(leave())
 
