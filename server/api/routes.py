@@ -201,7 +201,7 @@ async def props(http: Request) -> dict[str, Any]:
         "total_slots": engine.settings.parallel,
         "model_alias": service.settings.model_id,
         "model_path": str(service.settings.model),
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": engine.encoder is not None, "audio": False},
         "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),

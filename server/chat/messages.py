@@ -7,28 +7,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import PromptError
+from .pictures import MAX_IMAGES, GivenPicture
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEEDS_CONTENT = ("system", "user")
+_SHOW = ("user", "tool")
+"""Who may have pictures in a content."""
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Parts of a content that are text -> what holds it; also those that come back from OpenAI's APIs, as in
 vLLM."""
 
 
-def check_messages(messages: object) -> list[dict[str, Any]]:
+def check_messages(messages: object, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
     """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
 
     `developer` becomes `system`, `reasoning` becomes `reasoning_content`, `arguments` in a JSON string are
     parsed. Several system messages, wherever they stand, become one at the beginning, a blank line between
     them: Qwen's template has no other place for them. Keys that are not known here stay, for templates that
-    read them. Raises PromptError naming the field that is wrong.
+    read them. Pictures, in order, are appended to `pictures`; None where the model sees none. Raises
+    PromptError naming the field that is wrong.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
     if not messages:
         raise PromptError("messages is empty; at least one user message is needed", "messages")
-    return _one_system([_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
+    checked = [_message(message, f"messages[{index}]", pictures) for index, message in enumerate(messages)]
+    if pictures is not None and len(pictures) > MAX_IMAGES:
+        raise PromptError(
+            f"messages have {len(pictures)} pictures; at most {MAX_IMAGES} are read", "messages"
+        )
+    return _one_system(checked)
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -75,7 +84,7 @@ def plain_text(content: str | list[dict[str, Any]] | None) -> str:
     """A checked message's content as one string."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part["text"] for part in content)
+    return "".join(part.get("text", "") for part in content)
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,36 +97,43 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**systems[0], "content": text}, *others]
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _message(message: object, where: str, pictures: list[GivenPicture] | None) -> dict[str, Any]:
     checked = dict(_mapping(message, where))
     role = checked.get("role")
     if role not in ROLES:
         raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer":
         role = checked["role"] = "system"
-    checked["content"] = _content(checked.get("content"), f"{where}.content", required=role in _NEEDS_CONTENT)
+    shown = pictures if role in _SHOW else None
+    required = role in _NEEDS_CONTENT
+    checked["content"] = _content(checked.get("content"), f"{where}.content", shown, required=required)
     if role == "assistant":
         checked.update(_reasoning(checked, where), **_tool_calls(checked, where))
     return checked
 
 
-def _content(content: object, where: str, *, required: bool) -> str | list[dict[str, Any]] | None:
+def _content(
+    content: object, where: str, pictures: list[GivenPicture] | None, *, required: bool
+) -> str | list[dict[str, Any]] | None:
     if isinstance(content, str) or (content is None and not required):
         return content
     if not isinstance(content, Sequence):
         raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
-    texts = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         kind = _mapping(part, f"{where}[{index}]").get("type")
+        if kind == "image_url" and pictures is not None:
+            pictures.append(GivenPicture.of_part(part, f"{where}[{index}]"))
+            parts.append({"type": "image"})
+            continue
         key = _TEXTS.get(kind) if isinstance(kind, str) else None
         if key is None:
-            raise PromptError(
-                f"{where}[{index}].type is {kind!r}; only 'text' is served", f"{where}[{index}].type"
-            )
+            served = "only 'text' is served" if pictures is None else "'text' and 'image_url' are served"
+            raise PromptError(f"{where}[{index}].type is {kind!r}; {served}", f"{where}[{index}].type")
         if not isinstance(part.get(key), str):
             raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")
-        texts.append(part[key])
-    return [{"type": "text", "text": text} for text in texts]
+        parts.append({"type": "text", "text": part[key]})
+    return parts
 
 
 def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:

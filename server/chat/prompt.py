@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine import Vocab
 
+    from .pictures import GivenPicture
+
 
 class ReplyOptions(TypedDict, total=False):
     """How a prompt leads over to the reply."""
@@ -31,6 +33,8 @@ class Options(ReplyOptions, total=False):
     """OpenAI's objects."""
     template_kwargs: Mapping[str, Any] | None
     """The request's chat_template_kwargs; their `enable_thinking` gives way to the one here."""
+    pictures: list[GivenPicture] | None
+    """Gets those of the messages, in order; None where the model sees none."""
 
 
 class Prompter:
@@ -87,7 +91,7 @@ class Prompter:
         if not self.can_think:
             return False
         if continue_final_message:
-            reasoning, answer = begun_reply(_final(check_messages(messages)))
+            reasoning, answer = begun_reply(_final(check_messages(messages, [])))
             return not answer and (bool(reasoning) or enable_thinking)
         return enable_thinking and add_generation_prompt
 
@@ -107,9 +111,10 @@ class Prompter:
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        pictures: list[GivenPicture] | None = None,
     ) -> Iterator[str]:
         try:
-            checked = check_messages(messages)
+            checked = check_messages(messages, pictures)
             reasoning, answer = begun_reply(_final(checked)) if continue_final_message else ("", "")
             if reasoning and not self.can_think:
                 reasoning = ""

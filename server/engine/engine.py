@@ -69,6 +69,8 @@ class Engine:
         """Bytes of all tensors in the file."""
         self.context_size = min(components.model.n_ctx_train, components.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
+        self.encoder = components.encoder
+        """Makes pictures of pixels; None where the model sees none."""
         self.grammars = components.grammars
         """Compiles what answers are kept to."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()

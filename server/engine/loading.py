@@ -9,12 +9,14 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp import Context, patches, supports_gpu
-from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
+from qwen_serve.llamacpp.vision import VisionTower
 
 from . import warmup
 from .batch import Batch
+from .encoder import PictureEncoder
 from .errors import DoesNotFit
 from .planning.contexts import (
     context_options,
@@ -116,6 +118,7 @@ class Components:
     context: Context
     head: MtpContext | None
     draft: tuple[Model, DraftContext] | None
+    encoder: PictureEncoder | None
     vocab: Vocab
     grammars: GrammarCompiler
     states: StateStore
@@ -269,6 +272,8 @@ class Components:
             model, context = self.draft
             context.close()
             model.close()
+        if self.encoder is not None:
+            self.encoder.close()
         self.context.close()
         self.model.close()
 
@@ -288,6 +293,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     stages.done("weights")
     context, head = _contexts(model, plan)
     draft = _draft(plan, context) if spec.draft else None
+    encoder = _encoder(plan, model) if spec.vision else None
     stages.done("contexts")
     # without a GPU this thread's own time: programs beside it hold up long steps more often than short ones
     clock = perf_counter if plan.on_gpu else thread_time
@@ -342,7 +348,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         policy=settings.scheduling_policy,
     )
     made = (vocab, grammars, states, speculator, cache, runner, scheduler)
-    return Components(plan, stages, model, context, head, draft, *made, clock, plan.fully_offloaded)
+    return Components(plan, stages, model, context, head, draft, encoder, *made, clock, plan.fully_offloaded)
 
 
 def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:
@@ -372,6 +378,29 @@ def _draft(plan: MemoryPlan, trunk: Context) -> tuple[Model, DraftContext]:
             f"draft_window ({plan.settings.draft_window}) or parallel ({plan.settings.parallel}).\n"
             f"The plan was:\n{plan}"
         ) from error
+
+
+def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
+    """The vision tower. Raises ModelLoadError."""
+    spec, settings = plan.spec.vision, plan.settings
+    assert spec is not None
+    least, most = settings.image_min_tokens, settings.image_max_tokens
+    use_gpu = settings.mmproj_offload and plan.on_gpu
+    try:
+        tower = VisionTower(
+            spec.file.path,
+            model,
+            threads=settings.threads,
+            use_gpu=use_gpu,
+            min_tokens=least,
+            max_tokens=most,
+            warm_up=use_gpu,
+        )
+    except LlamaError as error:
+        raise ModelLoadError(f"mmproj: {error}") from error
+    identity = f"{spec.file.fingerprint()} {least} {most}"
+    cache_bytes = settings.image_cache_mib * 1024**2
+    return PictureEncoder(tower, side=spec.side, identity=identity, cache_bytes=cache_bytes)
 
 
 def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:

@@ -244,8 +244,38 @@ class ForcedSettings(Section, title="forced"):
     logits, or on the host; auto: on the device if it is a GPU"""
 
 
+class PictureSettings(Section, title="pictures"):
+    """What the model sees."""
+
+    mmproj: Path | None = None
+    """GGUF file of the model's vision tower (mmproj), for pictures in chats; without one they are refused"""
+    mmproj_offload: bool = True
+    """put the vision tower on the GPU, if there is one in use"""
+    image_min_tokens: int = Field(0, ge=0)
+    """tokens that a picture has at least: smaller ones are enlarged; 0: 8"""
+    image_max_tokens: int = Field(0, ge=0, le=16384)
+    """tokens that a picture has at most: larger ones are made smaller; 0: 4096"""
+    image_cache_mib: int = Field(256, ge=0)
+    """host memory for rows of pictures that were encoded, which come again with every turn, in MiB"""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.image_max_tokens and self.image_min_tokens > self.image_max_tokens:
+            raise ValueError(
+                f"image_min_tokens is {self.image_min_tokens}, image_max_tokens {self.image_max_tokens}: it "
+                "must be at most that"
+            )
+        return self
+
+
 class UserSettings(
-    ModelSettings, CacheSettings, SchedulerSettings, PrefixCacheSettings, SpeculationSettings, CpuSettings
+    ModelSettings,
+    PictureSettings,
+    CacheSettings,
+    SchedulerSettings,
+    PrefixCacheSettings,
+    SpeculationSettings,
+    CpuSettings,
 ):
     """What users say of the engine. Zero means "choose for me" where noted.
 
@@ -270,6 +300,8 @@ class UserSettings(
         if self.draft_model is not None and (self.speculation == "off" or self.deterministic):
             other = "deterministic" if self.deterministic else "speculation 'off'"
             raise ValueError(f"draft_model is of no use with {other}; leave one of the two out")
+        if self.draft_model is not None and self.mmproj is not None:
+            raise ValueError("pictures (mmproj) are not read beside a draft_model; leave one of the two out")
         return self
 
     def replace(self, **changes: Any) -> Self:

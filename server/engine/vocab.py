@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Model
 
 
+PICTURE = b"<|image_pad|>"
 TURN_START = b"<|im_start|>"
 """ChatML's, which every Qwen speaks."""
 
@@ -92,6 +93,8 @@ class Vocab:
         """The control token with which a chat turn begins, if there is one."""
         self.tool_ids = frozenset(token for token, piece in added.items() if piece == TOOL_RESULT)
         """The token before what a tool gave, if there is one."""
+        self.picture_id = next((token for token, piece in added.items() if piece == PICTURE), None)
+        """The control token that a chat template writes for a picture, if there is one."""
         self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}

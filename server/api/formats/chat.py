@@ -31,6 +31,7 @@ from qwen_serve.server.api.serving import (
 )
 from qwen_serve.server.api.sse import encode, event
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
+from qwen_serve.server.chat.pictures import shown
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
     from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.chat.pictures import GivenPicture
     from qwen_serve.server.engine import Prompt
 
 KIND = "chat.completion"
@@ -63,7 +65,7 @@ class MessageInput(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
 
 
 class TextPart(BaseModel):
@@ -71,6 +73,20 @@ class TextPart(BaseModel):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class ImageUrl(BaseModel):
+    """A picture's file, as a data URL in base64."""
+
+    url: str
+    detail: Literal["auto", "high", "low"] | None = None
+
+
+class ImagePart(BaseModel):
+    """A picture, where the server has a vision tower (`--mmproj`)."""
+
+    type: Literal["image_url"]
+    image_url: str | ImageUrl
 
 
 class FunctionInput(BaseModel):
@@ -205,8 +221,13 @@ async def begin(
     ) -> tuple[Prompt, bool, StopStrings | None, WantedGrammar | None]:
         format_ = request.wanted_format(engine.vocab.added_tokens)
         budget = prompt_budget(request, engine.context_size, interrupt)
-        ids, thinking = prompt_of(service, request, budget)
-        prompt = engine.prompt(truncated(ids, request, engine.context_size))
+        given: list[GivenPicture] | None = None if engine.encoder is None else []
+        ids, thinking = prompt_of(service, request, budget, given)
+        if given and request.truncate_prompt_tokens is not None:
+            field = "truncate_prompt_tokens"
+            raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
+        ids, pictures = shown(truncated(ids, request, engine.context_size), given or [], engine, budget)
+        prompt = engine.prompt(ids, pictures)
         request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
@@ -229,9 +250,15 @@ async def begin(
     return served, replies
 
 
-def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], None]) -> tuple[list[int], bool]:
+def prompt_of(
+    service: Service,
+    request: ChatRequest,
+    check: Callable[[int], None],
+    pictures: list[GivenPicture] | None = None,
+) -> tuple[list[int], bool]:
     """The conversation's token ids, and whether the reply begins with reasoning. `check` is told of ids as
-    they come. Raises PromptError, and what `check` raises."""
+    they come. `pictures` gets those of the messages; without it they are refused. Raises PromptError, and
+    what `check` raises."""
     prompter = service.backend.prompter
     how: ReplyOptions = {
         "enable_thinking": request.thinks(service.settings.thinking) and prompter.can_think,
@@ -243,6 +270,7 @@ def prompt_of(service: Service, request: ChatRequest, check: Callable[[int], Non
         check,
         tools=request.offered_tools,
         template_kwargs=request.chat_template_kwargs,
+        pictures=pictures,
         **how,
     )
     return ids, prompter.reply_reasons(request.messages, **how)

@@ -21,6 +21,7 @@ from .hardware import available_memory
 from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
+from .vision import VisionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,6 +95,9 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     if wanted.draft_model is not None:
         draft = read_header(wanted.draft_model, "draft_model")
         spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
+    if wanted.mmproj is not None:
+        tower = read_header(wanted.mmproj, "mmproj")
+        spec = replace(spec, vision=VisionSpec.from_header(tower, spec.n_embd, wanted))
     places = _places(wanted)
     if wanted.f16_copies == "on":
         _check_copies(places)

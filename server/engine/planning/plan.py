@@ -142,6 +142,8 @@ class MemoryPlan:
             head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             draft = f", draft model {spec.draft.file.path}" if spec.draft else ""
             lines.append(f"speculation: {rollback} states to go back to{head}{draft}")
+        if spec.vision:
+            lines.append(f"pictures: {spec.vision.file.path}, {size_text(spec.vision.weights)}")
         if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
             lines.append(f"snapshots: {settings.snapshots} {whose}")
@@ -246,6 +248,11 @@ def arrange(
         host.hidden += host_bytes(
             settings.parallel, settings.prefix_checkpoints, settings.draft_window, spec.n_embd
         )
+    if (tower := spec.vision) is not None:  # mtmd takes the first GPU there is
+        holder = usages[0] if settings.mmproj_offload else host
+        holder.weights += tower.weights
+        holder.compute += tower.compute
+        host.hidden += settings.image_cache_mib * MIB
     if (draft := spec.draft) is not None:
         cells = draft_cells(settings, draft)
         last.add(draft.part, settings, cells)

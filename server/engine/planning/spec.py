@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.gguf import Header, TensorInfo
     from qwen_serve.server.engine.settings import EngineSettings
 
+    from .vision import VisionSpec
+
 ARCHITECTURES = ("qwen35", "qwen35moe")
 """llama.cpp's names for Qwen3.5 (`general.architecture`), dense and with experts."""
 
@@ -109,6 +111,8 @@ class ModelSpec:
     output_is_tied: bool
     draft: DraftSpec | None = None
     """The draft model beside it, if there is one."""
+    vision: VisionSpec | None = None
+    """The vision tower beside it, if there is one."""
 
     @property
     def weights(self) -> int:

@@ -234,6 +234,7 @@ class FakeEngine:
     n_params: int = 7
     size_bytes: int = 14
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
+    encoder: None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def text(self, prompt: Sequence[int]) -> str:
@@ -246,7 +247,8 @@ class FakeEngine:
     def running(self) -> list[Submission]:
         return [entry for entry in self.submissions if not entry.finished]
 
-    def prompt(self, ids: Sequence[int]) -> FakePrompt:
+    def prompt(self, ids: Sequence[int], pictures: Sequence[object] = ()) -> FakePrompt:
+        assert not pictures
         checked = FakePrompt(tuple(ids), threading.get_ident())
         self.checks.append(checked)
         if not ids or not all(0 <= token < self.vocab.size for token in ids):

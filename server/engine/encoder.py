@@ -1,0 +1,69 @@
+"""Pixels to pictures in prompts: a vision tower, one picture at a time, and those that it has encoded."""
+
+from __future__ import annotations
+
+import hashlib
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from qwen_serve.llamacpp.errors import LlamaError
+
+from .errors import GenerationError
+from .pictures import Picture, row_ids
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from qwen_serve.llamacpp.vision import VisionTower
+
+
+class PictureEncoder:
+    """Any thread may call; whoever comes while a picture is encoded waits. The engine's steps do not."""
+
+    def __init__(self, tower: VisionTower, *, side: int, identity: str, cache_bytes: int) -> None:
+        """`side`: pixels along either side of a token. `identity`: of the tower and of how it is used, which
+        a picture's rows depend on. Rows of at most `cache_bytes` are kept for when a picture comes again."""
+        self.side = side
+        self._tower, self._identity = tower, identity.encode()
+        self._cache: LRUCache[bytes, Picture] = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
+        self._lock = Lock()
+        self.encoded = self.cached = 0
+        """Pictures, and those that had been encoded before."""
+
+    def measure(self, rgb: npt.NDArray[np.uint8]) -> int:
+        """Tokens that a picture of shape [height, width, 3] will have. Raises GenerationError."""
+        height, width, _ = rgb.shape
+        try:
+            return self._tower.measure(width, height).n_rows
+        except LlamaError as error:
+            raise GenerationError(f"the picture could not be measured: {error}") from error
+
+    def encode(self, rgb: npt.NDArray[np.uint8]) -> Picture:
+        """A picture of shape [height, width, 3]. Raises GenerationError where llama.cpp fails."""
+        size = b"%d x %d " % rgb.shape[:2]
+        digest = hashlib.sha256(self._identity + size)
+        digest.update(rgb.data if rgb.flags.c_contiguous else rgb.tobytes())
+        key = digest.digest()
+        with self._lock:
+            if (known := self._cache.get(key)) is not None:
+                self.cached += 1
+                return known
+            try:
+                prepared = self._tower.prepare(rgb)
+                rows = self._tower.encode(prepared)
+            except LlamaError as error:
+                raise GenerationError(f"the picture could not be encoded: {error}") from error
+            ids = row_ids(key, prepared.n_rows)
+            picture = Picture(ids, rows, prepared.positions, prepared.n_pos)
+            if rows.nbytes <= self._cache.maxsize:
+                self._cache[key] = picture
+            self.encoded += 1
+            return picture
+
+    def close(self) -> None:
+        """Waits for the picture that is being encoded, and frees the tower."""
+        with self._lock:
+            self._tower.close()

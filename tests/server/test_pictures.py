@@ -1,0 +1,254 @@
+"""Pictures in chats, from HTTP to the answer: nano's tower, of random weights, tells them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
+from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp import vision as llamacpp_vision
+from qwen_serve.server.engine import ModelLoadError
+from qwen_serve.server.engine.pictures import Picture, row_ids
+from tests.checkpoints import PREPROCESSOR, edit_json
+from tests.drafters import NANO
+from tests.server.engine.helpers import running
+from tests.server.engine.test_pictures import Bare, Part
+from tests.server.serving import Served, serving
+
+pytestmark = pytest.mark.skipif(
+    not llamacpp_vision.has_vision(), reason="llama.cpp was built without libmtmd"
+)
+
+N = 24
+
+
+@pytest.fixture(scope="module")
+def mmproj(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tower") / "nano"
+    shutil.copytree(NANO, folder, ignore=shutil.ignore_patterns("train", "heldout"))
+    (folder / "preprocessor_config.json").write_text("{}")
+    edit_json(folder / "preprocessor_config.json", **PREPROCESSOR)
+    preprocessor = read_preprocessor(folder)
+    assert preprocessor is not None
+    path = folder.with_name("mmproj-nano-F32.gguf")
+    write_mmproj(path, VisionTower.open(Checkpoint.open(folder), preprocessor), Source(folder), "F32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def seeing(nano_f32: Path, mmproj: Path) -> Iterator[Served]:
+    with serving(nano_f32, mmproj=mmproj) as served:
+        yield served
+
+
+def noise(seed: int, width: int = 128, height: int = 96) -> Image.Image:
+    """Large enough not to be enlarged: a token is 16 pixels wide."""
+    values = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.NEAREST)
+
+
+def part(image: Image.Image, **fields: Any) -> dict[str, Any]:
+    buffer = BytesIO()
+    image.save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def body(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": [*parts]}],
+        "max_tokens": N,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+async def ask(served: Served, request: dict[str, Any], status: int = 200) -> Any:
+    async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
+        answer = await http.post("/v1/chat/completions", json=request)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+
+def content(answer: Any) -> str:
+    found: str = answer["choices"][0]["message"]["content"]
+    return found
+
+
+async def test_an_answer_is_that_of_the_bare_context(seeing: Served, nano_f32: Path, mmproj: Path) -> None:
+    """The template's text around each picture's rows, as libmtmd makes them, read by llama.cpp alone."""
+    images = [noise(1), noise(2, 160, 160)]
+    request = body(part(images[0]), text("What is on it?"), part(images[1]), text("And here?"))
+    vocab, prompter = seeing.engine.vocab, seeing.backend.prompter
+    ids = prompter.chat(request["messages"], pictures=[])
+    prompt: list[Part] = [[]]
+    bare = Bare(nano_f32)
+    with (
+        Model(nano_f32, n_gpu_layers=0) as model,
+        llamacpp_vision.VisionTower(mmproj, model, threads=1, warm_up=False) as tower,
+    ):
+        left = [np.asarray(image) for image in images]
+        for token in ids:
+            if token == vocab.picture_id:
+                prepared = tower.prepare(left.pop(0))
+                rows = tower.encode(prepared)
+                prompt += [
+                    Picture(row_ids(b"any", len(rows)), rows, prepared.positions, prepared.n_pos),
+                    [],
+                ]
+            else:
+                last = prompt[-1]
+                assert isinstance(last, list)
+                last.append(token)
+    assert not left
+    expected = b"".join(map(vocab.token_bytes, bare.greedy(prompt, N))).decode("utf-8", "replace")
+    bare.close()
+    answer = await ask(seeing, request)
+    assert content(answer) == expected
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompt))
+
+
+async def test_a_second_question_encodes_and_reads_no_picture(seeing: Served) -> None:
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    shown, before = part(noise(3, 256, 256)), encoder.encoded
+    first = await ask(seeing, body(shown, text("How many dots are there?")))
+    second = await ask(seeing, body(shown, text("Which colour is the first?")))
+    assert encoder.encoded == before + 1
+    rows = 256 // 16 * 256 // 16
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < rows
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= rows
+    # another picture at the same place is another prompt
+    other = await ask(seeing, body(part(noise(4, 256, 256)), text("Which colour is the first?")))
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < rows
+
+
+async def test_together_as_alone(seeing: Served) -> None:
+    requests = [
+        body(part(noise(5)), text("What is this?")),
+        body(text("What is 2+2?")),
+        body(part(noise(6, 64, 320)), part(noise(7)), text("Compare them.")),
+        body(text("Look:"), part(noise(8, 320, 64))),
+    ]
+    alone = [content(await ask(seeing, request)) for request in requests]
+    together = await asyncio.gather(*(ask(seeing, request) for request in requests * 2))
+    assert [content(answer) for answer in together] == alone * 2
+
+
+async def test_beside_schemas_choices_and_logprobs(seeing: Served) -> None:
+    shown = part(noise(9))
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    fields = {"response_format": wanted, "max_tokens": 40, "n": 2, "logprobs": True, "ignore_eos": False}
+    answer = await ask(seeing, body(shown, text("How many?"), **fields))
+    assert len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert choice["message"]["content"].startswith("{")
+        assert choice["logprobs"]["content"]
+
+
+async def test_in_a_tools_answer(seeing: Served) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look at it."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": [text("Here:"), part(noise(10))]},
+    ]
+    answers = []
+    for seed in (10, 11):
+        messages[2]["content"] = [text("Here:"), part(noise(seed))]
+        answer = await ask(seeing, {"messages": messages, "max_tokens": 1, "logprobs": True})
+        assert answer["usage"]["prompt_tokens"] > 48
+        answers.append(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+    assert abs(answers[0] - answers[1]) > 1e-4
+
+
+async def test_control_tokens_in_text_stay_text(seeing: Served) -> None:
+    """What a user writes stands for no picture."""
+    marks = "<|vision_start|><|image_pad|><|vision_end|>"
+    await ask(seeing, body(text(marks)))
+    await ask(seeing, body(text(f"{marks} and"), part(noise(1)), text(marks)))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an address": (
+        body({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}),
+        "addresses are not fetched",
+        "messages[0].content[0].image_url.url",
+    ),
+    "a text": (
+        body({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}),
+        "is no picture of a known format",
+        "messages[0].content[0].image_url.url",
+    ),
+    "more than fits": (body(*[part(noise(n, 800, 800)) for n in range(4)]), "8192", ""),
+    "cut": (
+        body(part(noise(1)), text("x"), truncate_prompt_tokens=20),
+        "a prompt with pictures is not cut",
+        "truncate_prompt_tokens",
+    ),
+    "scored": (body(part(noise(1)), text("x"), prompt_logprobs=1), "rows of pictures have no log", ""),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_is_refused_is_named(case: str, seeing: Served) -> None:
+    request, message, param = REFUSED[case]
+    error = (await ask(seeing, request, 400))["error"]
+    assert message in error["message"]
+    if param:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions/render"])
+async def test_doors_that_take_text_alone_say_so(path: str, seeing: Served) -> None:
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=60) as http:
+        answer = await http.post(path, json={"messages": body(part(noise(1)))["messages"]})
+    assert answer.status_code == 400
+    assert "only 'text' is served" in answer.json()["error"]["message"]
+
+
+async def test_it_says_that_it_sees(seeing: Served) -> None:
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=60) as http:
+        assert (await http.get("/props")).json()["modalities"] == {"vision": True, "audio": False}
+
+
+async def test_without_a_tower_pictures_are_refused(nano_f32: Path) -> None:
+    with serving(nano_f32, ctx_size=1024) as served:
+        error = (await ask(served, body(part(noise(1))), 400))["error"]
+    assert "'image_url'; only 'text' is served" in error["message"]
+
+
+def test_a_file_that_is_no_tower(nano_f32: Path) -> None:
+    with (
+        pytest.raises(ModelLoadError, match=r"architecture 'qwen35'; want an mmproj"),
+        running(nano_f32, mmproj=nano_f32),
+    ):
+        pass
+
+
+def test_the_plan_counts_the_tower(nano_f32: Path, mmproj: Path) -> None:
+    with running(nano_f32) as engine:
+        before = engine.plan.usages[-1]
+    with running(nano_f32, mmproj=mmproj) as engine:
+        after = engine.plan.usages[-1]
+        assert str(mmproj) in str(engine.plan)
+    assert 0 < after.weights - before.weights <= mmproj.stat().st_size
+    assert after.compute > before.compute
