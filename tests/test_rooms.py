@@ -40,7 +40,6 @@ LONGEST = 450
 """Lines of a file."""
 
 LONGER = {
-    "server/chat/structural_tags.py",
     "server/engine/prefix_cache/cache.py",
     "server/engine/speculation/speculator.py",
     "server/setup_llama.py",

@@ -18,12 +18,12 @@ from .errors import PromptError
 from .formats import (
     ANY,
     AnswerFormat,
-    check_length,
     grammar_format,
     json_expression,
     lark_literal,
     lark_regex,
 )
+from .lark_rules import LarkRules, either
 from .schemas import json_value
 
 KEYS = {
@@ -98,18 +98,15 @@ class _Builder:
         self._param = param
         named = sorted((text for text in special if re.fullmatch(r"<[^<>]+>", text)), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, named)) or r"(?!)")
-        self._rules: list[str] = []
+        self._lark = LarkRules(param)
         self._parts: list[tuple[str, str]] = []
         self._terminals: dict[int, str | None] = {}
         """What formats are as terminals, by their identity."""
-        self._names: dict[tuple[str, bool], str] = {}
-        """Terminals, by what they stand for and whether they are lazy."""
-        self._length = 0
 
     def answer(self, format_: object, where: str) -> AnswerFormat:
         """The whole answer."""
         start = self._followed(format_, where, (), last=True)
-        lark = "\n".join([f"start: {start}", *self._rules])
+        lark = "\n".join([f"start: {start}", *self._lark.lines])
         return AnswerFormat(lark, self._param, parts=tuple(self._parts), calls=True)
 
     # --- formats -------------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ class _Builder:
                 self._followed(one, f"{where}.elements[{index}]", ends, last=last)
                 for index, one in enumerate(self._elements(given, where))
             ]
-            return self._either(options)
+            return either(options)
         regular = self._regular(format_, where)
         if regular is not None:
             return self._closed(regular, ends, where, last=last)
@@ -145,17 +142,17 @@ class _Builder:
         if not ends:
             if not last:
                 raise PromptError(f"{where}: it must be followed by a const_string, to end somewhere", where)
-            return self._terminal(regular)
+            return self._lark.terminal(regular)
         options = []
         if plain := [end for end in ends if not self._special.search(end)]:
             text = f"({regular}) ({' | '.join(map(lark_literal, plain))})"
-            options.append(self._terminal(text, lazy=lazy))
+            options.append(self._lark.terminal(text, lazy=lazy))
         for end in ends:
             if token := self._special.search(end):
                 before, rest = end[: token.start()], end[token.start() :]
                 terminal = f"({regular}) {lark_literal(before)}" if before else regular
-                options.append(f"{self._terminal(terminal)} {self._literal(rest)}")
-        return self._either(options)
+                options.append(f"{self._lark.terminal(terminal)} {self._literal(rest)}")
+        return either(options)
 
     def _limited(self, kind: str, given: Mapping[str, Any], where: str) -> str:
         """A format that ends by itself and is not regular."""
@@ -167,7 +164,7 @@ class _Builder:
             name = f"part{len(self._parts)}"
             lark = grammar_format(self._text(given, "grammar", where), f"{where}.grammar").lark
             self._parts.append((name, lark))
-            self._count(lark, where)
+            self._lark.count(lark, where)
             return f"@{name}"
         if kind == "tag":
             return self._tag(given, where)
@@ -181,7 +178,7 @@ class _Builder:
             raise PromptError(f"{where}.style: only json is enforced", f"{where}.style")
         if given.get("any_order"):
             raise PromptError(f"{where}.any_order: the order is that of the schema", f"{where}.any_order")
-        return self._rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
+        return self._lark.rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
 
     def _sequence(self, given: Mapping[str, Any], where: str, ends: Sequence[str], *, last: bool) -> str:
         """Regular elements in a row are one terminal: it ends in a text, and where that comes first."""
@@ -239,7 +236,7 @@ class _Builder:
         return found
 
     def _separated(self, given: Mapping[str, Any], where: str) -> str:
-        one = self._rule(self._either([self._tag(tag, place) for tag, place in self._tags(given, where)]))
+        one = self._lark.rule(either([self._tag(tag, place) for tag, place in self._tags(given, where)]))
         separator = self._literal(self._text(given, "separator", where))
         more = "" if given.get("stop_after_first") else f" ({separator} {one})*"
         return f"({one}{more})" + ("" if given.get("at_least_one") else "?")
@@ -266,7 +263,7 @@ class _Builder:
         once = bool(given.get("stop_after_first"))
         if not given.get("at_least_one"):
             return self._until(marks, ends, excludes, once=once)
-        first = self._either([self._tag(tag, place) for tag, place in tags])
+        first = either([self._tag(tag, place) for tag, place in tags])
         return f"{first} {self._one_of(ends) if once else self._until(marks, ends, excludes)}"
 
     def _dispatch(self, given: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
@@ -305,29 +302,29 @@ class _Builder:
         for mark in marks:
             heads.setdefault(mark.until, []).append(mark.then)
         body = [
-            self._rule(f"{self._head(until, plain, banned)} {self._either(then)}")
+            self._lark.rule(f"{self._head(until, plain, banned)} {either(then)}")
             for until, then in heads.items()
         ]
         outs = [self._head(mark.until, plain, banned) for mark in exits]
-        outs = outs or [self._terminal(_without([*plain, *banned]))]
-        out = self._either(list(dict.fromkeys(outs)))
+        outs = outs or [self._lark.terminal(_without([*plain, *banned]))]
+        out = either(list(dict.fromkeys(outs)))
         if not body:
             return out
         if once:
-            return self._rule(f"{self._either(body)} {self._one_of(ends)} | {out}")
-        return f"{self._either(body)}* {out}"
+            return self._lark.rule(f"{either(body)} {self._one_of(ends)} | {out}")
+        return f"{either(body)}* {out}"
 
     def _head(self, mark: str, plain: Sequence[str], banned: Sequence[str]) -> str:
         """Free text and the mark that ends it."""
         token = self._special.search(mark)
         if token is None:
             text = f"({ANY} {lark_literal(mark)})"
-            return self._terminal(text if not banned else f"{text} & {_without(banned)}", lazy=True)
+            return self._lark.terminal(text if not banned else f"{text} & {_without(banned)}", lazy=True)
         before, behind = mark[: token.start()], mark[token.end() :]
         text = _without([*plain, *banned])
         if before:
             text = f"({ANY} {lark_literal(before)}) & {text}"
-        return " ".join(filter(None, [self._terminal(text), token[0], self._literal(behind)]))
+        return " ".join(filter(None, [self._lark.terminal(text), token[0], self._literal(behind)]))
 
     def _whole_token(self, text: str, length: int) -> str:
         """The first `length` characters, and those of the special token that they break off in."""
@@ -402,31 +399,7 @@ class _Builder:
         return " ".join(parts)
 
     def _one_of(self, texts: Sequence[str]) -> str:
-        return self._either(list(map(self._literal, texts))) if texts else ""
-
-    def _either(self, options: Sequence[str]) -> str:
-        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
-
-    def _rule(self, expression: str) -> str:
-        return self._named(f"r{len(self._rules)}", expression)
-
-    def _terminal(self, expression: str, *, lazy: bool = False) -> str:
-        name = self._names.get((expression, lazy))
-        if name is None and lazy:
-            name = self._named(f"r{len(self._rules)}", self._terminal(expression), "[lazy]")
-        elif name is None:
-            name = self._named(f"T{len(self._rules)}", expression)
-        self._names[expression, lazy] = name
-        return name
-
-    def _named(self, name: str, expression: str, options: str = "") -> str:
-        self._rules.append(f"{name}{options}: {expression}")
-        self._count(self._rules[-1], self._param)
-        return name
-
-    def _count(self, text: str, where: str) -> None:
-        self._length += len(text)
-        check_length(self._length, where)
+        return either(list(map(self._literal, texts))) if texts else ""
 
     # --- what is given -------------------------------------------------------------------------------------
 
@@ -434,7 +407,7 @@ class _Builder:
         """A format's type, and the format, of which all is understood."""
         if not isinstance(format_, Mapping):
             raise PromptError(f'{where} must be a format, an object with a "type"', where)
-        self._count(where, where)
+        self._lark.count(where, where)
         kind = format_.get("type", default)
         if not isinstance(kind, str) or kind not in KEYS:
             message = f"{where}.type: {kind!r} cannot be enforced; {', '.join(KEYS)} can"
