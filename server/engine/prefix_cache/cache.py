@@ -202,8 +202,8 @@ class PrefixCache:
             return True
         if not self.enabled or self._chunk > 1 or sequence.slot is None:
             return False
-        unwanted = bool(self._free) or any(not held.refcount for held in self._held)
-        return unwanted and self._cells.length(sequence.slot) == sequence.computed
+        whole = self._cells.length(sequence.slot) == sequence.computed
+        return whole and (bool(self._free) or self._spare(sequence) is not None)
 
     def suspend(self, sequence: Sequence) -> None:
         """Keep the state of a sequence that is about to lose its slot, for itself: `match_prefix` gives it
@@ -216,7 +216,21 @@ class PrefixCache:
         node.refcount += 1
         path.suspended = node
         if node.seq_id is None:
+            if not self._free and (spare := self._spare(sequence)) is not None:
+                self._evict(spare)
             self._hold(node, sequence.slot)
+
+    def _spare(self, sequence: Sequence) -> Node | None:
+        """A checkpoint that nobody in flight wants but perhaps the sequence itself, which is further."""
+        own = self._paths[sequence].nodes
+        return next(
+            (
+                held
+                for held in self._held
+                if held.refcount == (held in own and held.depth <= sequence.computed)
+            ),
+            None,
+        )
 
     def _resume(self, sequence: Sequence) -> bool:
         """Go on from where the sequence was suspended, if that is still there; what was kept has done its

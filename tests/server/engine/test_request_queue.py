@@ -322,6 +322,20 @@ def test_a_slot_changes_hands_without_reading_anything_again() -> None:
     assert world.computed == sum(len(one.tokens) - 1 for one in (*flood, short))
 
 
+def test_who_makes_room_gives_up_its_own_checkpoint_where_there_is_no_other() -> None:
+    world = World(slots=1, ids=1, policy="fair")
+    long = world.add(range(50), 40, scheduling=SchedulingParams("a", service_tier="flex"))
+    for _ in range(10):
+        world.step()
+    assert [node.depth for node in world.cache._held] == [49]
+    short = world.add(range(100, 110), 4, scheduling=SchedulingParams("b"))
+    world.step()
+    assert world.scheduler.running == [short]
+    assert [node.depth for node in world.cache._held] == [long.prompt_length + long.generated - 1]
+    world.finish()
+    assert world.computed == len(long.tokens) - 1 + len(short.tokens) - 1
+
+
 def test_why_a_request_waited_is_told() -> None:
     world = World(slots=2, ids=8, policy="fair")
     first = world.add(range(100), 40)
