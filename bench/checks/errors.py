@@ -103,6 +103,9 @@ ROWS = (
     Row("min_tokens_negative", "min_tokens", -1),
     Row("n_predict_string", "n_predict", "ten"),
     Row("best_of_more", "best_of", 2),
+    Row("priority_string", "priority", "first"),
+    Row("priority_fraction", "priority", 0.5),
+    Row("service_tier_unknown", "service_tier", "gold"),
 )
 
 JSON = "application/json"

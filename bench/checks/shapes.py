@@ -109,6 +109,13 @@ async def model_echo(target: Target) -> None:
         equal(answer.get("model"), name, f"model of {path}")
 
 
+@check("the tier that a request is served in is told where it asks for one")
+async def service_tier(target: Target) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})):
+        answer = await target.ask(path, service_tier="default", max_tokens=2, temperature=0.0, **body)
+        equal(answer.get("service_tier"), "default", f"service_tier of {path}")
+
+
 @check("max_tokens tokens are generated, counted, and finish_reason is `length`")
 async def finish_length(target: Target) -> None:
     for count in (1, 7, 32):
