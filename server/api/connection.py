@@ -26,7 +26,7 @@ import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.errors import ApiError, from_exception
 from qwen_serve.server.api.middleware import PROBES
 
 if TYPE_CHECKING:
@@ -159,19 +159,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unrank()
         self._stop_timer()
-        self._later.clear()
         if self._active is not None and self._active is not self.cycle:
             self._active.disconnected = True
             self._active.message_event.set()
-        self.pipeline.clear()
 
     # --- what is received ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Parses in slices. What comes behind a pipelined request waits unparsed, so that reading goes on."""
-        if self._later:
-            self._put_off(data)
-            return
         for start in range(0, len(data), SLICE):
             if self._refused or self.transport.is_closing() or self.parser is None:
                 return
@@ -201,7 +196,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 except HttpParserUpgrade as offer:
                     data = data[offer.args[0] :]
                     self._read_without_offer()
-        except HttpParserError:
+        except HttpParserError as error:
+            if isinstance(error.__context__, MemoryError):  # in what the parser calls: not the client's fault
+                logger.error("a request was not read: out of memory")
+                self.refuse(from_exception(error.__context__))
+                return
             self.send_400_response("this is not HTTP/1.1, or not as RFC 9112 has it")
 
     def _read_without_offer(self) -> None:
@@ -217,10 +216,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._later += data
         if len(self._later) > self.config.max_header_bytes:
             self.transport.abort()
-
-    def _take_up(self) -> None:
-        data, self._later = bytes(self._later), bytearray()
-        self.data_received(data)
 
     def _refuse_head(self, message: str) -> None:
         self.refuse(ApiError(431, message, code="headers_too_large"))
@@ -290,7 +285,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is not None and not self.busy and not self.transport.is_closing():
             self._answer_refusal(self._refusal)
         elif self._later and not self.pipeline:
-            self.loop.call_soon(self._take_up)
+            data, self._later = bytes(self._later), bytearray()
+            self.data_received(data)
 
     # --- time ----------------------------------------------------------------------------------------------
 
@@ -311,10 +307,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        if self._phase == "head" and self.busy:  # the beginning of a pipelined request: it may take its time
-            self._timed = None
-            self._time()
-        elif self._received and (self._phase == "head" or self.busy):
+        if self._received and (self._phase == "head" or self.busy):
             self.refuse(ApiError(408, f"the request's {self._phase} took too long to come", code="timeout"))
         else:
             self.transport.close()

@@ -96,20 +96,57 @@ def test_what_is_no_http(start_shared: Start) -> None:
     assert b'"code": "invalid_http"' in answer
 
 
+def test_a_moment_without_memory_is_not_the_clients_fault(
+    start_shared: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: BoundedProtocol, body: bytes) -> None:
+        raise MemoryError
+
+    server = start_shared("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundedProtocol, "on_body", no_memory)
+        with connected(server) as client:
+            client.sendall(post('{"prompt": "a"}'))
+            assert everything(client).startswith(b"HTTP/1.1 500 ")
+    assert server.post("/v1/completions", prompt="a").status_code == 200
+
+
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("stream", ["true", "false"])
-@pytest.mark.parametrize("pipelined", [b"", GET, GET * 3, GET[:20], post('{"prompt": "b"}'), GET * 2000])
+@pytest.mark.parametrize(
+    "pipelined",
+    [
+        *(b"", GET, GET * 3, GET[:20], post('{"prompt": "b"}'), GET * 1000),
+        post("no chunk", Transfer_Encoding="chunked").replace(b"Content-Length: 8\r\n", b""),
+    ],
+)
 def test_a_client_that_leaves_behind_a_pipelined_request(
-    start_shared: Start, stream: str, pipelined: bytes
+    start_shared: Start, stream: str, pipelined: bytes, at_once: bool
 ) -> None:
     server = start_shared(lambda _: ENDLESS, delay=0.002)
-    body = f'{{"prompt": "a", "stream": {stream}}}'
+    body = f'{{"prompt": "a", "stream": {stream}, "max_tokens": {len(ENDLESS)}}}'
     with connected(server) as client:
-        client.sendall(post(body) + pipelined)
+        client.sendall(post(body) + pipelined if at_once else post(body))
         wait_until(lambda: len(server.engine.running) == 1)
+        if not at_once:
+            client.sendall(pipelined)
+            time.sleep(0.05)
     began = time.monotonic()
     wait_until(lambda: not server.engine.running and server.service.in_flight == 0)
     assert time.monotonic() - began < 1
     assert not server.service.open
+
+
+def test_what_is_pipelined_has_a_limit(start_shared: Start) -> None:
+    server = start_shared(lambda _: ENDLESS, delay=0.002)
+    with connected(server) as client:
+        client.sendall(post(f'{{"prompt": "a", "max_tokens": {len(ENDLESS)}}}'))
+        wait_until(lambda: len(server.engine.running) == 1)
+        send_as_far_as_possible(client, [GET * 500] * 100)
+        with suppress(ConnectionError):
+            assert not client.recv(1), "it was closed, not answered"
+    wait_until(lambda: not server.engine.running)
+    assert server.http.get("/ping").status_code == 200
 
 
 def test_pipelined_requests_are_answered_in_order(start_shared: Start) -> None:
