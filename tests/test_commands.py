@@ -59,7 +59,7 @@ ELSEWHERE = {
     r"Qwen/Qwen3|z-lab/": "fetches a checkpoint",
     r"^vllm-router|host-a:8080": "a router and more machines; tests/server/test_cluster.py",
     r"server\.cluster": "tests/server/test_cluster.py",
-    r"--workload tenants": "a file of ten API keys; tests/bench/load/test_tenants.py",
+    r"--workload tenants|--api-key-file KEYS": "a file of ten API keys; tests/bench/load/test_tenants.py",
     r"^lm_eval": "fetches a data set; tests/server/test_lm_eval.py",
     r"^qwen-bench conformance clients": "installs clients from the network; tests/bench/test_clients.py",
     r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
