@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Mapping
-from pathlib import Path  # noqa: TC003 - pydantic reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
@@ -21,6 +22,8 @@ from qwen_serve.server.weights import HUB_ID
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+
+log = logging.getLogger(__name__)
 
 ENV_PREFIX = "QWEN_"
 
@@ -126,6 +129,13 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
     def _find_model(cls, path: Path) -> Path:
         return find_model(path)
 
+    @field_validator("mmproj")
+    @classmethod
+    def _find_mmproj(cls, path: Path | None) -> Path | None:
+        if path is not None and path != NO_MMPROJ and not path.is_file():
+            raise ValueError(f"{path} is not a file; want an mmproj (GGUF), or {NO_MMPROJ} for none")
+        return path
+
     @field_validator("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
     @classmethod
     def _find_file(cls, path: Path | None, info: ValidationInfo) -> Path | None:
@@ -167,8 +177,16 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
 
     def engine(self, **forced: Any) -> EngineSettings:
         """The part that the engine reads, with values of `ForcedSettings`."""
-        return EngineSettings(**{name: getattr(self, name) for name in UserSettings.model_fields}, **forced)
+        values = {name: getattr(self, name) for name in UserSettings.model_fields}
+        if self.mmproj == NO_MMPROJ:
+            values["mmproj"] = None
+        elif self.mmproj is None and self.draft_model is None:
+            values["mmproj"] = find_mmproj(self.model)
+        return EngineSettings(**values, **forced)
 
+
+NO_MMPROJ = Path("off")
+"""In place of a file: no vision tower, found or not."""
 
 _ENGINE = [section for section in UserSettings.__bases__ if section is not ModelSettings]
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
@@ -188,6 +206,29 @@ def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
 
 def _split(value: str | None) -> list[str]:
     return [item.strip() for item in (value or "").split(",") if item.strip()]
+
+
+def find_mmproj(model: Path) -> Path | None:
+    """The vision tower that a conversion left beside `model`: mmproj-NAME-TYPE.gguf, where the model is
+    NAME-*.gguf. None where there is none, several (which is said), or llama.cpp was built without libmtmd."""
+    found = [
+        path
+        for path in sorted(model.parent.glob("mmproj-*-*.gguf"))
+        if model.stem.startswith(path.stem.removeprefix("mmproj-").rpartition("-")[0] + "-")
+    ]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        log.warning(
+            "several vision towers beside the model, none is loaded: name one with --mmproj (%s)", names
+        )
+    if len(found) != 1:
+        return None
+    from qwen_serve.llamacpp.vision import has_vision
+
+    if not has_vision():
+        log.warning("%s is not loaded: llama.cpp was built without libmtmd (`qwen-serve setup`)", found[0])
+        return None
+    return found[0]
 
 
 def find_model(path: Path) -> Path:

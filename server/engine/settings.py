@@ -248,7 +248,8 @@ class PictureSettings(Section, title="pictures"):
     """What the model sees."""
 
     mmproj: Path | None = None
-    """GGUF file of the model's vision tower (mmproj), for pictures in chats; without one they are refused"""
+    """GGUF file of the model's vision tower, for pictures in chats; what a conversion left beside the model
+    (mmproj-NAME-*.gguf) is found, unless there is a draft_model or this is off. They are refused without"""
     mmproj_offload: bool = True
     """put the vision tower on the GPU, if there is one in use"""
     image_min_tokens: int = Field(0, ge=0)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.llamacpp.vision import has_vision
 from qwen_serve.server.engine import EngineSettings
 from qwen_serve.server.engine.settings import ForcedSettings, UserSettings
-from qwen_serve.server.settings import Settings, describe, describe_chosen, find_model
+from qwen_serve.server.settings import Settings, describe, describe_chosen, find_mmproj, find_model
 from qwen_serve.server.settings_sources import GONE, SettingsError, load_settings, unknown_variables
 
 
@@ -148,6 +149,27 @@ def test_files_that_cannot_be_used(model: str, tmp_path: Path, text: str) -> Non
     config.write_text(text)
     with pytest.raises(SettingsError, match=r"server\.toml"):
         load_settings(["--model", model, "--config", str(config)])
+
+
+def test_the_tower_beside_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tmp_path / "Some-4B-v2-Q4_K_M.gguf"
+    tower, second = tmp_path / "mmproj-Some-4B-F16.gguf", tmp_path / "mmproj-Some-4B-v2-Q8_0.gguf"
+    for path in (model, tmp_path / "mmproj-F16.gguf", tmp_path / "mmproj-Some-4-F16.gguf"):
+        path.touch()  # of others
+    assert find_mmproj(model) is None
+    tower.touch()
+    assert find_mmproj(model) == (tower if has_vision() else None)
+    settings, *_ = load_settings(["--model", str(model)])
+    assert settings.engine().mmproj == find_mmproj(model)
+    settings, *_ = load_settings(["--model", str(model), "--mmproj", "off"])
+    assert settings.engine().mmproj is None
+    second.touch()
+    settings, *_ = load_settings(["--model", str(model), "--mmproj", str(second)])
+    assert settings.engine().mmproj == second
+    assert find_mmproj(model) is None
+    assert "name one with --mmproj (mmproj-Some-4B-F16.gguf, mmproj-Some-4B-v2-Q8_0.gguf)" in caplog.text
+    with pytest.raises(SettingsError, match=r"mmproj.*none\.gguf is not a file; want an mmproj"):
+        load_settings(["--model", str(model), "--mmproj", str(tmp_path / "none.gguf")])
 
 
 def test_a_folder_with_one_model(tmp_path: Path) -> None:
