@@ -37,6 +37,7 @@ from urllib.parse import unquote, urlparse
 
 from qwen_serve.server import cuda_wheels
 from qwen_serve.server.about import cache_folder, data_folder
+from qwen_serve.server.build_machine import cards, first_line, nvcc, processor, processors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +46,6 @@ PACKAGE = "llama-cpp-python"
 BUILD_REQUIRES = ("scikit-build-core[pyproject]>=0.9.2",)
 """Its own `build-system.requires`; cmake and ninja are fetched, too, where there are none."""
 
-NVCC = Path("/usr/local/cuda/bin/nvcc")
 DEFAULT_CARD = "86"
 """The A10G, where CUDA is asked for and no card is there to tell."""
 
@@ -385,49 +385,6 @@ def requirement() -> str:
     else:
         wanted = importlib.metadata.requires("qwen-serve") or []
     return next(line for line in wanted if line.startswith(f"{PACKAGE}=="))
-
-
-def nvcc() -> Path | None:
-    """CUDA's compiler."""
-    found = shutil.which("nvcc")
-    return Path(found) if found else NVCC if NVCC.is_file() else None
-
-
-def cards() -> str:
-    """Compute capabilities of the cards that are there, such as "86;90"; "" without a card."""
-    said = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    found = {line.replace(".", "") for line in said.splitlines() if re.fullmatch(r"\d+\.\d+", line)}
-    return ";".join(sorted(found))
-
-
-def processor() -> str:
-    """What -march=native depends on."""
-    if sys.platform == "darwin":
-        return output_of("sysctl", "-n", "machdep.cpu.brand_string").strip()
-    about = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    wanted = r"(?m)^(?:cpu family|model|flags|Features|CPU (?:implementer|part))\s*:.*$"
-    lines = re.findall(wanted, about)
-    return f"{platform.machine()} {hashlib.sha256('|'.join(lines).encode()).hexdigest()[:16]}"
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def first_line(*command: str, line: int = 0) -> str:
-    """A line that a program prints; "" if there is no such program."""
-    said = output_of(*command).strip().splitlines()
-    return said[line] if said else ""
-
-
-def output_of(*command: str) -> str:
-    """What a program prints; "" if it fails or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:

@@ -139,14 +139,16 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
         check=True,
     )
     assert "-DGGML_NATIVE=OFF" in done.stdout
-    for needed in (
-        "pyproject.toml",
-        "patches",
-        "server/__init__.py",
-        "server/about.py",
-        "server/cuda_wheels.py",
-        "server/setup_llama.py",
-    ):
+    code = (
+        "import sys, qwen_serve.server.setup_llama; print(*(n for n in sys.modules if 'qwen_serve.s' in n))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = [name.removeprefix("qwen_serve.").replace(".", "/") for name in loaded.stdout.split()]
+    modules = ["server/__init__.py" if name == "server" else f"{name}.py" for name in names]
+    assert len(modules) > 3
+    for needed in ("pyproject.toml", "patches", *modules):
         assert re.search(rf"^COPY .*{re.escape(needed)}", before, re.MULTILINE), needed
 
 

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.server import setup_llama
+from qwen_serve.server import build_machine
 
 Flavour = Literal["cpu", "cuda"]
 
@@ -71,7 +71,7 @@ def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: b
         if missing := [name for name in names if not (build / "bin" / name).is_file()]:
             print(f"building {', '.join(missing)} ({flavour}): some minutes, once", file=sys.stderr)
             _run(_cmake(), "-S", sources, "-B", build, *CMAKE_OPTIONS, *options, *_backend(flavour))
-            jobs = str(setup_llama.processors())
+            jobs = str(build_machine.processors())
             _run(_cmake(), "--build", build, "--config", "Release", "-j", jobs, "--target", *names)
     return build / "bin"
 
@@ -84,7 +84,7 @@ def programs_of(sources: Path) -> list[str]:
 
 def this_machines_flavour() -> Flavour:
     """CUDA where there is a card and the system has nvcc; the toolkit of CUDA=pypi is not used."""
-    return "cuda" if setup_llama.cards() and setup_llama.nvcc() is not None else "cpu"
+    return "cuda" if build_machine.cards() and build_machine.nvcc() is not None else "cpu"
 
 
 def _backend(flavour: Flavour) -> list[str]:
@@ -93,8 +93,8 @@ def _backend(flavour: Flavour) -> list[str]:
     # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries
     return [
         "-DGGML_CUDA=ON",
-        f"-DCMAKE_CUDA_COMPILER={setup_llama.nvcc()}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={setup_llama.cards()}",
+        f"-DCMAKE_CUDA_COMPILER={build_machine.nvcc()}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={build_machine.cards()}",
         "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL",
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.server import cuda_wheels, setup_llama
+from qwen_serve.server import build_machine, cuda_wheels, setup_llama
 from qwen_serve.server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    monkeypatch.setattr(setup_llama, "NVCC", tmp_path / "none")
+    monkeypatch.setattr(build_machine, "NVCC", tmp_path / "none")
     return tools
 
 

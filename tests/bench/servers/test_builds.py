@@ -10,7 +10,7 @@ from qwen_serve.bench.cli import main
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.servers import builds
 from qwen_serve.bench.servers.builds import build_programs, this_machines_flavour
-from qwen_serve.server import setup_llama
+from qwen_serve.server import build_machine
 
 CMAKE = """#!/bin/sh
 PATH=/usr/bin:/bin
@@ -34,7 +34,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (made / "vendor" / "llama.cpp" / "tools" / tool).mkdir(parents=True)
         (made / "vendor" / "llama.cpp" / "tools" / tool / "CMakeLists.txt").write_text(text)
     monkeypatch.setattr(builds, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(setup_llama, "NVCC", Path("/no/nvcc"))
+    monkeypatch.setattr(build_machine, "NVCC", Path("/no/nvcc"))
     monkeypatch.setenv("PATCHES", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "path"))  # nothing else
     program(tmp_path, "cmake", CMAKE.format(log=tmp_path / "log", bin=made / "build" / "bin", status=0))

@@ -1,0 +1,57 @@
+"""The machine that builds: its compilers, cards and processors. Only the standard library is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+NVCC = Path("/usr/local/cuda/bin/nvcc")
+
+
+def nvcc() -> Path | None:
+    """CUDA's compiler."""
+    found = shutil.which("nvcc")
+    return Path(found) if found else NVCC if NVCC.is_file() else None
+
+
+def cards() -> str:
+    """Compute capabilities of the cards that are there, such as "86;90"; "" without a card."""
+    said = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = {line.replace(".", "") for line in said.splitlines() if re.fullmatch(r"\d+\.\d+", line)}
+    return ";".join(sorted(found))
+
+
+def processor() -> str:
+    """What -march=native depends on."""
+    if sys.platform == "darwin":
+        return output_of("sysctl", "-n", "machdep.cpu.brand_string").strip()
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    wanted = r"(?m)^(?:cpu family|model|flags|Features|CPU (?:implementer|part))\s*:.*$"
+    lines = re.findall(wanted, about)
+    return f"{platform.machine()} {hashlib.sha256('|'.join(lines).encode()).hexdigest()[:16]}"
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def first_line(*command: str, line: int = 0) -> str:
+    """A line that a program prints; "" if there is no such program."""
+    said = output_of(*command).strip().splitlines()
+    return said[line] if said else ""
+
+
+def output_of(*command: str) -> str:
+    """What a program prints; "" if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
