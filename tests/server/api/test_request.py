@@ -163,9 +163,17 @@ def test_a_number_that_is_too_large_is_found(number: str) -> None:
     assert decode(b'{"a": [1, [2.5, {"b": [-1e300]}], {}], "c": null}')["c"] is None
 
 
+@pytest.fixture(scope="module")
+def _frozen() -> None:
+    """What other tests have left is not looked through."""
+    gc.collect()
+    gc.freeze()
+
+
 MARKED: dict[str, Any] = {"role": "x", "content": "Hi", "a mark": {}}
 
 
+@pytest.mark.usefixtures("_frozen")
 @pytest.mark.parametrize(
     ("path", "status", "fields"),
     [
@@ -200,6 +208,7 @@ def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: d
         gc.enable()
 
 
+@pytest.mark.usefixtures("_frozen")
 @pytest.mark.parametrize("fields", [{}, {"temperature": -1}, {"prompt": [MARKED]}])
 def test_a_requests_state_is_freed_with_it(start: Start, fields: dict[str, Any]) -> None:
     """The scope holds the context for as long as it is answered: the context holds the scope."""
