@@ -94,19 +94,20 @@ class _File:
 
     def choose(self, names: Sequence[str], grams: Array) -> None:
         """For weights that read the same; `grams` [matrices, width, width]."""
-        found = {name: np.empty_like(self._weights.values(name)) for name in names}
+        values = {name: self._weights.values(name) for name in names}
+        rounded = {name: np.empty_like(values[name]) for name in names}
         for matrix, gram in enumerate(grams):
             inputs = Inputs(gram)
             for name in names:
                 self._progress.note(name)
-                self._round(name, matrix, inputs, found[name][matrix])
+                self._round(name, matrix, values[name][matrix], inputs, rounded[name][matrix])
         for name in names:
-            self._weights.set(name, found[name])
+            self._weights.set(name, rounded[name])
             self._progress.advance()
 
-    def _round(self, name: str, matrix: int, inputs: Inputs, out: Floats) -> None:
-        """Writes one matrix to the file, and what it stands for to `out` [rows, width]."""
-        tensor, values = self._tensors[name], self._weights.values(name)[matrix]
+    def _round(self, name: str, matrix: int, values: Floats, inputs: Inputs, out: Floats) -> None:
+        """Writes one matrix [rows, width] to the file, and what it stands for to `out`."""
+        tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
         step = max(1, PIECE_BYTES // (4 * values.shape[1]))
