@@ -1,0 +1,66 @@
+"""A server with several API keys: one that asks for much keeps nobody else waiting."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.marks import slow_but
+from tests.server.api.conftest import wait_until
+from tests.server.serving import EXACT, served
+
+if TYPE_CHECKING:
+    import httpx
+
+PATH = "/v1/completions"
+
+
+def body(prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **fields}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def ask(http: httpx.Client, name: str, **fields: Any) -> str:
+    answer = http.post(PATH, json=body(**fields), headers=key(name))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("policy", slow_but(["fair"], ["priority", "fair"]))
+def test_a_short_request_is_answered_before_another_key_s_long_ones(
+    nano_f32: Path, tmp_path: Path, policy: str
+) -> None:
+    """While one of them still streams; and all of them answer as alone."""
+    (tmp_path / "keys").write_text("bulk class=flex\neditor\n")
+    arguments = ("--model", nano_f32, "--parallel", "2", "--ctx-size", "8192", *EXACT)
+    keys = ("--scheduling-policy", policy, "--api-key-file", tmp_path / "keys")
+    prompts = [f"Number {number}. Once upon a time" for number in range(6)]
+    with served(*arguments, *keys) as http, ThreadPoolExecutor(len(prompts)) as pool:
+        alone = [ask(http, "bulk", prompt=prompt, tokens=150) for prompt in prompts]
+        short = ask(http, "editor", prompt="Hello", tokens=8)
+        stream = body(prompts[0], 150, stream=True, cache_prompt=False)
+        with http.stream("POST", PATH, json=stream, headers=key("bulk")) as answer:
+            lines = answer.iter_lines()
+            pieces = [json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]]
+            others = [
+                pool.submit(ask, http, "bulk", prompt=prompt, tokens=150, cache_prompt=False)
+                for prompt in prompts[1:]
+            ]
+            wait_until(lambda: "qwen_waiting_sequences 4.0" in http.get("/metrics").text)
+            assert ask(http, "editor", prompt="Hello", tokens=8) == short
+            assert not any(other.done() for other in others), "they came first"
+            for line in lines:
+                if line.startswith("data: {"):
+                    pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+        assert ["".join(pieces), *(other.result() for other in others)] == alone
+        metrics = http.get("/metrics").text
+    served_cost = [line for line in metrics.splitlines() if line.startswith("qwen_served_cost_total")]
+    costs = {line.split('"')[1]: float(line.split()[-1]) for line in served_cost}
+    assert costs["flex"] > costs["default"] > costs["priority"] == 0.0
