@@ -206,6 +206,32 @@ async def test_from_host_memory(nano_f32: Path) -> None:
         assert tokens == expected
 
 
+async def test_across_a_restart(nano_f32: Path, tmp_path: Path) -> None:
+    text, shown = random_prompt(random.Random(1), 30), picture(1, 16, 16)
+    first, second = (random_prompt(random.Random(seed), 20) for seed in (2, 3))
+    bare = Bare(nano_f32)
+    expected = bare.greedy([text, shown, second], N)
+    bare.close()
+    options: dict[str, Any] = {**EXACT, "ctx_size": 1024, "prefix_file": tmp_path / "prefixes"}
+    with running(nano_f32, **options) as engine:
+        await ask(engine, [text, shown, first], 4)
+    with running(nano_f32, **options) as engine:
+        tokens, cached = await ask(engine, [text, shown, second])
+    assert (tokens, cached) == (expected, len(text) + len(shown))
+
+
+async def test_deterministic_answers_do_not_depend_on_company(nano_f32: Path) -> None:
+    with running(nano_f32, deterministic=True, ctx_size=8192) as engine:
+        alone = [await ask(engine, prompt, 24) for prompt in PROMPTS]
+        together = await asyncio.gather(*(ask(engine, prompt, 24) for prompt in PROMPTS))
+        assert any(cached for _, cached in together)
+    with running(nano_f32, deterministic=True, ctx_size=8192) as engine:
+        afresh = await asyncio.gather(*(ask(engine, prompt, 24) for prompt in reversed(PROMPTS)))
+    answers = [tokens for tokens, _ in alone]
+    assert [tokens for tokens, _ in together] == answers
+    assert [tokens for tokens, _ in reversed(afresh)] == answers
+
+
 async def test_penalties_know_no_rows(nano_f32: Path) -> None:
     with running(nano_f32, **EXACT) as engine:
         tokens, _ = await ask(engine, PROMPTS[1], repetition_penalty=1.3)

@@ -1,0 +1,90 @@
+"""Pictures of pixels: encoded once while they are known, and no more of them than may be held."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.vision import ImageRows
+from qwen_serve.server.engine import GenerationError, QueueFull
+from qwen_serve.server.engine.encoder import PictureEncoder
+
+WIDTH = 8
+"""Elements of a row: 32 bytes."""
+
+
+class FakeTower:
+    """A row for each pixel of a column."""
+
+    fails = False
+
+    def prepare(self, rgb: npt.NDArray[np.uint8]) -> ImageRows:
+        return self.measure(*rgb.shape[1::-1])
+
+    def measure(self, width: int, height: int) -> ImageRows:
+        return ImageRows(height, height, np.zeros((4, height), np.int32), None)
+
+    def encode(self, rows: ImageRows) -> npt.NDArray[np.float32]:
+        if self.fails:
+            raise LlamaError("no memory")
+        return np.zeros((rows.n_rows, WIDTH), np.float32)
+
+    def close(self) -> None:
+        pass
+
+
+def encoder(cache_rows: int, identity: str = "a", tower: FakeTower | None = None) -> PictureEncoder:
+    cache_bytes, made = 4 * WIDTH * cache_rows, cast(Any, tower or FakeTower())
+    return PictureEncoder(made, side=16, identity=identity, cache_bytes=cache_bytes)
+
+
+def pixels(seed: int, height: int = 10, width: int = 5) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_a_known_picture_is_not_encoded_again() -> None:
+    made = encoder(25)
+    first = made.encode(pixels(1))
+    assert made.encode(pixels(1).copy()) is first
+    assert (made.encoded, made.cached) == (1, 1)
+    made.encode(pixels(2))
+    made.encode(pixels(3))  # there is room for two
+    made.encode(pixels(1))
+    assert (made.encoded, made.cached) == (4, 1)
+
+
+def test_what_tells_pictures_apart() -> None:
+    made, other = encoder(0), encoder(0, "b")
+    ids = [
+        made.encode(pixels(1)).ids,
+        made.encode(pixels(2)).ids,
+        made.encode(pixels(1).reshape(5, 10, 3)).ids * 2,  # the same bytes
+        other.encode(pixels(1)).ids,
+    ]
+    assert len({tuple(one) for one in ids}) == 4
+    assert made.encode(pixels(1)).ids == ids[0]  # known by what they show, encoded again or not
+    assert made.encode(pixels(1)[:, ::-1][:, ::-1]).ids == ids[0]
+
+
+def test_no_more_are_held_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qwen_serve.server.engine.encoder.IN_FLIGHT", 4 * WIDTH * 15)
+    made = encoder(0)
+    held = [made.encode(pixels(seed)) for seed in range(2)]
+    with pytest.raises(QueueFull, match="pictures of requests in flight take"):
+        made.encode(pixels(3))
+    held.pop()
+    made.encode(pixels(3))
+
+
+def test_what_llama_cpp_could_not_do() -> None:
+    tower = FakeTower()
+    made = encoder(10, tower=tower)
+    tower.fails = True
+    with pytest.raises(GenerationError, match="the picture could not be encoded: no memory"):
+        made.encode(pixels(1))
+    tower.fails = False
+    assert len(made.encode(pixels(1))) == 10
