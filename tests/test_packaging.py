@@ -224,6 +224,14 @@ def test_make_serve(tmp_path: Path, given: list[str], expected: str) -> None:
     assert expected in dry_run(tmp_path, "serve", *given).stdout
 
 
+@pytest.mark.parametrize("target", ["setup", "test"])
+def test_what_takes_a_minute_is_not_silent(tmp_path: Path, target: str) -> None:
+    printed = dry_run(tmp_path, target).stdout
+    installs = re.findall(r"^.* -m pip .*install .*-e .*$", printed, re.MULTILINE)
+    assert installs
+    assert not [line for line in installs if re.search(r" (-q|--quiet)\b", line)]
+
+
 @pytest.mark.parametrize("words", [["[MODEL=x.gguf]"], ["[MODEL=x.gguf", "HOST=0.0.0.0]"], ["[x]"]])
 def test_make_says_what_brackets_mean(tmp_path: Path, words: list[str]) -> None:
     done = dry_run(tmp_path, "serve", *words)
