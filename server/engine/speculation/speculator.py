@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .always import Always
 from .base import Draft, DraftRequest
-from .dflash import DflashDrafter
 from .health import DrafterHealth
-from .hidden import HiddenDrafter
-from .mtp import WIDEST, MtpDrafter
-from .ngram import NgramDrafter
+from .hidden_rows import COLLECT, HiddenRows
 from .policy import Option, Policy, Step
-from .times import StepTimer, StepTimes
+from .times import StepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,13 +18,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
-    from qwen_serve.llamacpp.draft import DraftContext
-    from qwen_serve.llamacpp.mtp import MtpContext
     from qwen_serve.server.engine.batch import Batch, Chunk
-    from qwen_serve.server.engine.planning.spec import DraftSpec
     from qwen_serve.server.engine.sampling import SampleResult
     from qwen_serve.server.engine.sequence import Sequence
-    from qwen_serve.server.engine.settings import EngineSettings
     from qwen_serve.server.engine.states import StateStore
 
     from .base import Drafter, DrafterState, DrafterStats
@@ -41,11 +32,6 @@ if TYPE_CHECKING:
 QUIET, SPARSE = 32, 8
 """Steps for which nobody is asked at most, where nobody may draft or a text has nothing to copy: a look is no
 small part of a short step."""
-
-COLLECT = 64
-"""Steps before its next draft from which on hidden rows are collected for a drafter, which guesses better
-with some text before its eyes. A cooldown must be twice as long for it to pay that none are: to change over
-takes a graph each time."""
 
 
 @dataclass(slots=True)
@@ -86,11 +72,6 @@ class Speculator:
         """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._policy = context, states, policy
         self._drafters = [DrafterHealth(drafter) for drafter in drafters]
-        self.hidden_drafters = [drafter for drafter in drafters if isinstance(drafter, HiddenDrafter)]
-        """Their states must go where the trunk's go."""
-        self._readers = [
-            (one, one.drafter) for one in self._drafters if isinstance(one.drafter, HiddenDrafter)
-        ]
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
         self._alive: set[Sequence] = set()
         """Sequences that were in a batch and have not ended."""
@@ -100,6 +81,9 @@ class Speculator:
         """None where the batch has no drafts."""
         self._drafting: tuple[Drafter, str] | None = None
         """Who drafted last, and what kind, as long as the consequences last."""
+        self._hidden = HiddenRows(context, states, self._drafters, policy, slots)
+        self.hidden_drafters = self._hidden.drafters
+        """Their states must go where the trunk's go."""
         self._timer = StepTimer(context, policy.times)
         self._quiet = 0
         """Steps for which nobody is asked, if they only decode for as many sequences."""
@@ -107,11 +91,8 @@ class Speculator:
         """Whether the batch is such a step."""
         self._waited = True
         """Whether somebody waited for the batch before: else the device may compute it first."""
-        self._collects = bool(self.hidden_drafters)
         self._stats: Mapping[str, DrafterStats] = {}
         """As last published: a new object each time, which nobody writes to, since any thread may read it."""
-        if self.hidden_drafters:
-            self._keep(True)
         self._publish()
 
     # --- before a step -------------------------------------------------------------------------------------
@@ -163,8 +144,8 @@ class Speculator:
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._policy.request_begins()
-        if self._readers:
-            self._collect_hidden()
+        if self.hidden_drafters:
+            self._hidden.choose(max(1, len(self._alive)), self._cooldown)
         if batch.prompt_tokens:
             for health in self._drafters:  # a new text is looked at once, whatever became of the last
                 health.fruitless = 0
@@ -239,7 +220,7 @@ class Speculator:
             ready = [
                 request.limit > 0 and health.call(False, drafter.can_draft, request) for request in requests
             ]
-            health.stats.unready += self._collects and not any(ready)
+            health.stats.unready += self._hidden.collects and not any(ready)
             kinds = [kind if is_ready else "" for is_ready in ready]
             option = Option(drafter, kinds, [min(request.limit, drafter.depth) for request in requests])
         return option if any(option.kinds) else None
@@ -285,28 +266,6 @@ class Speculator:
         health.succeeded()
         return drafts
 
-    def _collect_hidden(self) -> None:
-        """Have hidden rows kept, or not where those who read them will not draft for long."""
-        n = max(1, len(self._alive))
-        soon = 2 * COLLECT if self._collects else COLLECT
-        collects = any(
-            n <= reader.most and self._cooldown(health, n) <= soon for health, reader in self._readers
-        )
-        if collects is not self._collects:
-            self.catch_up()  # the next batch may leave nothing where rows are now
-            self._collects = collects
-            self._keep(collects)
-            if not collects:
-                for health, reader in self._readers:
-                    health.call(None, reader.pause)
-
-    def _keep(self, keep: bool) -> None:
-        if any(not reader.layers for reader in self.hidden_drafters):
-            self._context.keep_hidden(keep)
-        for reader in self.hidden_drafters:
-            if reader.layers:
-                self._context.keep_layers(reader.layers, keep)
-
     # --- after a step --------------------------------------------------------------------------------------
 
     def verify(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float) -> list[int]:
@@ -318,12 +277,11 @@ class Speculator:
         if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
         alone, self._waited = self._waited, batch.n_rows > 0
-        if self._is_quiet and not self._collects:
+        if self._is_quiet and not self._hidden.collects:
             self._timer.skip()
             return [chunk.start + 1 for chunk in chunks]
-        if self._collects:
-            for health, reader in self._readers:
-                self._collect(health, reader, batch, sampled)
+        if self._hidden.collects:
+            self._hidden.collect(batch, sampled, len(self._alive))
         if self._proposal is not None:
             held = [self._roll_back(self._proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
@@ -353,60 +311,8 @@ class Speculator:
             held = 0
         proposal.rollback += self._clock() - started
         if held < chunk.start + chunk.count + right:
-            for health, reader in self._readers:
-                self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
+            self._hidden.rolled_back(slot, held)
         return held
-
-    def _collect(
-        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
-    ) -> None:
-        """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
-        rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
-        if len(self._alive) > reader.most:  # who drafts for fewer than run reads nothing
-            return
-        wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
-        on_host: list[int] = []
-        try:
-            reach = self._reach(health, reader, len(batch.chunks))
-            for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
-                slot, right = chunk.sequence.slot, chunk.count + new.accepted
-                if slot is None or slot >= self._slots:
-                    continue
-                left = len(chunk.sequence.tokens) - chunk.start - right
-                if left >= reach:
-                    continue
-                skipped = max(0, right + left - reach)
-                batch_indices = placement.batch_indices[skipped:right]
-                rows = self._rows(reader, batch.n_tokens, batch_indices)
-                wanted.append((slot, chunk.start + skipped, rows))
-                if callable(rows):
-                    on_host += batch_indices[:1]
-        except Exception as error:
-            health.begin_anew(error)
-            return
-        if wanted:
-            read = partial(_read, health, reader, wanted)
-            if batch.prompt_tokens:
-                self._states.deferred.put_off(read, min(on_host, default=None))
-            else:
-                self._states.deferred.in_turn(read)
-
-    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
-        """How many of the newest tokens a drafter is given to read: few where it lost last, since most
-        retries fail."""
-        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
-
-    def _rows(
-        self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
-    ) -> Rows | Callable[[], Rows]:
-        """What a reader wants of the rows at `batch_indices` of the last batch, which has so many tokens:
-        where they stay, or what gets them when they are computed."""
-        context = self._context
-        if not reader.layers:
-            return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: these rows are llama.cpp's
-        if context.ring is None:
-            return partial(context.layer_inputs, reader.layers, batch_indices)
-        return context.layer_inputs(reader.layers, batch_indices)  # the next batch has others
 
     def _learn(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None) -> None:
         """`seconds` is None where they are those of the batch before, too."""
@@ -500,56 +406,3 @@ class Speculator:
         n = max(1, self._n)
         cools = n > min(health.drafter.most, self._slots) or self._policy.cooldown(health.drafter, n)
         return "cooldown" if cools else "active"
-
-
-def _read(
-    health: DrafterHealth,
-    reader: HiddenDrafter,
-    wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
-) -> None:
-    """Give it rows, from a position in a slot on; where some are lost, it begins anew."""
-    try:
-        for slot, start, rows in wanted:
-            reader.collect(slot, start, rows() if callable(rows) else rows)
-    except Exception as error:
-        health.begin_anew(error)
-
-
-def build_speculator(
-    settings: EngineSettings,
-    context: Context,
-    head: MtpContext | None,
-    states: StateStore,
-    *,
-    slots: int,
-    most_rows: int,
-    clock: Callable[[], float],
-    draft: tuple[DraftContext, DraftSpec] | None = None,
-) -> Speculator:
-    """Drafters and policy as the settings want them; without a `head` or a draft model (`draft`) the text
-    alone is drafted from.
-
-    Slots below `slots` can be rolled back; `most_rows` bounds a verification; the `clock` is what
-    `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
-    """
-    drafters: list[Drafter] = []
-    if settings.speculation in ("both", "ngram"):
-        drafters.append(NgramDrafter(settings.draft_max, slots))
-    if draft is not None:
-        drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
-    if head is not None:
-        drafters.append(
-            MtpDrafter(
-                head,
-                settings.draft_window,
-                depth=settings.mtp_depth,
-                slots=settings.parallel,
-                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel),
-                # where the host reads the rows, it computes them, too, and one that counts for nothing costs
-                widest=WIDEST if head.samplers.active else 0,
-            )
-        )
-    times = StepTimes()
-    policy = Always(times) if settings.draft_always else Policy(times)
-    rows = min(most_rows, context.n_batch)
-    return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

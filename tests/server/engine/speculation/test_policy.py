@@ -17,8 +17,9 @@ from qwen_serve.server.engine.sequence import SequenceStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
 from qwen_serve.server.engine.speculation.always import Always
 from qwen_serve.server.engine.speculation.cooldown import Cooldown
+from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
 from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST, Option, Policy, Step
-from qwen_serve.server.engine.speculation.speculator import COLLECT, SPARSE
+from qwen_serve.server.engine.speculation.speculator import SPARSE
 from qwen_serve.server.engine.speculation.times import StepTimes
 from tests.server.engine.speculation.card import World, on_h200
 

@@ -1,0 +1,65 @@
+"""The speculator of an engine, as its settings want it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .always import Always
+from .dflash import DflashDrafter
+from .mtp import WIDEST, MtpDrafter
+from .ngram import NgramDrafter
+from .policy import Policy
+from .speculator import Speculator
+from .times import StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.llamacpp.draft import DraftContext
+    from qwen_serve.llamacpp.mtp import MtpContext
+    from qwen_serve.server.engine.planning.spec import DraftSpec
+    from qwen_serve.server.engine.settings import EngineSettings
+    from qwen_serve.server.engine.states import StateStore
+
+    from .base import Drafter
+
+
+def build_speculator(
+    settings: EngineSettings,
+    context: Context,
+    head: MtpContext | None,
+    states: StateStore,
+    *,
+    slots: int,
+    most_rows: int,
+    clock: Callable[[], float],
+    draft: tuple[DraftContext, DraftSpec] | None = None,
+) -> Speculator:
+    """Drafters and policy as the settings want them; without a `head` or a draft model (`draft`) the text
+    alone is drafted from.
+
+    Slots below `slots` can be rolled back; `most_rows` bounds a verification; the `clock` is what
+    `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
+    """
+    drafters: list[Drafter] = []
+    if settings.speculation in ("both", "ngram"):
+        drafters.append(NgramDrafter(settings.draft_max, slots))
+    if draft is not None:
+        drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
+    if head is not None:
+        drafters.append(
+            MtpDrafter(
+                head,
+                settings.draft_window,
+                depth=settings.mtp_depth,
+                slots=settings.parallel,
+                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel),
+                # where the host reads the rows, it computes them, too, and one that counts for nothing costs
+                widest=WIDEST if head.samplers.active else 0,
+            )
+        )
+    times = StepTimes()
+    policy = Always(times) if settings.draft_always else Policy(times)
+    rows = min(most_rows, context.n_batch)
+    return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

@@ -1,0 +1,141 @@
+"""The hidden rows that drafters read: which are kept, and who is given them when."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .hidden import HiddenDrafter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.sampling import SampleResult
+    from qwen_serve.server.engine.states import StateStore
+
+    from .health import DrafterHealth
+    from .policy import Policy
+
+    Rows = npt.NDArray[Any]
+
+COLLECT = 64
+"""Steps before its next draft from which on hidden rows are collected for a drafter, which guesses better
+with some text before its eyes. A cooldown must be twice as long for it to pay that none are: to change over
+takes a graph each time."""
+
+
+class HiddenRows:
+    """Of the trunk's batches, for those drafters that read them in the first `slots`."""
+
+    def __init__(
+        self,
+        context: Context,
+        states: StateStore,
+        drafters: ListLike[DrafterHealth],
+        policy: Policy,
+        slots: int,
+    ) -> None:
+        self._context, self._states, self._policy, self._slots = context, states, policy, slots
+        self._readers = [(one, one.drafter) for one in drafters if isinstance(one.drafter, HiddenDrafter)]
+        self.drafters = [reader for _, reader in self._readers]
+        self.collects = bool(self._readers)
+        """Whether they are kept: a graph of its own."""
+        if self.collects:
+            self._keep(True)
+
+    def choose(self, n: int, cooldown: Callable[[DrafterHealth, int], int]) -> None:
+        """Have rows kept for `n` sequences, or not where those who read them will not draft for long."""
+        soon = 2 * COLLECT if self.collects else COLLECT
+        collects = any(n <= reader.most and cooldown(health, n) <= soon for health, reader in self._readers)
+        if collects is not self.collects:
+            self._states.deferred.clear_up()  # the next batch may leave nothing where rows are now
+            self.collects = collects
+            self._keep(collects)
+            if not collects:
+                for health, reader in self._readers:
+                    health.call(None, reader.pause)
+
+    def _keep(self, keep: bool) -> None:
+        if any(not reader.layers for reader in self.drafters):
+            self._context.keep_hidden(keep)
+        for reader in self.drafters:
+            if reader.layers:
+                self._context.keep_layers(reader.layers, keep)
+
+    def rolled_back(self, slot: int, held: int) -> None:
+        """A slot has lost its last tokens, all but `held`."""
+        for health, reader in self._readers:
+            self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
+
+    def collect(self, batch: Batch, sampled: ListLike[SampleResult], n_alive: int) -> None:
+        """Give the readers what was right of a batch, while `n_alive` sequences run."""
+        for health, reader in self._readers:
+            if n_alive <= reader.most:  # who drafts for fewer than run reads nothing
+                self._collect(health, reader, batch, sampled)
+
+    def _collect(
+        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
+    ) -> None:
+        """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
+        rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
+        wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
+        on_host: list[int] = []
+        try:
+            reach = self._reach(health, reader, len(batch.chunks))
+            for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
+                slot, right = chunk.sequence.slot, chunk.count + new.accepted
+                if slot is None or slot >= self._slots:
+                    continue
+                left = len(chunk.sequence.tokens) - chunk.start - right
+                if left >= reach:
+                    continue
+                skipped = max(0, right + left - reach)
+                batch_indices = placement.batch_indices[skipped:right]
+                rows = self._rows(reader, batch.n_tokens, batch_indices)
+                wanted.append((slot, chunk.start + skipped, rows))
+                if callable(rows):
+                    on_host += batch_indices[:1]
+        except Exception as error:
+            health.begin_anew(error)
+            return
+        if wanted:
+            read = partial(_read, health, reader, wanted)
+            if batch.prompt_tokens:
+                self._states.deferred.put_off(read, min(on_host, default=None))
+            else:
+                self._states.deferred.in_turn(read)
+
+    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
+        """How many of the newest tokens a drafter is given to read: few where it lost last, since most
+        retries fail."""
+        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
+
+    def _rows(
+        self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
+    ) -> Rows | Callable[[], Rows]:
+        """What a reader wants of the rows at `batch_indices` of the last batch, which has so many tokens:
+        where they stay, or what gets them when they are computed."""
+        context = self._context
+        if not reader.layers:
+            return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: these rows are llama.cpp's
+        if context.ring is None:
+            return partial(context.layer_inputs, reader.layers, batch_indices)
+        return context.layer_inputs(reader.layers, batch_indices)  # the next batch has others
+
+
+def _read(
+    health: DrafterHealth,
+    reader: HiddenDrafter,
+    wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
+) -> None:
+    """Give it rows, from a position in a slot on; where some are lost, it begins anew."""
+    try:
+        for slot, start, rows in wanted:
+            reader.collect(slot, start, rows() if callable(rows) else rows)
+    except Exception as error:
+        health.begin_anew(error)
