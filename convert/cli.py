@@ -172,6 +172,7 @@ def _command(target: Target | None, source: str, arguments: argparse.Namespace) 
         "--target-kld": target.divergence,
         "--target-ms": target.milliseconds,
         "--for": target.card,
+        "--method": arguments.method if arguments.method != METHODS[0] else None,
         "--keep-vocab": arguments.keep_vocab,
         "--calibration": arguments.calibration.name if arguments.calibration else None,
     }

@@ -96,3 +96,13 @@ def test_a_missing_calibration_file(checkpoint: Path, capsys: pytest.CaptureFixt
 def test_a_method_is_for_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--src", "models/nano", "--quant", "F16", "--method", "compensated"]) == 1
     assert "--method compensated wants a --quant that is quantized" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["nearest", "compensated"])
+def test_the_evidence_of_a_search_names_the_method(method: str) -> None:
+    given = ["--quant", "auto", "--target-size", "4MB", "--method", method]
+    arguments = cli._parser().parse_args(given)
+    command = cli._command(cli.select_target(arguments), "models/nano", arguments)
+    assert ("--method compensated" in command) == (method == "compensated")
+    again = cli._parser().parse_args(command.split()[1:])
+    assert (again.method, again.target_size) == (method, arguments.target_size)
