@@ -15,6 +15,7 @@ from qwen_serve.server.api.connection import BoundedProtocol
 from tests.server.api.conftest import Server, Start, wait_until
 
 ENDLESS = list(range(97, 107)) * 10_000
+FOR_EVER = f'{{"prompt": "a", "max_tokens": {len(ENDLESS)}}}'
 GET = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -140,7 +141,7 @@ def test_a_client_that_leaves_behind_a_pipelined_request(
 def test_what_is_pipelined_has_a_limit(start_shared: Start) -> None:
     server = start_shared(lambda _: ENDLESS, delay=0.002)
     with connected(server) as client:
-        client.sendall(post(f'{{"prompt": "a", "max_tokens": {len(ENDLESS)}}}'))
+        client.sendall(post(FOR_EVER))
         wait_until(lambda: len(server.engine.running) == 1)
         send_as_far_as_possible(client, [GET * 500] * 100)
         with suppress(ConnectionError):
@@ -243,7 +244,7 @@ def test_connections_have_a_limit(start: Start, caplog: pytest.LogCaptureFixture
         assert httpx.get(f"{server.url}/ping").status_code == 200
         assert "an idle one is closed" in caplog.text
         for _ in range(8):
-            stack.enter_context(connected(server)).sendall(post('{"prompt": "x"}'))
+            stack.enter_context(connected(server)).sendall(post(FOR_EVER))
         wait_until(lambda: len(server.engine.running) == 8)
         with connected(server) as late:
             late.sendall(post('{"prompt": "x"}'))
