@@ -252,3 +252,5 @@ def test_the_plan_counts_the_tower(nano_f32: Path, mmproj: Path) -> None:
         assert str(mmproj) in str(engine.plan)
     assert 0 < after.weights - before.weights <= mmproj.stat().st_size
     assert after.compute > before.compute
+    assert (before.pictures, after.pictures) == (0, 256 * 2**20)
+    assert after.hidden == before.hidden

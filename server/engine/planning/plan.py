@@ -60,6 +60,8 @@ class Usage:
     """llama.cpp's table of cells."""
     hidden: int = 0
     """Hidden states that wait for the MTP head and for a draft model."""
+    pictures: int = 0
+    """Rows of pictures that were encoded, kept for when they come again."""
     saved: int = 0
     """What the prefix cache may put aside in host memory."""
 
@@ -85,6 +87,7 @@ class Usage:
             "recurrent states": self.states + self.materializing,
             "compute buffers": self.compute,
             "hidden states for drafters": self.hidden,
+            "rows of pictures": self.pictures,
             "saved by the prefix cache": self.saved,
         }
 
@@ -252,7 +255,7 @@ def arrange(
         holder = usages[0] if settings.mmproj_offload else host
         holder.weights += tower.weights
         holder.compute += tower.compute
-        host.hidden += settings.image_cache_mib * MIB
+        host.pictures = settings.image_cache_mib * MIB
     if (draft := spec.draft) is not None:
         cells = draft_cells(settings, draft)
         last.add(draft.part, settings, cells)
