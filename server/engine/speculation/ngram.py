@@ -6,6 +6,7 @@ latest occurrence of its last tokens is found by `str.rfind`: 1 us in 2,000 toke
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,8 +63,8 @@ class Lookup:
             return []
         period = len(self.tokens) - self.source
         follows = self.tokens[self.source : self.source + n]
-        if picture := next((i for i, token in enumerate(follows) if token < 0), 0):
-            return follows[:picture]
+        if min(follows, default=0) < 0:  # rows of a picture, which no answer has
+            return list(takewhile(lambda token: token >= 0, follows))
         return follows if n <= period else (follows * -(-n // period))[:n]
 
     @property

@@ -78,6 +78,15 @@ def test_a_period_goes_on_past_the_end() -> None:
     assert lookup.match == 18, "the occurrence moves along"
 
 
+def test_no_row_of_a_picture_is_drafted() -> None:
+    lookup = Lookup([1, 2, 3, 4, -7, -8, 5, 6, 1, 2, 3])
+    lookup.update()
+    assert lookup.continuation(8) == [4]
+    lookup.tokens.append(4)  # and now the picture itself would be next
+    lookup.update()
+    assert lookup.continuation(8) == []
+
+
 def test_of_equal_matches_the_latest_counts() -> None:
     lookup = Lookup([0, 1, 2, 3, 9, 0, 1, 2, 4, 8, 0, 1, 2])
     lookup.update()
