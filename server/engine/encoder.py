@@ -12,7 +12,7 @@ from cachetools import LRUCache
 
 from qwen_serve.llamacpp.errors import LlamaError
 
-from .errors import GenerationError, QueueFull
+from .errors import EngineDead, GenerationError, QueueFull
 from .pictures import Picture, row_ids
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ IN_FLIGHT = 2 * 1024**3
 
 
 class PictureEncoder:
-    """Any thread may call; whoever comes while a picture is encoded waits. The engine's steps do not."""
+    """Any thread may call; whoever has a picture to encode while another is encoded waits. The engine's steps
+    do not, nor does who comes with a picture that is known."""
 
     def __init__(self, tower: VisionTower, *, side: int, identity: str, cache_bytes: int) -> None:
         """`side`: pixels along either side of a token. `identity`: of the tower and of how it is used, which
@@ -35,7 +36,11 @@ class PictureEncoder:
         self.side = side
         self._tower, self._identity = tower, identity.encode()
         self._cache: LRUCache[bytes, Picture] = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
+        self._encoding = Lock()
+        """Of whoever encodes: a tower does it for one at a time."""
         self._lock = Lock()
+        """Of what is here, and of towers that measure: held for a moment, also by whoever has the other."""
+        self._closed = False
         self._most = cache_bytes + IN_FLIGHT
         self._held = 0
         """Bytes of rows that somebody has, a request or the cache; those in `_released` not any more."""
@@ -45,31 +50,36 @@ class PictureEncoder:
         """Pictures, and those that had been encoded before."""
 
     def measure(self, rgb: npt.NDArray[np.uint8]) -> int:
-        """Tokens that a picture of shape [height, width, 3] will have. Raises GenerationError."""
+        """Tokens that a picture of shape [height, width, 3] will have. Raises as `encode` does."""
         height, width, _ = rgb.shape
-        try:
-            return self._tower.measure(width, height).n_rows
-        except LlamaError as error:
-            raise GenerationError(f"the picture could not be measured: {error}") from error
+        with self._lock:
+            self._check_open()
+            try:
+                return self._tower.measure(width, height).n_rows
+            except LlamaError as error:
+                raise GenerationError(f"the picture could not be measured: {error}") from error
 
     def encode(self, rgb: npt.NDArray[np.uint8]) -> Picture:
-        """A picture of shape [height, width, 3]. Raises GenerationError where llama.cpp fails, and QueueFull
-        while requests hold the rows of as many as may be."""
+        """A picture of shape [height, width, 3]. Raises GenerationError where llama.cpp fails, QueueFull
+        while requests hold the rows of as many as may be, and EngineDead once it is closed."""
         size = b"%d x %d " % rgb.shape[:2]
         digest = hashlib.sha256(self._identity + size)
         digest.update(rgb.data if rgb.flags.c_contiguous else rgb.tobytes())
         key = digest.digest()
-        with self._lock:
-            if (known := self._cache.get(key)) is not None:
-                self.cached += 1
+        if (known := self._known(key)) is not None:
+            return known
+        with self._encoding:
+            if (known := self._known(key)) is not None:  # by now
                 return known
-            while self._released:
-                self._held -= self._released.popleft()
-            if self._held >= self._most:
-                raise QueueFull(
-                    f"pictures of requests in flight take {self._held // 2**20:,} MiB, as many as may; "
-                    "try again later"
-                )
+            with self._lock:
+                self._check_open()
+                while self._released:
+                    self._held -= self._released.popleft()
+                if self._held >= self._most:
+                    raise QueueFull(
+                        f"pictures of requests in flight take {self._held // 2**20:,} MiB, as many as may; "
+                        "try again later"
+                    )
             try:
                 prepared = self._tower.prepare(rgb)
                 rows = self._tower.encode(prepared)
@@ -77,14 +87,26 @@ class PictureEncoder:
                 raise GenerationError(f"the picture could not be encoded: {error}") from error
             ids = row_ids(key, prepared.n_rows)
             picture = Picture(ids, rows, prepared.positions, prepared.n_pos)
-            self._held += rows.nbytes
             finalize(picture, self._released.append, rows.nbytes)
-            if rows.nbytes <= self._cache.maxsize:
-                self._cache[key] = picture
-            self.encoded += 1
+            with self._lock:
+                self._held += rows.nbytes
+                if rows.nbytes <= self._cache.maxsize:
+                    self._cache[key] = picture
+                self.encoded += 1
             return picture
 
-    def close(self) -> None:
-        """Waits for the picture that is being encoded, and frees the tower."""
+    def _known(self, key: bytes) -> Picture | None:
         with self._lock:
+            if (known := self._cache.get(key)) is not None:
+                self.cached += 1
+            return known
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
+
+    def close(self) -> None:
+        """Waits for the picture that is being encoded, and frees the tower. Idempotent."""
+        with self._encoding, self._lock:
+            self._closed = True
             self._tower.close()

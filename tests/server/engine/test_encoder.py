@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.vision import ImageRows
-from qwen_serve.server.engine import GenerationError, QueueFull
+from qwen_serve.server.engine import EngineDead, GenerationError, QueueFull
 from qwen_serve.server.engine.encoder import PictureEncoder
 
 WIDTH = 8
@@ -88,3 +91,66 @@ def test_what_llama_cpp_could_not_do() -> None:
         made.encode(pixels(1))
     tower.fails = False
     assert len(made.encode(pixels(1))) == 10
+
+
+class SlowTower(FakeTower):
+    """Takes until `go` to encode; what llama.cpp would crash at fails."""
+
+    def __init__(self) -> None:
+        self.began, self.go, self.closed = Event(), Event(), False
+
+    def measure(self, width: int, height: int) -> ImageRows:
+        assert not self.closed
+        return super().measure(width, height)
+
+    def encode(self, rows: ImageRows) -> npt.NDArray[np.float32]:
+        self.began.set()
+        assert self.go.wait(20)
+        assert not self.closed
+        return super().encode(rows)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_nothing_is_encoded_by_a_tower_that_is_freed(threads: ThreadPoolExecutor) -> None:
+    tower = SlowTower()
+    made = encoder(25, tower=tower)
+    first = threads.submit(made.encode, pixels(1))
+    assert tower.began.wait(20)
+    closed = threads.submit(made.close)
+    others: list[Future[Any]] = [threads.submit(made.encode, pixels(seed)) for seed in range(2, 6)]
+    assert not closed.done()
+    tower.go.set()
+    assert len(first.result(20)) == 10
+    closed.result(20)
+    made.close()
+    for other in others:
+        if (error := other.exception(20)) is not None:  # it came before the end, or after
+            assert isinstance(error, EngineDead)
+    for late in (made.encode, made.measure):
+        with pytest.raises(EngineDead, match="the engine was closed"):
+            late(pixels(9))
+
+
+def test_a_known_picture_waits_for_nobody(threads: ThreadPoolExecutor) -> None:
+    tower = SlowTower()
+    made = encoder(25, tower=tower)
+    tower.go.set()
+    known = made.encode(pixels(1))
+    tower.began.clear()
+    tower.go.clear()
+    other = threads.submit(made.encode, pixels(2))
+    assert tower.began.wait(20)
+    try:
+        assert threads.submit(made.encode, pixels(1)).result(10) is known
+        assert threads.submit(made.measure, pixels(3)).result(10) == 10
+    finally:
+        tower.go.set()
+    assert len(other.result(20)) == 10
