@@ -186,4 +186,5 @@ class RequestQueue:
         tenant.waiting = [entry for entry in tenant.waiting if entry[2] is not sequence]
         if not tenant.waiting:
             del self._backlogged[self.counters.name(sequence)]
+            self.counters.last = tenant
         return tenant

@@ -164,6 +164,8 @@ class Sequence:
     """Its number in the queue's order of arrival; 0 before it came and once it is over."""
     charged: tuple[int, int] = field(init=False, default=(0, 0))
     """Prompt tokens and written tokens that its tenant has been charged for."""
+    uncounted: float = field(init=False, default=0.0)
+    """What it has cost that is not in its service tier's sum yet."""
     aged: bool = field(init=False, default=False)
     """It was admitted for having waited long, and keeps its slot."""
     prompt_length: int = field(init=False)

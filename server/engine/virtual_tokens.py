@@ -37,8 +37,10 @@ class VirtualTokenCounters:
     """A counter for each tenant, which grows by what its requests cost, divided by its share.
 
     A request costs the prompt tokens that were computed for it and those that it wrote, each of them as many
-    as a step takes for it rather than for one of a prompt. Who was idle begins at the lowest counter of those
-    who are not: nothing is saved up. Charged is when somebody asks, and not in every step.
+    as a step takes for it rather than for one of a prompt. Whoever has nobody waiting begins at the lowest
+    counter of those who have: nothing is saved up, and who used what others left owes nothing for it. It
+    begins no lower than an average tenant has got, either, the virtual time of weighted fair queueing: so a
+    stream of newcomers keeps nobody waiting for ever. Charged is when somebody asks, and not in every step.
 
     `running` are the sequences that have a slot; with `apart` False all of them are one tenant's.
     """
@@ -49,6 +51,10 @@ class VirtualTokenCounters:
         self._running, self._apart = running, apart
         self._tenants: dict[str, Tenant] = {}
         self._active = 0
+        self._average = 0.0
+        """What a tenant that was never idle would have got on average."""
+        self.last: Tenant | None = None
+        """Whose last waiting request left the queue last."""
         self._written = WRITTEN
 
     def name(self, sequence: Sequence) -> str:
@@ -66,25 +72,31 @@ class VirtualTokenCounters:
     def arrived(self, sequence: Sequence) -> None:
         """A new request."""
         name = self.name(sequence)
+        if not self._active:  # nobody is owed anything
+            self._tenants, self._average, self.last = {}, 0.0, None
         tenant = self._tenants.get(name)
-        if tenant is None or not tenant.requests:
+        if tenant is None or not tenant.waiting:
             self.settle()
-            floor = min((one.counter for one in self._tenants.values() if one.requests), default=0.0)
-            if not self._active:  # nobody is owed anything
-                self._tenants = {}
-            elif len(self._tenants) > 2 * self._active:
+            floor = max(self._average, self._lowest())
+            if len(self._tenants) > 2 * self._active:
                 owing = {
                     key: one for key, one in self._tenants.items() if one.requests or one.counter > floor
                 }
                 self._tenants = owing
             tenant = self._tenants.setdefault(name, Tenant())
             tenant.counter = max(tenant.counter, floor)
-            self._active += 1
+        self._active += not tenant.requests
         tenant.requests += 1
+
+    def _lowest(self) -> float:
+        """The counter of those who have somebody waiting; where nobody has, of who had last."""
+        waiting = (one.counter for one in self._tenants.values() if one.waiting)
+        return min(waiting, default=0.0 if self.last is None else self.last.counter)
 
     def left(self, sequence: Sequence) -> None:
         """A request is over."""
         self.charge(sequence)
+        self._count(sequence)
         tenant = self.of(sequence)
         tenant.requests -= 1
         self._active -= not tenant.requests
@@ -100,8 +112,15 @@ class VirtualTokenCounters:
         if sequence.slot is not None or prompt:
             sequence.charged = sequence.prompt_length - (sequence.reused or 0), sequence.generated
         cost = sequence.charged[0] - prompt + self._written * (sequence.charged[1] - written)
-        self.served[sequence.scheduling.service_tier] += cost
         self.of(sequence).counter += cost / sequence.scheduling.share
+        self._average += cost / sequence.scheduling.share / self._active
+        sequence.uncounted += cost
+        if sequence.reused is not None:  # before, a part may turn out to be in the prefix cache
+            self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
+        self.served[sequence.scheduling.service_tier] += sequence.uncounted
+        sequence.uncounted = 0.0
 
     def decoded(self, tokens: int, seconds: float, each: float) -> None:
         """A step wrote so many tokens; `each`: seconds that a prompt token takes, 0 if nobody knows."""

@@ -56,6 +56,10 @@ def test_each_format(kind: str) -> None:
     assert np.abs(pixels[3, 5].astype(int) - BLUE).max() <= near
 
 
+def test_a_progressive_jpeg() -> None:
+    assert np.abs(given(scans(20)).pixels()[0, 0].astype(int) - RED).max() <= 5
+
+
 def test_it_is_turned_as_exif_says() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera stood on its right side
@@ -113,6 +117,12 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + data + chunk(b"IEND", b"")
 
 
+def scans(n: int) -> bytes:
+    """A progressive JPEG whose last scan is there so many times more; decoders take it."""
+    data = saved(Image.new("RGB", (64, 64), "red"), "JPEG", progressive=True)
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * n + b"\xff\xd9"
+
+
 BAD: dict[str, tuple[str | bytes, str]] = {
     "an address": ("https://example.com/a.png", "must be a data URL .*; addresses are not fetched"),
     "a file": ("file:///etc/passwd", "must be a data URL"),
@@ -126,6 +136,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "a bomb": (bomb(50_000, 50_000), r"could not be decoded: Image size \(2500000000 pixels\) exceeds"),
     "a large bomb": (bomb(8192, 4097), "has 8192 x 4097 pixels; at most 33,554,432 are decoded"),
     "promises": (bomb(4000, 4000), "could not be decoded: "),
+    "a bomb of time": (scans(1000), "has 1,010 scans; a JPEG may have at most 100"),
     "a line": (saved(Image.new("L", (10_000, 1))), "has 10000 x 1 pixels; one side may be at most 200 times"),
 }
 
