@@ -37,6 +37,9 @@ MAX_PIXELS = 2**25
 MAX_RATIO = 200
 """Of a picture's sides, as transformers has it (smart_resize)."""
 
+MAX_SCANS = 100
+"""Of a JPEG, which has ten if it is progressive: each, of a dozen bytes, takes a pass over all its pixels."""
+
 LOW_PIXELS = 512 * 512
 """Of a picture of `detail` low, which is made so small."""
 
@@ -111,6 +114,8 @@ class GivenPicture:
                 raise self._wrong(
                     f"has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other"
                 )
+            if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+                raise self._wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
             image.load()
             turned = ImageOps.exif_transpose(image)
             if self.detail == "low" and width * height > LOW_PIXELS:

@@ -175,6 +175,53 @@ def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
     assert len(simulation.queue.counters._tenants) <= 20
 
 
+def test_a_stream_of_newcomers_leaves_nothing_behind_and_keeps_nobody_waiting_for_ever() -> None:
+    simulation = Simulation("fair", slots=2)
+    for _ in range(3):
+        simulation.add("old", 200, 200)
+    simulation.advance(150)
+    late = simulation.add("old", 8, 8)
+    newcomers = 0
+    for _ in range(3000):
+        while len(simulation.queue) < 20:
+            simulation.add(f"{newcomers}", 8, 2)
+            newcomers += 1
+        simulation.advance(1)
+    assert newcomers > 1000
+    assert late.generated == 8
+    assert len(simulation.queue.counters._tenants) <= 100
+
+
+def test_who_used_what_others_left_owes_nothing_for_it() -> None:
+    simulation = Simulation("fair", slots=8)
+    for _ in range(600):
+        simulation.add("batch", 50, 50)
+    chat = simulation.add("chat", 5, 200)
+    for _ in range(200):
+        if chat.generated >= 180:  # never idle, and never asks for its share
+            chat = simulation.add("chat", 5, 200)
+        simulation.advance(5)
+    before = simulation.served["batch"]
+    for _ in range(300):
+        simulation.add("new", 50, 50)
+    simulation.advance(300)
+    assert simulation.served["batch"] - before == pytest.approx(simulation.served["new"], rel=0.1)
+
+
+def test_what_was_served_never_falls_where_a_prompt_is_found_in_the_cache() -> None:
+    world = World(slots=1, ids=4)
+    served = [0.0]
+    for _ in range(3):
+        world.add(range(100), 4)
+        while world.scheduler.running or world.scheduler.waiting:
+            served.append(world.scheduler.waiting.counters.served["default"])
+            world.scheduler.waiting.counters.charge((*world.scheduler.running, *world.scheduler.waiting)[0])
+            world.step()
+    counters = world.scheduler.waiting.counters
+    assert served == sorted(served)
+    assert counters.served["default"] == 100 + 2 * 1 + 3 * 4 * WRITTEN
+
+
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_the_lower_priority_number_comes_first_then_who_came_first(policy: SchedulingPolicy) -> None:
     simulation = Simulation(policy, slots=1)
