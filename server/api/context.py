@@ -27,7 +27,7 @@ class RequestContext:
         self.http, self.service = http, service
         self.id = given if GIVEN_ID.fullmatch(given) else uuid4().hex
         """The client's own `X-Request-Id`, or made up; echoed in that header."""
-        self.key = key_of(http.headers)
+        self.key = key_of(http.headers, service.keys)
         """The API key that it came with, whether or not one is asked for."""
         self.body = service.bodies.begin()
         self.record = RequestRecord()

@@ -46,8 +46,11 @@ class Service:
 
     def __init__(self, settings: Settings, metrics: Metrics, load: Callable[[], Backend]) -> None:
         self.settings = settings
-        self.keys = {key.key: (number, key) for number, key in enumerate(settings.api_keys())}
-        """Those that clients may send, each with its number."""
+        self.keys = {
+            key.key.encode().decode("latin-1"): (number, key)
+            for number, key in enumerate(settings.api_keys())
+        }
+        """Those that clients may send, as they stand in a header, each with its number."""
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0

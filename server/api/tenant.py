@@ -10,6 +10,8 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import TIERS, SchedulingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from starlette.datastructures import Headers
 
     from qwen_serve.server.api.context import RequestContext
@@ -20,9 +22,12 @@ NETWORK = 64
 """Bits of an IPv6 address that tell clients apart: one client has all addresses of such a network."""
 
 
-def key_of(headers: Headers) -> str:
-    """The key in `Authorization` or, as Anthropic's clients send it, in `x-api-key`."""
-    return headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
+def key_of(headers: Headers, known: Container[str]) -> str:
+    """The key in `Authorization` or, as Anthropic's clients send it, in `x-api-key`: of both, one of the
+    server's."""
+    bearer = headers.get("authorization", "").partition(" ")[2].strip()
+    sent = [key for key in (bearer, headers.get("x-api-key", "")) if key]
+    return next((key for key in sent if key in known), sent[0] if sent else "")
 
 
 def salt_of(key: str, cache_salt: str | None) -> str:

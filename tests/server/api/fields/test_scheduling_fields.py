@@ -55,6 +55,22 @@ def test_a_request_has_its_key_s_class_and_share(keyed: Server, path: str) -> No
     assert asked(keyed, path, "bulk")[1] == told["bulk"]
 
 
+@pytest.mark.parametrize("authorization", ["Bearer made-up", "Basic made-up", "made-up"])
+def test_a_key_that_is_not_known_hides_none_that_is(keyed: Server, authorization: str) -> None:
+    headers = {"Authorization": authorization, "X-Api-Key": "bulk"}
+    assert keyed.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+    told = keyed.engine.submissions[-1].scheduling
+    assert (told.service_tier, told.share, told.tenant) == ("flex", 0.5, "key 2")
+
+
+def test_a_key_in_other_letters_has_its_class(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("schl\u00fcssel class=flex\n", encoding="utf-8")
+    server = start("Hello", scheduling_policy="fair", api_key_file=tmp_path / "keys")
+    headers = {b"X-Api-Key": "schl\u00fcssel".encode()}
+    assert server.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+    assert server.engine.submissions[-1].scheduling.service_tier == "flex"
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_priority_is_vllm_s(keyed: Server, path: str) -> None:
     assert asked(keyed, path, priority=-3)[1].priority == -3
@@ -138,3 +154,11 @@ def test_without_keys_an_address_is_a_tenant_and_every_tier_open(start: Start) -
         server.http.post("/v1/chat/completions", json=CHAT, headers={"X-Api-Key": key})
     assert {one.scheduling.tenant for one in server.engine.submissions} == {"127.0.0.1"}
     assert NETWORK == 64
+
+
+def test_a_proxy_on_this_machine_says_whose_address_it_is(start: Start) -> None:
+    server = start("Hello")
+    for told, tenant in (("203.0.113.9", "203.0.113.9"), ("10.9.9.9, 2001:db8::1:2:3:4", "20010db800000000")):
+        answer = server.http.post("/v1/completions", json={"prompt": "Hi"}, headers={"X-Forwarded-For": told})
+        assert answer.status_code == 200
+        assert server.engine.submissions[-1].scheduling.tenant == tenant
