@@ -189,5 +189,8 @@ def test_nginx_passes_events_on_and_bounds_what_an_address_may_have(tmp_path: Pa
             assert httpx.get(f"{server.url}/ping").status_code == 200
             open_.close()
             wait_until(lambda: not server.engine.running)
-            assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+            one = {"prompt": "x", "max_tokens": 1}
+            claimed = client.post("/v1/completions", json=one, headers={"X-Forwarded-For": "203.0.113.9"})
+            assert claimed.status_code == 200
+            assert server.engine.submissions[-1].scheduling.tenant == "127.0.0.1", "not what a client claims"
             assert client.get("/metrics").status_code == 403
