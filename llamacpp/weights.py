@@ -195,10 +195,13 @@ class Weights:
         data = self._originals[name] if name in self._originals else self._read(tensor)
         return dequantize_rows(data.reshape(tensor.ne[2], tensor.ne[1], -1), kind, self._threads)
 
-    def set(self, name: str, values: Floats) -> None:
-        """Puts `values` [matrices, rows, width] in the model's own type in place of what stands there."""
+    def set(self, name: str, values: Floats, *, for_good: bool = False) -> None:
+        """Puts `values` [matrices, rows, width] in the model's own type in place of what stands there.
+
+        `for_good`: what the file has is not kept, which takes as much memory as the matrices.
+        """
         tensors = self._tensors[name]
-        if name not in self._originals:
+        if not for_good and name not in self._originals:
             self._originals[name] = self._read(tensors[0])
         self._put(tensors, quantize_rows(values, GGMLQuantizationType(tensors[0].type), None, self._threads))
 

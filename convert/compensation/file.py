@@ -102,7 +102,7 @@ class _File:
                 self._progress.note(name)
                 self._round(name, matrix, values[name][matrix], inputs, rounded[name][matrix])
         for name in names:
-            self._weights.set(name, rounded[name])
+            self._weights.set(name, rounded[name], for_good=True)
             self._progress.advance()
 
     def _round(self, name: str, matrix: int, values: Floats, inputs: Inputs, out: Floats) -> None:

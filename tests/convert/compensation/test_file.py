@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
 
 from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.compensation.file import _File
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import compare
+from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.weights import Weights
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 PROMPTS = Path(__file__).parents[3] / "convert" / "calibration" / "prompts.toml"
@@ -62,6 +67,23 @@ def test_experts_are_rounded_by_what_they_read(nano_moe_f32: Path, tmp_path: Pat
             with RUNTIME.load(path) as model:
                 means.append(compare(whole, model, chunks).divergence.mean())
     assert means[1] < means[0]
+
+
+def test_no_copy_is_kept_of_weights_that_were_replaced(
+    nano_f16: Path, nano_q2_k: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copy(nano_q2_k, tmp_path))
+    with RUNTIME.load(nano_f16, writable=True) as model, Progress("Compensation", 1, "tensors") as progress:
+        weights = Weights(model, 1)
+        tensors = read_header(copy).tensors
+        fits = [n for n, t in tensors.items() if n in weights and GGMLQuantizationType(t.type) in GRIDS]
+        name = min(fits, key=lambda name: tensors[name].n_elements)
+        file = _File(copy, {name: tensors[name]}, weights, progress, np.array)
+        before = weights.values(name)
+        file.choose([name], np.eye(tensors[name].shape[0], dtype=np.float32)[None])
+        file.close()
+        assert (weights.values(name) != before).any()
+        assert not list(weights.changed())
 
 
 def test_what_fails_leaves_no_file(nano_f16: Path, tmp_path: Path) -> None:
