@@ -22,6 +22,7 @@ from .errors import LlamaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
 
     from .context import Context
 
@@ -49,6 +50,12 @@ PARAMETERS = {
     "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides",
 }
 """Fields of structures of llama.h that are set or read: ctypes takes an assignment to any other name, too."""
+
+VISION_PARAMETERS = {
+    "mtmd_context_params": "use_gpu print_timings n_threads flash_attn_type warmup image_min_tokens "
+    "image_max_tokens",
+}
+"""Those of mtmd.h, looked up when a vision tower is loaded."""
 
 DEFAULTS = {
     "llama_model_default_params": {"split_mode": 1, "use_extra_bufts": True, "vocab_only": False},
@@ -109,11 +116,16 @@ def type_numbers() -> str:
 
 def fields() -> str:
     """Fields that the bindings' structures lack."""
+    return missing_fields(C, PARAMETERS)
+
+
+def missing_fields(bindings: ModuleType, parameters: dict[str, str]) -> str:
+    """Of the structures of one of llama-cpp-python's modules."""
     lacking = [
         f"{struct}.{field}"
-        for struct, names in PARAMETERS.items()
+        for struct, names in parameters.items()
         for field in names.split()
-        if field not in {each[0] for each in getattr(C, struct)._fields_}
+        if field not in {each[0] for each in getattr(bindings, struct)._fields_}
     ]
     return f"there is no {', '.join(lacking)}" if lacking else ""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from .context import PLANES
 from .errors import LlamaError, ModelLoadError
+from .inside import VISION_PARAMETERS, missing_fields
 from .log import _route_log, reason, set_up, tapped_log
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def _library() -> Any:
             f"llama.cpp was built without libmtmd, which reads pictures ({error}); "
             "`qwen-serve setup` builds both"
         ) from None
+    if different := missing_fields(mtmd_cpp, VISION_PARAMETERS):
+        raise LlamaError(f"llama-cpp-python's libmtmd is not as this server expects it: {different}")
     mtmd_cpp.mtmd_log_set(_route_log, ctypes.c_void_p(0))
     return mtmd_cpp
 

@@ -15,7 +15,7 @@ from tests.changed import ROOT, changed, chosen, covering, importers
     [
         ("server/engine/outputs.py", "tests/server/engine/test_outputs.py"),  # by its name
         ("server/engine/states/rollback.py", "tests/server/engine/states/test_rollback.py"),
-        ("convert/recipes.py", "tests/convert/test_quantize.py"),  # by what a test imports
+        ("convert/imatrix.py", "tests/convert/test_quantize.py"),  # by what a test imports
         ("server/api/serving.py", "tests/server/api/test_failures.py"),  # by its folder
         ("bench/load/words.txt", "tests/bench/load/test_prompts.py"),
         ("deploy/compose.single.yaml", "tests/test_deploy.py"),

@@ -13,6 +13,7 @@ from llama_cpp import llama_cpp_ext
 
 from qwen_serve.llamacpp import Context, ContextOptions, Model, ggml, inside, inside_model, log
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.vision import has_vision
 from qwen_serve.server.engine.ubatches import ubatches
 
 PACKAGE = Path(inside.__file__).parent
@@ -73,9 +74,20 @@ def test_a_parameter_with_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside.fields() == "there is no llama_context_params.n_rs_seq"
 
 
+@pytest.mark.skipif(not has_vision(), reason="llama.cpp was built without libmtmd")
+def test_a_parameter_of_a_vision_tower_with_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_cpp import mtmd_cpp as mtmd  # loads the library
+
+    struct = renamed(mtmd.mtmd_context_params, "image_min_tokens", "min_tokens")
+    monkeypatch.setattr(mtmd, "mtmd_context_params", struct)
+    found = inside.missing_fields(mtmd, inside.VISION_PARAMETERS)
+    assert found == "there is no mtmd_context_params.image_min_tokens"
+
+
 def test_every_parameter_that_is_set_is_listed() -> None:
     sources = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
-    listed = {name for names in inside.PARAMETERS.values() for name in names.split()}
+    parameters = inside.PARAMETERS | inside.VISION_PARAMETERS
+    listed = {name for names in parameters.values() for name in names.split()}
     used = set(re.findall(r"\bparams\.(\w+)\b(?=[^=\n]* = )", sources))
     assert len(used) > 20
     assert used <= listed
