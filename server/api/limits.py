@@ -23,6 +23,9 @@ LARGE = 256 * 1024
 
 _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
+PICTURE_WORK = ThreadPoolExecutor(4, "picture-work")
+"""Text must not wait for pictures, which take seconds where no GPU encodes them. Each thread holds one, of up
+to 100 MB."""
 # not asyncio's own threads: the end of the loop would wait for those
 
 
@@ -77,8 +80,12 @@ class Body:
                 code="bodies_full",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
-        bodies.held += size
         self.size += size
+        self.hold(size)
+
+    def hold(self, size: int) -> None:
+        """Count so many bytes more, of what was made of a body."""
+        self._bodies.held += size
         self._held += size
 
     @property
@@ -119,9 +126,9 @@ class Body:
             self._bodies._large.release()
 
 
-async def in_thread(work: Callable[[], Result], size: int) -> Result:
-    """`work()` for a body of `size` bytes, on a thread."""
-    pool = _LARGE_WORK if size >= LARGE else _SMALL_WORK
+async def in_thread(work: Callable[[], Result], size: int, pool: ThreadPoolExecutor | None = None) -> Result:
+    """`work()` for a body of `size` bytes, on a thread, of a `pool` or of its size's."""
+    pool = pool or (_LARGE_WORK if size >= LARGE else _SMALL_WORK)
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _freeing, work)
 
 
@@ -138,8 +145,13 @@ def _freeing(work: Callable[[], Result]) -> Result:
         raise
 
 
-async def interruptible(work: Callable[[Callable[[], None]], Result], size: int, bodies: Bodies) -> Result:
-    """`work(interrupt)` on a thread; `interrupt` raises Abandoned once the caller was cancelled.
+async def interruptible(
+    work: Callable[[Callable[[], None]], Result],
+    size: int,
+    bodies: Bodies,
+    pool: ThreadPoolExecutor | None = None,
+) -> Result:
+    """`work(interrupt)` as `in_thread` does it; `interrupt` raises Abandoned once the caller was cancelled.
 
     And ApiError 503 once the bodies are closed.
     """
@@ -152,6 +164,6 @@ async def interruptible(work: Callable[[Callable[[], None]], Result], size: int,
             raise stopped()
 
     try:
-        return await in_thread(partial(work, interrupt), size)
+        return await in_thread(partial(work, interrupt), size, pool)
     finally:
         given_up.set()

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
-from qwen_serve.server.api.limits import in_thread, interruptible
+from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
 from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
@@ -155,6 +155,18 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
             pass
     try:
         interrupted = interruptible(work, context.body.size, context.service.bodies)
+        return await until_gone(context.http, interrupted)
+    finally:
+        context.body.release()
+
+
+async def seen(context: RequestContext, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
+    """`work(interrupt)`, which decodes and encodes pictures that a prepared body has left, on threads of
+    their own; their `size`, in bytes, is counted until then. `interrupt` and what is raised as in `prepared`.
+    """
+    context.body.hold(size)
+    try:
+        interrupted = interruptible(work, size, context.service.bodies, PICTURE_WORK)
         return await until_gone(context.http, interrupted)
     finally:
         context.body.release()

@@ -56,12 +56,6 @@ def briefly() -> Iterator[None]:
         _brief.reset(token)
 
 
-def leave_the_loop() -> None:
-    """What follows takes long: raises TakesLong in such a context."""
-    if _brief.get():
-        raise TakesLong
-
-
 class _Bounds(NodeTransformer):
     """Sends loops and `~` through filters that watch them."""
 

@@ -14,7 +14,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from qwen_serve.server.engine.errors import PromptTooLong
 
-from .bounded_template import leave_the_loop
 from .errors import PromptError
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ class GivenPicture:
 
     def pixels(self) -> npt.NDArray[np.uint8]:
         """Decoded: shape [height, width, 3]; of an animation the first frame, turned as EXIF says, on white
-        where it is transparent. Raises PromptError, and on an event loop TakesLong."""
-        leave_the_loop()
+        where it is transparent. Takes long: not for an event loop. Raises PromptError."""
         data = self._data()
         with _decoding:
             try:
@@ -129,12 +127,12 @@ class GivenPicture:
 
 
 def shown(
-    ids: list[int], given: list[GivenPicture], engine: Engine, check: Callable[[int], None]
+    ids: list[int], given: list[GivenPicture], engine: Engine, interrupt: Callable[[], None]
 ) -> tuple[list[int], list[tuple[int, Picture]]]:
     """The ids of a conversation without those that stand for its pictures, and these, encoded, each with the
     index of the token behind it.
 
-    `check`, called with 0 before each, ends the work by what it raises. Raises PromptError, PromptTooLong and
+    `interrupt`, called before each, ends the work by what it raises. Raises PromptError, PromptTooLong and
     GenerationError.
     """
     if not given or (encoder := engine.encoder) is None:
@@ -148,7 +146,7 @@ def shown(
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
     for before, (place, picture) in enumerate(zip(places, given, strict=True)):
-        check(0)
+        interrupt()
         pixels = picture.pixels()
         length += encoder.measure(pixels) - 1
         if length >= engine.context_size:

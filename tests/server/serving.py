@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from qwen_serve.server.__main__ import load
-from qwen_serve.server.api import Backend, create_app
+from qwen_serve.server.api import Backend, Service, create_app
 from qwen_serve.server.engine.settings import ForcedSettings
 from qwen_serve.server.settings import Settings
 from tests.server.api.conftest import running, wait_until
@@ -117,7 +117,11 @@ class Served:
     """Where it listens, and what answers."""
 
     url: str
-    backend: Backend
+    service: Service
+
+    @property
+    def backend(self) -> Backend:
+        return self.service.backend
 
     @property
     def engine(self) -> Engine:
@@ -135,4 +139,5 @@ def serving(model: Path, **options: Any) -> Iterator[Served]:
     with running(app, settings) as url:
         service = app.state.service
         wait_until(lambda: service.status != "loading", 120)
-        yield Served(url, service.backend)
+        _ = service.backend  # raises where it could not be loaded
+        yield Served(url, service)

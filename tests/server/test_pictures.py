@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import shutil
+import threading
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +22,8 @@ from qwen_serve.convert.source import Source
 from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
 from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp import vision as llamacpp_vision
+from qwen_serve.server.api.limits import LARGE
+from qwen_serve.server.api.request import LONG_TEXT
 from qwen_serve.server.engine import ModelLoadError
 from qwen_serve.server.engine.pictures import Picture, row_ids
 from tests.checkpoints import PREPROCESSOR, edit_json
@@ -138,6 +142,39 @@ async def test_a_second_question_encodes_and_reads_no_picture(seeing: Served) ->
     # another picture at the same place is another prompt
     other = await ask(seeing, body(part(noise(4, 256, 256)), text("Which colour is the first?")))
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < rows
+
+
+async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where more are encoded than there are threads, and not behind a large body."""
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    go, began = threading.Event(), threading.Semaphore(0)
+    encode, bodies = encoder.encode, seeing.service.bodies
+
+    def slow(rgb: Any) -> Picture:
+        began.release()
+        assert go.wait(60)
+        return encode(rgb)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    large = part(Image.fromarray(np.random.default_rng(12).integers(0, 256, (300, 400, 3), np.uint8)))
+    requests = [body(part(noise(seed)), text("What is it?")) for seed in range(20, 26)]
+    asked = [asyncio.create_task(ask(seeing, request)) for request in [*requests, body(large)]]
+    for _ in range(4):
+        assert await asyncio.to_thread(began.acquire, timeout=20)
+    while bodies.held < LARGE:
+        await asyncio.sleep(0.01)
+    try:
+        for padding in (LONG_TEXT, LARGE):
+            request = body(text("Hello."), unread="x" * padding)
+            answer = await asyncio.wait_for(ask(seeing, request), 20)
+            assert answer["usage"]["completion_tokens"] == N
+        assert bodies.held  # what pictures take is counted until they are encoded
+        assert gc.isenabled()
+    finally:
+        go.set()
+    await asyncio.gather(*asked)
+    assert not bodies.held
 
 
 async def test_together_as_alone(seeing: Served) -> None:

@@ -20,7 +20,7 @@ from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
-from qwen_serve.server.api.request import prepared
+from qwen_serve.server.api.request import prepared, seen
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -216,22 +216,32 @@ async def begin(
     engine = service.backend.engine
     check_count(context, request)
 
+    given: list[GivenPicture] = []
+    bare: list[int] = []
+    """The prompt's ids, where there are pictures to come."""
+
     def prepare(
         interrupt: Callable[[], None],
-    ) -> tuple[Prompt, bool, StopStrings | None, WantedGrammar | None]:
+    ) -> tuple[Prompt | None, bool, StopStrings | None, WantedGrammar | None]:
         format_ = request.wanted_format(engine.vocab.added_tokens)
         budget = prompt_budget(request, engine.context_size, interrupt)
-        given: list[GivenPicture] | None = None if engine.encoder is None else []
-        ids, thinking = prompt_of(service, request, budget, given)
+        given.clear()  # this may begin twice
+        ids, thinking = prompt_of(service, request, budget, None if engine.encoder is None else given)
         if given and request.truncate_prompt_tokens is not None:
             field = "truncate_prompt_tokens"
             raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
-        ids, pictures = shown(truncated(ids, request, engine.context_size), given or [], engine, budget)
-        prompt = engine.prompt(ids, pictures)
+        if given:
+            bare[:] = ids
+        prompt = None if given else engine.prompt(truncated(ids, request, engine.context_size))
         request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
+    def see(interrupt: Callable[[], None]) -> Prompt:
+        return engine.prompt(*shown(bare, given, engine, interrupt))
+
     prompt, thinking, stops, wanted = await prepared(context, prepare)
+    if prompt is None:
+        prompt = await seen(context, see, sum(len(picture.url) for picture in given))
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )

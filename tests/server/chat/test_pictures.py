@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from qwen_serve.server.chat import PromptError
-from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 from qwen_serve.server.chat.messages import check_messages
 from qwen_serve.server.chat.pictures import MAX_IMAGES, MAX_PIXELS, GivenPicture
 
@@ -158,12 +157,6 @@ def test_a_file_that_is_too_large() -> None:
 
 def test_bounds_are_what_the_page_says() -> None:
     assert (MAX_IMAGES, MAX_PIXELS) == (16, 33_554_432)
-
-
-def test_never_on_the_event_loop() -> None:
-    picture = given(saved(halves()))
-    with briefly(), pytest.raises(TakesLong):
-        picture.pixels()
 
 
 @pytest.mark.parametrize(
