@@ -291,7 +291,7 @@ class Scheduler:
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head)
                 if found is None or not self._fits(*found):
-                    if head is not None:
+                    if head is not None and not head.timings.started:
                         head.timings.waited_for = "KV cells"
                     return
                 head, victim = found
@@ -318,7 +318,8 @@ class Scheduler:
             if sequence.begun:
                 continue
             if self._cache.waits(sequence, self.running[:index]):
-                sequence.timings.waited_for = "a prefix"
+                if not sequence.timings.started:
+                    sequence.timings.waited_for = "a prefix"
             else:
                 sequence.status = PREFILL
                 sequence.timings.started = sequence.timings.started or perf_counter()

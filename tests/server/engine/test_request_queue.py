@@ -402,6 +402,12 @@ def test_why_a_request_waited_is_told() -> None:
     large = small.add(range(300, 400), 40)
     small.finish()
     assert large.timings.waited_for == "KV cells"
+    growing = World(slots=2, ids=8, total_cells=250)
+    growing.add(range(20), 200)
+    younger = growing.add(range(100, 120), 200)
+    growing.finish()
+    assert younger.timings.preempted
+    assert younger.timings.waited_for == "", "it started at once; what came later is not its queueing time"
     together = World(slots=2, ids=8)
     together.add(range(64), 4)
     second = together.add(range(80), 4)
