@@ -30,7 +30,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 
 COUNTERS = {
-    "preemptions": "Sequences that gave their cells to others, and read their tokens again",
+    "preemptions": "Times that a sequence made room for others, in the cache or in a slot",
     "sampler_changes": "Slots that had to be sampled in another way, which holds a step up",
     "prefix.hits": "Requests that began from a checkpoint of the prefix cache",
     "prefix.misses": "Requests that began with nothing",
