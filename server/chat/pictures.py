@@ -45,6 +45,8 @@ LOW_PIXELS = 512 * 512
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 DETAILS = ("auto", "high", "low")
 
+_BLANKS = b" \t\r\n"
+
 _decoding = BoundedSemaphore(2)
 """Pictures that are in memory decoded: whoever has another waits."""
 
@@ -95,7 +97,7 @@ class GivenPicture:
         if len(encoded) * 3 // 4 > MAX_BYTES + 2:
             raise self._wrong(f"is larger than {MAX_BYTES // 1024**2} MiB")
         try:
-            return b64decode("".join(encoded.split()), validate=True)
+            return b64decode(encoded.encode("ascii").translate(None, _BLANKS), validate=True)
         except (binascii.Error, ValueError):
             raise self._wrong("is not valid base64") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import tracemalloc
 import zlib
 from io import BytesIO
 from typing import Any
@@ -148,6 +149,20 @@ def test_what_is_refused_is_named(case: str) -> None:
     ) as raised:
         given(data).pixels()
     assert raised.value.param == f"{WHERE}.image_url.url"
+
+
+def test_blanks_in_base64_are_passed_over() -> None:
+    """Without a string for each piece between them: nobody else runs while these are made."""
+    spaced = " ".join(url(saved(halves()))[len("data:image/png;base64,") :])
+    assert given(f"data:image/png;base64,{spaced}").pixels().shape == (4, 6, 3)
+    many = given("data:image/png;base64," + "AA\r\n" * 250_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptError, match="is no picture"):
+            many.pixels()
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(many.url)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_is_too_large() -> None:
