@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 AGEING = 8
+LOOK_AGAIN = 32
+"""Steps after which one to preempt is looked for again: tenants have had something by then."""
 MOST_HEADS = 16
 """Tenants for which one that makes room is looked for at once: with thousands that would take long."""
 
@@ -56,8 +58,11 @@ class RequestQueue:
         self._backlogged: dict[str, Tenant] = {}
         """Those of which somebody waits."""
         self._arrivals = self._admissions = 0
-        self._changed = False
-        """Somebody has come or gone since the last look for one to preempt."""
+        self.steps = 0
+        """That were computed so far; the scheduler counts them."""
+        self._changed, self._due = False, 0
+        """Whether somebody has come or gone since the last look for one to preempt, and the step at which the
+        next is due all the same."""
 
     def __bool__(self) -> bool:
         return bool(self._backlogged)
@@ -119,17 +124,17 @@ class RequestQueue:
     @property
     def contended(self) -> bool:
         """Whether there may be somebody to preempt."""
-        return self._changed and self._ranked
+        return self._ranked and (self._changed or self.steps >= self._due)
 
     def preemption(
         self, can_go: Callable[[Sequence], bool], head: Sequence | None = None
     ) -> tuple[Sequence, Sequence] | None:
         """Who waits, or `head`, and who runs and has to make room for it, of those that `can_go`: of the
         worst rank, then of the tenant that runs most for its share, the youngest."""
-        contended, self._changed = self.contended, False
-        if not contended:
+        if not self.contended:
             return None
         counters = self.counters
+        self._changed, self._due = False, self.steps + LOOK_AGAIN
         counters.settle()
         runs = Counter(map(counters.name, self._running))
         able = sorted(

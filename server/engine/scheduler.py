@@ -208,6 +208,7 @@ class Scheduler:
         `held` is what each chunk's slot holds now. Sequences that ended are removed.
         """
         now = perf_counter()
+        self.waiting.steps += 1
         outputs: list[Output] = []
         finished: list[Output] = []
         again: list[Sequence] = []

@@ -68,6 +68,7 @@ class Simulation:
     def advance(self, steps: int = 1) -> None:
         for _ in range(steps):
             self._admit()
+            self.queue.steps += 1
             for one in self.running.copy():
                 self.served[one.scheduling.tenant] += WRITTEN
                 if one.extend([7], frozenset())[1]:
@@ -121,6 +122,19 @@ def test_one_request_beside_hundreds_of_another_tenant_gets_a_slot_at_once() -> 
         assert simulation.waited[short] == 0
         assert short.generated == 32
     assert simulation.preemptions == 10
+
+
+def test_a_request_that_has_to_wait_for_its_turn_does_not_wait_for_the_end_of_an_answer() -> None:
+    simulation = Simulation("fair", slots=4)
+    for _ in range(5):
+        simulation.add("bulk", 8, 5000)
+    simulation.advance(10)
+    dear = simulation.add("other", 2000, 8)
+    simulation.advance(20)
+    assert dear.generated == 8
+    second = simulation.add("other", 8, 8)
+    simulation.advance(500)  # in less than 300 steps the one has written what the other has read
+    assert second.generated == 8
 
 
 def test_nine_tenants_lose_nothing_to_a_hostile_tenth() -> None:
