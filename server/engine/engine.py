@@ -125,6 +125,11 @@ class Engine:
             raise PromptTooLong(len(prompt), self.context_size, exactly=True)
         return prompt
 
+    def check_queue(self, scheduling: SchedulingParams) -> None:
+        """Before work on a request that is not submitted yet. Raises QueueFull where it would be refused."""
+        with self._lock:
+            self._places.check(scheduling.tenant)
+
     def submit(
         self,
         prompt: Prompt,

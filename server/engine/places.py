@@ -29,15 +29,20 @@ class Places:
         self._all_ends: deque[float] = deque(maxlen=REMEMBERED)
 
     def take(self, tenant: str) -> None:
-        """One more of this tenant. Raises QueueFull, which says when a place will probably be free."""
+        """One more of this tenant. Raises QueueFull as `check` does."""
+        self.check(tenant)
+        self._open[tenant] += 1
+        self._total += 1
+
+    def check(self, tenant: str) -> None:
+        """Raises QueueFull where there is no place for one more of this tenant; it says when there probably
+        will be."""
         own = self._open[tenant]
         part = max(1, self._most // (len(+self._open) + (not own)))
         if self._total >= self._most and (own >= part or self._total >= 2 * self._most):
             too_many = max(1, min(own - part, self._total - self._most) + 1)
             whose = f", {own} of them of this API key or address" if own < self._total else ""
             raise QueueFull(f"{self._full}{whose}; try again later", self._seconds(tenant, too_many))
-        self._open[tenant] += 1
-        self._total += 1
 
     def leave(self, tenant: str) -> None:
         """One of this tenant's has ended."""

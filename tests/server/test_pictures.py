@@ -26,6 +26,7 @@ from qwen_serve.server.api.limits import LARGE
 from qwen_serve.server.api.request import LONG_TEXT
 from qwen_serve.server.engine import ModelLoadError
 from qwen_serve.server.engine.pictures import Picture, row_ids
+from qwen_serve.server.engine.places import Places
 from tests.checkpoints import PREPROCESSOR, edit_json
 from tests.drafters import NANO
 from tests.server.engine.helpers import running
@@ -175,6 +176,19 @@ async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.Mo
         go.set()
     await asyncio.gather(*asked)
     assert not bodies.held
+
+
+async def test_a_request_that_is_refused_encodes_nothing(
+    seeing: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    before = encoder.encoded
+    monkeypatch.setattr(seeing.engine, "_places", Places(0, 0))
+    error = (await ask(seeing, body(part(noise(30)), text("What is it?")), 429))["error"]
+    assert error["code"] == "queue_full"
+    assert encoder.encoded == before
+    assert not seeing.service.bodies.held
 
 
 async def test_together_as_alone(seeing: Served) -> None:

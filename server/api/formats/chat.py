@@ -30,6 +30,7 @@ from qwen_serve.server.api.serving import (
     truncated,
 )
 from qwen_serve.server.api.sse import encode, event
+from qwen_serve.server.api.tenant import scheduling_of
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 from qwen_serve.server.chat.pictures import shown
 from qwen_serve.server.engine import MAX_LOGPROBS
@@ -241,6 +242,7 @@ async def begin(
 
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:
+        engine.check_queue(scheduling_of(context, request))
         prompt = await seen(context, see, sum(len(picture.url) for picture in given))
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
