@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine.sequence import ServiceTier
 
-FORMAT = "a line is a key, then `class=` priority, default or flex and `share=` a number above 0 if need be"
+FORMAT = "a line is a key, then, if need be, `class=` priority, default or flex and `share=` 0.001 to 1000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +52,4 @@ def _is_share(value: str) -> bool:
         share = float(value)
     except ValueError:
         return False
-    return share > 0 and math.isfinite(share)
+    return 0.001 <= share <= 1000

@@ -26,6 +26,7 @@ class Tenant:
 
     counter: float = 0.0
     """What it has had, in prompt tokens, divided by its share."""
+    share: float = 1.0
     requests: int = 0
     """Those that wait or run."""
     admitted: int = 0
@@ -50,9 +51,10 @@ class VirtualTokenCounters:
         """What requests of each tier have cost so far, in prompt tokens."""
         self._running, self._apart = running, apart
         self._tenants: dict[str, Tenant] = {}
-        self._active = 0
+        self._active, self._shares = 0, 0.0
+        """Tenants that have requests, and the sum of their shares."""
         self._average = 0.0
-        """What a tenant that was never idle would have got on average."""
+        """The counter of a tenant that was never idle and always got its share."""
         self.last: Tenant | None = None
         """Whose last waiting request left the queue last."""
         self._written = WRITTEN
@@ -73,7 +75,7 @@ class VirtualTokenCounters:
         """A new request."""
         name = self.name(sequence)
         if not self._active:  # nobody is owed anything
-            self._tenants, self._average, self.last = {}, 0.0, None
+            self._tenants, self._shares, self._average, self.last = {}, 0.0, 0.0, None
         tenant = self._tenants.get(name)
         if tenant is None or not tenant.waiting:
             self.settle()
@@ -85,7 +87,10 @@ class VirtualTokenCounters:
                 self._tenants = owing
             tenant = self._tenants.setdefault(name, Tenant())
             tenant.counter = max(tenant.counter, floor)
-        self._active += not tenant.requests
+        if not tenant.requests:
+            self._active += 1
+            tenant.share = sequence.scheduling.share
+            self._shares += tenant.share
         tenant.requests += 1
 
     def _lowest(self) -> float:
@@ -99,7 +104,9 @@ class VirtualTokenCounters:
         self._count(sequence)
         tenant = self.of(sequence)
         tenant.requests -= 1
-        self._active -= not tenant.requests
+        if not tenant.requests:
+            self._active -= 1
+            self._shares -= tenant.share
 
     def settle(self) -> None:
         """Charge for what was computed since the last time; with one tenant nothing depends on it."""
@@ -112,8 +119,9 @@ class VirtualTokenCounters:
         if sequence.slot is not None or prompt:
             sequence.charged = sequence.prompt_length - (sequence.reused or 0), sequence.generated
         cost = sequence.charged[0] - prompt + self._written * (sequence.charged[1] - written)
-        self.of(sequence).counter += cost / sequence.scheduling.share
-        self._average += cost / sequence.scheduling.share / self._active
+        tenant = self.of(sequence)
+        tenant.counter += cost / tenant.share
+        self._average += cost / max(self._shares, tenant.share)  # rounded, a sum may be below a part
         sequence.uncounted += cost
         if sequence.reused is not None:  # before, a part may turn out to be in the prefix cache
             self._count(sequence)

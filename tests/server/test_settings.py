@@ -98,7 +98,14 @@ def test_a_file_of_keys(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [("key class=best", "class="), ("key share=0", "share="), ("key share=nan", "share="), ("key more", "")],
+    [
+        ("key class=best", "class="),
+        ("key share=0", "share="),
+        ("key share=nan", "share="),
+        ("key share=1e-300", "share="),
+        ("key share=inf", "share="),
+        ("key more", ""),
+    ],
 )
 def test_a_key_with_a_class_or_share_that_there_is_not(
     model: str, tmp_path: Path, line: str, named: str

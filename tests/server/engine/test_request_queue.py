@@ -164,6 +164,17 @@ def test_a_share_is_a_multiple_of_what_others_get() -> None:
     assert 2.6 < simulation.served["three"] / simulation.served["one"] < 3.4
 
 
+def test_a_newcomer_does_not_wait_for_what_a_small_share_has_cost() -> None:
+    simulation = Simulation("fair", slots=2)
+    simulation.add("small", 300, 100, share=0.01)
+    for _ in range(200):
+        simulation.add("busy", 30, 10)
+    simulation.advance(100)
+    newcomer = simulation.add("new", 30, 10)
+    simulation.advance(60)
+    assert newcomer.generated == 10
+
+
 def test_who_was_idle_has_no_credit() -> None:
     simulation = Simulation("fair", slots=1)
     first = simulation.add("late", 10, 10)
