@@ -74,7 +74,8 @@ class Child:
     def start(self) -> None:
         """In a session of its own: Ctrl-C is for the launcher, which ends its children in order. Without a
         launcher they end as well."""
-        environment = dict(os.environ)
+        # the router passes on what clients say of themselves, so nobody is believed
+        environment = {"FORWARDED_ALLOW_IPS": "", **os.environ}
         if self.card is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.card
         with self.log.open("ab") as log:

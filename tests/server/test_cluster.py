@@ -38,6 +38,21 @@ def free_ports(count: int) -> int:
             return first
 
 
+@pytest.mark.parametrize("own", [None, "10.0.0.7"])
+def test_a_replica_believes_no_header_about_addresses_unless_told_to(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", own)
+    show = "import uvicorn; print([uvicorn.Config(None).forwarded_allow_ips])"
+    child = Child("worker-0", [sys.executable, "-c", show], 1, tmp_path / "log")
+    child.start()
+    assert child.process is not None
+    assert child.process.wait() == 0
+    assert child.log.read_text() == f"{[own or '']}\n"
+
+
 class ClusterProcess:
     """A cluster that was started; what it prints is read as it comes."""
 
