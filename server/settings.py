@@ -55,8 +55,8 @@ class HttpSettings(Section, title="http"):
     uds: Path | None = None
     """Unix socket to listen on, instead of host and port"""
     prefix_by_key: bool = True
-    """requests with different API keys share no prefixes, so that none can tell what another has asked; off:
-    they share all but what `cache_salt` parts"""
+    """requests with different API keys share no prefixes and no encoded pictures, so that none can tell what
+    another has asked; off: they share all but what `cache_salt` parts"""
     max_body_mib: int = Field(8, ge=1, le=1024)
     """largest request body, in MiB; the work on one takes up to 20 times its size"""
     max_bodies_mib: int = Field(64, ge=1)

@@ -17,7 +17,7 @@ from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
-from qwen_serve.server.api.tenant import salt_of, scheduling_of
+from qwen_serve.server.api.tenant import scheduling_of, sharing_of
 from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
 from qwen_serve.server.engine import InvalidGrammar, TokenBudget
 
@@ -58,9 +58,7 @@ class ServedRequest:
         self.created = int(time.time())
         self.include_usage = request.include_usage
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
-        key = context.key if service.settings.prefix_by_key else ""
-        # what nobody shares is not found, nor is what is kept of this request
-        salt = salt_of(key, uuid.uuid4().hex if request.cache_prompt is False else request.cache_salt)
+        salt = sharing_of(context, request)
         mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
         params = request.sampling_params(
             backend.defaults.of(mode),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import TIERS, SchedulingParams
@@ -38,6 +39,13 @@ def salt_of(key: str, cache_salt: str | None) -> str:
     for part in (key, cache_salt or ""):
         both.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
     return both.hexdigest()
+
+
+def sharing_of(context: RequestContext, request: GenerationRequest) -> str:
+    """The salt of a request's prefixes and pictures."""
+    key = context.key if context.service.settings.prefix_by_key else ""
+    # what nobody shares is not found, nor is what is kept of this request
+    return salt_of(key, uuid4().hex if request.cache_prompt is False else request.cache_salt)
 
 
 def scheduling_of(context: RequestContext, request: GenerationRequest) -> SchedulingParams:

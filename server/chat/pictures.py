@@ -129,12 +129,13 @@ class GivenPicture:
 
 
 def shown(
-    ids: list[int], given: list[GivenPicture], engine: Engine, interrupt: Callable[[], None]
+    ids: list[int], given: list[GivenPicture], engine: Engine, interrupt: Callable[[], None], salt: str
 ) -> tuple[list[int], list[tuple[int, Picture]]]:
     """The ids of a conversation without those that stand for its pictures, and these, encoded, each with the
     index of the token behind it.
 
-    `interrupt`, called before each, ends the work by what it raises. Raises PromptError, PromptTooLong and
+    Those that are known of requests with this `salt` are not encoded again. `interrupt`, called before each,
+    ends the work by what it raises. Raises PromptError, PromptTooLong and
     GenerationError.
     """
     if not given or (encoder := engine.encoder) is None:
@@ -153,7 +154,7 @@ def shown(
         length += encoder.measure(pixels) - 1
         if length >= engine.context_size:
             raise PromptTooLong(length, engine.context_size, exactly=False)
-        pictures.append((place - before, encoder.encode(pixels)))
+        pictures.append((place - before, encoder.encode(pixels, salt)))
     return [token for token in ids if token != stands_for], pictures
 
 

@@ -35,7 +35,8 @@ class PictureEncoder:
         a picture's rows depend on. Rows of at most `cache_bytes` are kept for when a picture comes again."""
         self.side = side
         self._tower, self._identity = tower, identity.encode()
-        self._cache: LRUCache[bytes, Picture] = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
+        self._cache: LRUCache[tuple[str, bytes], Picture]
+        self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
         self._encoding = Lock()
         """Of whoever encodes: a tower does it for one at a time."""
         self._lock = Lock()
@@ -59,17 +60,22 @@ class PictureEncoder:
             except LlamaError as error:
                 raise GenerationError(f"the picture could not be measured: {error}") from error
 
-    def encode(self, rgb: npt.NDArray[np.uint8]) -> Picture:
-        """A picture of shape [height, width, 3]. Raises GenerationError where llama.cpp fails, QueueFull
-        while requests hold the rows of as many as may be, and EngineDead once it is closed."""
+    def encode(self, rgb: npt.NDArray[np.uint8], salt: str = "") -> Picture:
+        """A picture of shape [height, width, 3]. One that is known is not encoded again, but with another
+        `salt`, as its requests share nothing.
+
+        Raises GenerationError where llama.cpp fails, QueueFull while requests hold the rows of as many as may
+        be, and EngineDead once it is closed.
+        """
         size = b"%d x %d " % rgb.shape[:2]
         digest = hashlib.sha256(self._identity + size)
         digest.update(rgb.data if rgb.flags.c_contiguous else rgb.tobytes())
         key = digest.digest()
-        if (known := self._known(key)) is not None:
+        place = salt, key
+        if (known := self._known(place)) is not None:
             return known
         with self._encoding:
-            if (known := self._known(key)) is not None:  # by now
+            if (known := self._known(place)) is not None:  # by now
                 return known
             with self._lock:
                 self._check_open()
@@ -91,13 +97,13 @@ class PictureEncoder:
             with self._lock:
                 self._held += rows.nbytes
                 if rows.nbytes <= self._cache.maxsize:
-                    self._cache[key] = picture
+                    self._cache[place] = picture
                 self.encoded += 1
             return picture
 
-    def _known(self, key: bytes) -> Picture | None:
+    def _known(self, place: tuple[str, bytes]) -> Picture | None:
         with self._lock:
-            if (known := self._cache.get(key)) is not None:
+            if (known := self._cache.get(place)) is not None:
                 self.cached += 1
             return known
 

@@ -145,6 +145,16 @@ async def test_a_second_question_encodes_and_reads_no_picture(seeing: Served) ->
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < rows
 
 
+async def test_who_may_not_share_prefixes_cannot_tell_what_was_shown(seeing: Served) -> None:
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    request = body(part(noise(40)), text("What is it?"))
+    before = encoder.encoded
+    for salt in ("ours", "ours", "theirs"):
+        await ask(seeing, {**request, "cache_salt": salt})
+    assert encoder.encoded == before + 2
+
+
 async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where more are encoded than there are threads, and not behind a large body."""
     encoder = seeing.engine.encoder
@@ -152,10 +162,10 @@ async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.Mo
     go, began = threading.Event(), threading.Semaphore(0)
     encode, bodies = encoder.encode, seeing.service.bodies
 
-    def slow(rgb: Any) -> Picture:
+    def slow(rgb: Any, salt: str) -> Picture:
         began.release()
         assert go.wait(60)
-        return encode(rgb)
+        return encode(rgb, salt)
 
     monkeypatch.setattr(encoder, "encode", slow)
     large = part(Image.fromarray(np.random.default_rng(12).integers(0, 256, (300, 400, 3), np.uint8)))

@@ -30,7 +30,7 @@ from qwen_serve.server.api.serving import (
     truncated,
 )
 from qwen_serve.server.api.sse import encode, event
-from qwen_serve.server.api.tenant import scheduling_of
+from qwen_serve.server.api.tenant import scheduling_of, sharing_of
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 from qwen_serve.server.chat.pictures import shown
 from qwen_serve.server.engine import MAX_LOGPROBS
@@ -237,8 +237,10 @@ async def begin(
         request.messages = []  # they would stay for as long as the answer takes
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
+    salt = sharing_of(context, request)
+
     def see(interrupt: Callable[[], None]) -> Prompt:
-        return engine.prompt(*shown(bare, given, engine, interrupt))
+        return engine.prompt(*shown(bare, given, engine, interrupt, salt))
 
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:

@@ -60,6 +60,16 @@ def test_a_known_picture_is_not_encoded_again() -> None:
     assert (made.encoded, made.cached) == (4, 1)
 
 
+def test_a_picture_is_known_to_those_who_share() -> None:
+    made = encoder(50)
+    first, other = made.encode(pixels(1), "ours"), made.encode(pixels(1), "theirs")
+    assert made.encoded == 2
+    assert other.ids == first.ids
+    assert made.encode(pixels(1), "ours") is first
+    assert made.encode(pixels(1), "theirs") is other
+    assert (made.encoded, made.cached) == (2, 2)
+
+
 def test_what_tells_pictures_apart() -> None:
     made, other = encoder(0), encoder(0, "b")
     ids = [
