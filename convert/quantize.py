@@ -77,7 +77,7 @@ def quantize(
 
     Raises:
         QuantizeError: what llama.cpp said.
-        ConvertError: the text is too short, or activations are not finite.
+        ConvertError: the text is too short or too long, or activations are not finite.
     """
     job = Job(source, out, recipe, imatrix, compensate_on, runtime.n_threads)
     spawn = get_context("spawn")  # the child must not inherit llama.cpp's threads

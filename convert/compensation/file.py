@@ -19,6 +19,7 @@ from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.compensation.packing import pack
 from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
+from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.devices import row_bytes
 from qwen_serve.llamacpp.evaluation import EvalContext
@@ -43,6 +44,9 @@ CHUNKS_PER_BATCH: Final = 4
 PIECE_BYTES: Final = 64 * 2**20
 """Of rows that are rounded together: what they need besides is a few times as much."""
 
+HIDDEN_BYTES: Final = 4 * 2**30
+"""Of the text's hidden rows, which are kept for head and MTP block: 400,000 tokens at a width of 2,560."""
+
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
@@ -54,7 +58,7 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         runtime: where the model runs; layers on a GPU let the rounding be computed there, too, by torch.
 
     Raises:
-        ConvertError: the text is too short or no text; activations are not finite.
+        ConvertError: the text is too short, too long or no text; activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
     tensors = {
@@ -66,6 +70,8 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
     with ExitStack() as stack:
         model = stack.enter_context(runtime.load(base, writable=True))
         chunks = read_chunks(model, text)
+        if chunks.size > (most := HIDDEN_BYTES // (4 * model.n_embd)):
+            raise ConvertError(f"{text}: {chunks.size:,} tokens; compensation reads at most {most:,} here")
         progress = stack.enter_context(Progress("Compensation", len(tensors), "tensors"))
         file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
         stack.callback(file.close)

@@ -86,10 +86,17 @@ def test_no_copy_is_kept_of_weights_that_were_replaced(
         assert not list(weights.changed())
 
 
-def test_what_fails_leaves_no_file(nano_f16: Path, tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("too short")
-    with pytest.raises(ConvertError, match="at least one chunk"):
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(2, "at least one chunk"), (700, "tokens; compensation reads at most 512 here")],
+)
+def test_what_fails_leaves_no_file(
+    words: int, why: str, nano_f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word {n}" for n in range(words)))
+    monkeypatch.setattr("qwen_serve.convert.compensation.file.HIDDEN_BYTES", 512 * 256 * 4)
+    with pytest.raises(ConvertError, match=why):
         quantize(
             nano_f16,
             tmp_path / "q.gguf",
