@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 AGEING = 8
-LOOK_AGAIN = 32
+LOOK_AGAIN = 8
 """Steps after which one to preempt is looked for again: tenants have had something by then."""
 MOST_HEADS = 16
 """Tenants for which one that makes room is looked for at once: with thousands that would take long."""

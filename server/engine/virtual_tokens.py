@@ -100,6 +100,7 @@ class VirtualTokenCounters:
 
     def left(self, sequence: Sequence) -> None:
         """A request is over."""
+        self.settle()  # by the shares as they were
         self.charge(sequence)
         self._count(sequence)
         tenant = self.of(sequence)
@@ -109,8 +110,8 @@ class VirtualTokenCounters:
             self._shares -= tenant.share
 
     def settle(self) -> None:
-        """Charge for what was computed since the last time; with one tenant nothing depends on it."""
-        for sequence in self._running if len(self._tenants) > 1 else ():
+        """Charge for what was computed since the last time, unless all are one tenant's."""
+        for sequence in self._running if self._apart else ():
             self.charge(sequence)
 
     def charge(self, sequence: Sequence) -> None:

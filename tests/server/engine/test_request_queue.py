@@ -164,6 +164,18 @@ def test_a_share_is_a_multiple_of_what_others_get() -> None:
     assert 2.6 < simulation.served["three"] / simulation.served["one"] < 3.4
 
 
+def test_nobody_owes_for_what_it_got_alone() -> None:
+    simulation = Simulation("fair", slots=8)
+    for _ in range(16):
+        simulation.add("alone", 8, 5000)
+    simulation.advance(1000)
+    before = simulation.served["alone"]
+    for _ in range(300):
+        simulation.add("new", 50, 50)
+    simulation.advance(300)
+    assert simulation.served["alone"] - before == pytest.approx(simulation.served["new"], rel=0.1)
+
+
 def test_a_newcomer_does_not_wait_for_what_a_small_share_has_cost() -> None:
     simulation = Simulation("fair", slots=2)
     simulation.add("small", 300, 100, share=0.01)
