@@ -299,7 +299,7 @@ def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.Captur
     options = ["--workload", "tasks", "--items", "1", "--max-tokens", "24", "--rounds", "1"]
     options += ["--gguf", str(nano_q4_k_m), "--threads", "1"]
     named = ["--peer", "off=server --speculation off"]
-    named += ["--peer", "ngram=server --speculation ngram --draft-always"]
+    named += ["--peer", "ngram=server --speculation ngram"]
     results = compare(tmp_path, *options, *named)
     cells = set(results.of(metric="ms_per_token")["cell"])
     assert {"nano_knowledge", "nano_instructions", "nano_reasoning"} < cells

@@ -50,7 +50,7 @@ def test_an_edited_question_is_another_version_of_it(start: Start, page: Any) ->
     page.keyboard.press("ArrowUp")
     assert page.input_value("#input") == "Second?"
     page.reload()
-    assert page.input_value("#input") == "Second?"
+    page.wait_for_function("document.querySelector('#input').value === 'Second?'")
     assert texts(page) == whole
     page.locator("#cancel-edit").click()
     page.get_by_label("Edit and ask again").first.click()
