@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qwen_serve.convert.compensation.arrays import Array
-    from qwen_serve.convert.compensation.gram import Reading
     from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
     from qwen_serve.llamacpp.gguf import TensorInfo
     from qwen_serve.llamacpp.model import Model
@@ -147,7 +146,7 @@ class _Run:
         elif EMBEDDING in self._file:  # tied: it comes first, and is judged by what the head reads
             self._read_trunk(None)
             self._file.choose([EMBEDDING], self._head_gram())
-        readings = [r for r in order.readings if r.names[0].startswith("blk.")]
+        readings = [names for names in order.readings if names[0].startswith("blk.")]
         self._in_turn(readings, self._read_trunk)
         self._read_trunk(None)
         if HEAD in self._file:
@@ -156,22 +155,22 @@ class _Run:
             order = Order()
             self._read_mtp(order.add, chunks=self._chunks[:1])
             block = f"blk.{self._model.n_layer}."
-            self._in_turn([r for r in order.readings if r.names[0].startswith(block)], self._read_mtp)
+            self._in_turn([names for names in order.readings if names[0].startswith(block)], self._read_mtp)
 
     def _embedding(self) -> None:
         """One that is no head: it reads one column at a time, and nothing is carried on."""
         if EMBEDDING in self._file:
             self._file.choose([EMBEDDING], self._bring(np.eye(self._model.n_embd, dtype=np.float32)[None]))
 
-    def _in_turn(self, readings: Sequence[Reading], read: Callable[..., None]) -> None:
+    def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[..., None]) -> None:
         """Block by block: the text is read once for each, and those below are quantized by then."""
-        blocks = [list(group) for _, group in groupby(readings, lambda r: r.names[0].split(".")[1])]
+        blocks = [list(group) for _, group in groupby(readings, lambda names: names[0].split(".")[1])]
         for i, block in enumerate(blocks):
-            due = {r.names[0]: [n for n in r.names if n in self._file] for r in block}
+            due = {names[0]: [name for name in names if name in self._file] for names in block}
             due = {first: names for first, names in due.items() if names}
             if not due:
                 continue
-            end = blocks[i + 1][0].names[0] if i + 1 < len(blocks) else None
+            end = blocks[i + 1][0][0] if i + 1 < len(blocks) else None
             grams = Grams(due, end, self._bring)
             read(grams.add, grams.observes)
             for first, names in due.items():

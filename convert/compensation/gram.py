@@ -5,7 +5,6 @@ The diagonal of one is what an importance matrix has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,18 +23,12 @@ class EnoughError(Exception):
     """Nothing that this graph still computes is wanted."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Which weights read the same input, in the order of the graph."""
-
-    names: tuple[str, ...]
-
-
 class Order:
     """An observer that notes in which order weights are read, and which of them read one tensor."""
 
     def __init__(self) -> None:
-        self._groups: list[list[str]] = []
+        self.readings: list[list[str]] = []
+        """Weights that read the same input, in the order of the graph."""
         self._seen: set[str] = set()
         self._rows: Floats | None = None
 
@@ -44,13 +37,9 @@ class Order:
             return
         self._seen.add(name)
         if rows is not self._rows:
-            self._groups.append([])
+            self.readings.append([])
             self._rows = rows
-        self._groups[-1].append(name)
-
-    @property
-    def readings(self) -> tuple[Reading, ...]:
-        return tuple(Reading(tuple(names)) for names in self._groups)
+        self.readings[-1].append(name)
 
 
 class Grams:

@@ -138,8 +138,10 @@ def shown(
     ends the work by what it raises. Raises PromptError, PromptTooLong and
     GenerationError.
     """
-    if not given or (encoder := engine.encoder) is None:
+    if not given:
         return ids, []
+    encoder = engine.encoder
+    assert encoder is not None, "parts with pictures are refused where nothing reads them"
     stands_for = engine.vocab.picture_id
     places = [index for index, token in enumerate(ids) if token == stands_for]
     if len(places) != len(given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, thread_time
@@ -283,17 +284,25 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     without memory."""
     settings, spec = plan.settings, plan.spec
     log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-    model = load_model(settings, spec, plan.embedding_on)
-    if model.f16_copies < plan.copies:
-        log.warning(
-            "FP16 copies of weights got %s of the %s that they need; steps of many sequences are slower",
-            size_text(model.f16_copies),
-            size_text(plan.copies),
-        )
-    stages.done("weights")
-    context, head = _contexts(model, plan)
-    draft = _draft(plan, context) if spec.draft else None
-    encoder = _encoder(plan, model) if spec.vision else None
+    with ExitStack() as unfinished:  # what has been made is freed where the next cannot be
+        model = load_model(settings, spec, plan.embedding_on)
+        unfinished.callback(model.close)
+        if model.f16_copies < plan.copies:
+            log.warning(
+                "FP16 copies of weights got %s of the %s that they need; steps of many sequences are slower",
+                size_text(model.f16_copies),
+                size_text(plan.copies),
+            )
+        stages.done("weights")
+        context, head = _contexts(model, plan)
+        unfinished.callback(context.close)
+        if head is not None:
+            unfinished.callback(head.close)
+        draft = _draft(plan, context) if spec.draft else None
+        for each in draft or ():
+            unfinished.callback(each.close)
+        encoder = _encoder(plan, model) if spec.vision else None
+        unfinished.pop_all()
     stages.done("contexts")
     # without a GPU this thread's own time: programs beside it hold up long steps more often than short ones
     clock = perf_counter if plan.on_gpu else thread_time
@@ -404,7 +413,7 @@ def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
 
 
 def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | None]:
-    """The trunk's context, and that of the MTP head if it drafts; where that fails, the model is freed."""
+    """The trunk's context, and that of the MTP head if it drafts."""
     settings = plan.settings
     context: Context | None = None
     try:
@@ -413,7 +422,6 @@ def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | Non
     except LlamaError as error:
         if context is not None:
             context.close()
-        model.close()
         raise DoesNotFit(
             f"llama.cpp could not create the context: {error}. If memory is the reason, lower ctx_size "
             f"({settings.ctx_size}), parallel ({settings.parallel}) or ubatch_size "

@@ -15,7 +15,6 @@ import pytest
 from qwen_serve.llamacpp import (
     N_CANDIDATES,
     Context,
-    ContextOptions,
     DeviceSampler,
     Model,
     Rows,
@@ -29,6 +28,7 @@ from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.logprobs import Logprobs, Scores, log_softmax
 from qwen_serve.server.engine.vocab import Vocab
 from qwen_serve.server.engine.warmup import time_prompt, warm_up
+from tests.contexts import exact_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,18 +50,12 @@ def model(nano_f32: Path) -> Iterator[Model]:
 def make(model: Model, kind: DeviceSampler | None) -> Context:
     return Context(
         model,
-        ContextOptions(
+        exact_options(
             n_ctx=256,
-            n_seq=N_SEQ + 1,
             n_batch=256,
-            n_ubatch=256,
             n_outputs=256,
+            n_seq=N_SEQ + 1,
             n_outputs_per_seq=LENGTH,
-            threads=1,
-            threads_batch=1,
-            flash_attn="off",
-            type_k="f32",
-            type_v="f32",
             n_samplers=0 if kind is None else N_SEQ,
             sampler=kind or DeviceSampler.BEST,
         ),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import (
     Context,
-    ContextOptions,
     Model,
     Ring,
     devices,
@@ -23,23 +22,13 @@ from qwen_serve.llamacpp import (
 )
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.server.engine import Vocab
+from tests.contexts import exact_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-OPTIONS = ContextOptions(
-    n_ctx=256,
-    n_seq=2,
-    n_batch=64,
-    n_ubatch=64,
-    n_outputs=64,
-    threads=1,
-    threads_batch=1,
-    flash_attn="off",
-    type_k="f32",
-    type_v="f32",
-)
+OPTIONS = exact_options(n_ctx=256, n_batch=64, n_outputs=64, n_seq=2)
 
 
 @pytest.fixture(scope="module")

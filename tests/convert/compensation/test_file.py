@@ -25,6 +25,17 @@ RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 PROMPTS = Path(__file__).parents[3] / "convert" / "calibration" / "prompts.toml"
 
 
+def divergences(source: Path, *quantized: Path, n_chunks: int) -> list[float]:
+    """The mean of each from the source, over the first chunks of the prompts."""
+    means = []
+    with RUNTIME.load(source) as whole:
+        chunks = read_chunks(whole, PROMPTS)[:n_chunks]
+        for path in quantized:
+            with RUNTIME.load(path) as model:
+                means.append(float(compare(whole, model, chunks).divergence.mean()))
+    return means
+
+
 @pytest.mark.slow
 def test_the_same_file_with_better_blocks(nano_q2_k: Path, tmp_path: Path) -> None:
     source, imatrix = (nano_q2_k.with_name(f"nano{end}.gguf") for end in ("-F16", ".imatrix"))
@@ -39,13 +50,8 @@ def test_the_same_file_with_better_blocks(nano_q2_k: Path, tmp_path: Path) -> No
     for tensor in reader.tensors:
         rounded = tensor.tensor_type in GRIDS
         assert (tensor.data.tobytes() != same[tensor.name]) == rounded, tensor.name
-    with RUNTIME.load(source) as whole:
-        chunks = read_chunks(whole, PROMPTS)[:4]
-        means = []
-        for path in (nano_q2_k, out):
-            with RUNTIME.load(path) as model:
-                means.append(compare(whole, model, chunks).divergence.mean())
-    assert means[1] < 0.8 * means[0]
+    nearest, compensated = divergences(source, nano_q2_k, out, n_chunks=4)
+    assert compensated < 0.8 * nearest
 
 
 @pytest.mark.slow
@@ -60,13 +66,8 @@ def test_experts_are_rounded_by_what_they_read(nano_moe_f32: Path, tmp_path: Pat
     for tensor in experts:
         for mine, theirs in zip(tensor.data, same[tensor.name], strict=True):
             assert mine.tobytes() != theirs.tobytes(), tensor.name
-    with RUNTIME.load(nano_moe_f32) as whole:
-        chunks = read_chunks(whole, PROMPTS)[:2]
-        means = []
-        for path in (stock, out):
-            with RUNTIME.load(path) as model:
-                means.append(compare(whole, model, chunks).divergence.mean())
-    assert means[1] < means[0]
+    nearest, compensated = divergences(nano_moe_f32, stock, out, n_chunks=2)
+    assert compensated < nearest
 
 
 def test_no_copy_is_kept_of_weights_that_were_replaced(

@@ -55,4 +55,4 @@ def test_weights_that_read_one_tensor_are_read_together() -> None:
     order, rows = Order(), [np.ones((2, 8), np.float32) for _ in range(2)]
     for name, at in (("q", 0), ("k", 0), ("out", 1), ("q", 1)):
         order.add(name, rows[at])
-    assert [reading.names for reading in order.readings] == [("q", "k"), ("out",)]
+    assert order.readings == [["q", "k"], ["out"]]

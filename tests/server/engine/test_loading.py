@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from qwen_serve.llamacpp import Context, Model
-from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit
 from qwen_serve.server.engine.loading import PREFILL_CPU, build_engine, resolve_settings
+from qwen_serve.server.engine.model_file import ModelFile
 from qwen_serve.server.engine.planning.fit import plan_memory
+from qwen_serve.server.engine.planning.vision import VisionSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
 from tests.server.engine.helpers import Request, ask_all, running, settings
@@ -26,27 +28,45 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.batch import Batch
 
 
-def test_a_head_that_does_not_fit_leaves_nothing_behind(
-    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="both")), read_header(nano_q4_k_m))
-    closed: list[str] = []
-
-    def refuse(*_: object) -> None:
-        raise LlamaError("no memory for the head")
-
+def watch_closing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is freed from now on, in order."""
+    names: list[str] = []
     for kind in (Context, Model):
 
         def close(self: Context | Model, close: object = kind.close, name: str = kind.__name__) -> None:
-            closed.append(name)
+            names.append(name)
             assert callable(close)
             close(self)
 
         monkeypatch.setattr(kind, "close", close)
+    return names
+
+
+def test_a_head_that_does_not_fit_leaves_nothing_behind(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="both")), read_header(nano_q4_k_m))
+
+    def refuse(*_: object) -> None:
+        raise LlamaError("no memory for the head")
+
+    closed = watch_closing(monkeypatch)
     monkeypatch.setattr("qwen_serve.server.engine.loading.MtpContext", refuse)
     with pytest.raises(DoesNotFit, match="no memory for the head"):
         build_engine(plan, StepProfile(), StartProfile())
     assert closed == ["Context", "Model"], "a model must outlive its contexts"
+
+
+def test_a_vision_tower_that_cannot_be_loaded_leaves_nothing_behind(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(nano_q4_k_m)
+    plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="off")), header)
+    tower = VisionSpec(ModelFile.of(header.path, header.status), weights=1, compute=1, side=32)
+    closed = watch_closing(monkeypatch)
+    with pytest.raises(ModelLoadError, match="mmproj: "):
+        build_engine(replace(plan, spec=replace(plan.spec, vision=tower)), StepProfile(), StartProfile())
+    assert closed == ["Context", "Model"]
 
 
 def test_the_head_drafts_by_itself_on_a_gpu_only(nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:

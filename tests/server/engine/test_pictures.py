@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.llamacpp import Context, Model
 from qwen_serve.server.engine import Engine, InvalidPrompt, PromptTooLong, SamplingParams
 from qwen_serve.server.engine.pictures import Layout, Picture, row_ids
+from tests.contexts import exact_options
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, idle, random_prompt, running
 
@@ -64,18 +65,7 @@ class Bare:
 
     def __init__(self, path: Path) -> None:
         self.model = Model(path, n_gpu_layers=0)
-        options = ContextOptions(
-            n_ctx=4096,
-            n_seq=1,
-            n_batch=1024,
-            n_ubatch=1024,
-            n_outputs=1,
-            threads=1,
-            threads_batch=1,
-            flash_attn="off",
-            type_k="f32",
-            type_v="f32",
-        )
+        options = exact_options(n_ctx=4096, n_batch=1024, n_outputs=1)
         self.context = Context(self.model, options)
         self.eog = sorted(self.model.eog_ids)
 

@@ -9,7 +9,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import Context, ContextOptions, DeviceSampler, Model, SamplerChain
+from qwen_serve.llamacpp import Context, DeviceSampler, Model, SamplerChain
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams, sample
@@ -17,6 +17,7 @@ from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.vocab import Vocab
+from tests.contexts import exact_options
 from tests.server.engine.fake_context import FakeRows
 from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, choose
 from tests.server.engine.sampling.fake_rows import SmallVocab as RowVocab
@@ -209,19 +210,7 @@ def model(nano_f32: Path) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def context(model: Model) -> Iterator[Context]:
-    options = ContextOptions(
-        n_ctx=256,
-        n_seq=1,
-        n_batch=32,
-        n_ubatch=32,
-        n_outputs=1,
-        threads=1,
-        threads_batch=1,
-        flash_attn="off",
-        type_k="f32",
-        type_v="f32",
-    )
-    context = Context(model, options)
+    context = Context(model, exact_options(n_ctx=256, n_batch=32, n_outputs=1))
     context.tokens[:4] = [5, 6, 7, 8]
     context.positions[:4] = range(4)
     context.outputs[3] = 1
