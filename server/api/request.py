@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
     from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.chat.pictures import GivenPicture
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
@@ -160,10 +161,13 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
         context.body.release()
 
 
-async def seen(context: RequestContext, work: Callable[[Callable[[], None]], Result], size: int) -> Result:
+async def seen(
+    context: RequestContext, work: Callable[[Callable[[], None]], Result], pictures: list[GivenPicture]
+) -> Result:
     """`work(interrupt)`, which decodes and encodes pictures that a prepared body has left, on threads of
-    their own; their `size`, in bytes, is counted until then. `interrupt` and what is raised as in `prepared`.
+    their own; their bytes are counted until then. `interrupt` and what is raised as in `prepared`.
     """
+    size = sum(len(picture.url) for picture in pictures)
     context.body.hold(size)
     try:
         interrupted = interruptible(work, size, context.service.bodies, PICTURE_WORK)

@@ -148,7 +148,7 @@ class ServedRequest:
             "prompt_tokens": answers.prompt_tokens,
             "completion_tokens": answers.completion_tokens,
             "total_tokens": answers.prompt_tokens + answers.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": answers.cached_tokens},
+            "prompt_tokens_details": prompt_details(answers.cached_tokens, answers.image_tokens),
         }
         thoughts = [generation.reasoning_tokens for generation in self.generations]
         if reasoning := [count for count in thoughts if count is not None]:
@@ -256,6 +256,12 @@ def truncated(ids: list[int], request: GenerationRequest, context_size: int) -> 
     if keep == -1:
         keep = max(1, context_size - (request.token_limit or 1))
     return ids if keep is None else ids[-keep:]
+
+
+def prompt_details(cached_tokens: int, image_tokens: int) -> dict[str, Any]:
+    """Of a prompt's tokens those that were cached and those of images; vLLM has these where there are any."""
+    images = {"image_tokens": image_tokens} if image_tokens else {}
+    return {"cached_tokens": cached_tokens, **images}
 
 
 def _misses(prompts: Sequence[TextGeneration]) -> Any:

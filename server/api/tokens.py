@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.formats.chat import ChatRequest, prompt_of
+from qwen_serve.server.api.formats.chat import ChatRequest, check_uncut, prompt_of
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
-from qwen_serve.server.api.request import on_thread, prepared
+from qwen_serve.server.api.request import on_thread, prepared, seen
 from qwen_serve.server.api.serving import truncated
+from qwen_serve.server.chat.pictures import counted
 from qwen_serve.server.engine import TokenBudget
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.formats.completions import CompletionRequest
     from qwen_serve.server.api.service import Service
+    from qwen_serve.server.chat.pictures import GivenPicture
     from qwen_serve.server.engine import Vocab
 
 
@@ -85,17 +87,43 @@ def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
     return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
 
 
+async def with_prompt(
+    context: RequestContext, request: ChatRequest, answer: Callable[[list[int]], Any]
+) -> Response:
+    """`answer`, in JSON, to the ids of the prompt that a conversation would be answered with: for a picture
+    as many of the token that stands for it as it has. Raises ApiError 400."""
+    service = context.service
+    engine = service.backend.engine
+    given: list[GivenPicture] = []
+    bare: list[int] = []
+
+    def answered(interrupt: Callable[[], None]) -> Response | None:
+        given.clear()  # this may begin twice
+        pictures = None if engine.encoder is None else given
+        bare[:], _ = prompt_of(service, request, bounded(interrupt, "messages"), pictures)
+        if given:
+            check_uncut(request)
+            return None
+        return JSONResponse(answer(bare))
+
+    def see(interrupt: Callable[[], None]) -> Response:
+        return JSONResponse(answer(counted(bare, given, engine, interrupt, request.pixel_bounds)))
+
+    response = await prepared(context, answered)
+    return await seen(context, see, given) if response is None else response
+
+
 async def tokenize(
     context: RequestContext, request: TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest
 ) -> Response:
     """The ids of a text or a conversation. Raises ApiError 400."""
     service = context.service
     vocab = service.backend.engine.vocab
+    if isinstance(request, TokenizeChatRequest):
+        strings = bool(request.return_token_strs)
+        return await with_prompt(context, request, lambda ids: _counted(service, ids, strings=strings))
 
     def answer(interrupt: Callable[[], None]) -> dict[str, Any]:
-        if isinstance(request, TokenizeChatRequest):
-            ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
-            return _counted(service, ids, strings=bool(request.return_token_strs))
         if isinstance(request, TokenizePromptRequest):
             ids = vocab.tokenize(request.prompt, special=True, check=bounded(interrupt, "prompt"))
             ids = _begun(vocab, ids) if request.add_special_tokens else ids
@@ -134,12 +162,15 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
 
 
 async def apply_template(context: RequestContext, request: ChatRequest) -> Response:
-    """The text of the prompt that a conversation would be answered with. Raises ApiError 400."""
+    """The text of the prompt that a conversation would be answered with; of a picture what the template has
+    in its place. Raises ApiError 400."""
     service = context.service
-    vocab = service.backend.engine.vocab
+    engine = service.backend.engine
+    vocab = engine.vocab
 
     def answer(interrupt: Callable[[], None]) -> Response:
-        ids, _ = prompt_of(service, request, bounded(interrupt, "messages"))
+        pictures: list[GivenPicture] | None = None if engine.encoder is None else []
+        ids, _ = prompt_of(service, request, bounded(interrupt, "messages"), pictures)
         return JSONResponse({"prompt": b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")})
 
     return await prepared(context, answer)
@@ -160,9 +191,10 @@ async def render(
     def rendered(ids: list[int]) -> dict[str, Any]:
         return {"model": service.settings.model_id, "token_ids": truncated(ids, asked, context_size)}
 
+    if isinstance(asked, ChatRequest):
+        return await with_prompt(context, asked, rendered)
+
     def answer(interrupt: Callable[[], None]) -> Response:
-        if isinstance(asked, ChatRequest):
-            return JSONResponse(rendered(prompt_of(service, asked, bounded(interrupt, "messages"))[0]))
         raw, check = service.backend.prompter.raw, bounded(interrupt, "prompt")
         prompts = [raw(given, check) if isinstance(given, str) else given for given in asked.prompt]
         return JSONResponse(list(map(rendered, prompts)))

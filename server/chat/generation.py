@@ -76,6 +76,10 @@ class TextGeneration:
         return self.generation.prompt_tokens
 
     @property
+    def image_tokens(self) -> int:
+        return self.generation.image_tokens
+
+    @property
     def cached_tokens(self) -> int:
         return self.generation.cached_tokens
 

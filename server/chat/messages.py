@@ -121,6 +121,16 @@ def _content(
         raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
+        if isinstance(part, GivenPicture):  # of another format
+            if pictures is None:
+                raise PromptError(
+                    f"{part.where}: pictures are read in messages of users and tools only, by a server that "
+                    "has a vision tower (--mmproj)",
+                    part.where,
+                )
+            pictures.append(part)
+            parts.append({"type": "image"})
+            continue
         kind = _mapping(part, f"{where}[{index}]").get("type")
         if kind == "image_url" and pictures is not None:
             pictures.append(GivenPicture.of_part(part, f"{where}[{index}]"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import math
 from base64 import b64decode
 from dataclasses import dataclass
 from io import BytesIO
@@ -17,7 +18,7 @@ from qwen_serve.server.engine.errors import PromptTooLong
 from .errors import PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -40,7 +41,10 @@ MAX_SCANS = 100
 """Of a JPEG, which has ten if it is progressive: each, of a dozen bytes, takes a pass over all its pixels."""
 
 LOW_PIXELS = 512 * 512
-"""Of a picture of `detail` low, which is made so small."""
+"""Of a picture of `detail` low, at most."""
+
+MOST_BOUND = 2**31 - 1
+"""Of `min_pixels` and `max_pixels`."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 DETAILS = ("auto", "high", "low")
@@ -52,40 +56,90 @@ _decoding = BoundedSemaphore(2)
 
 
 @dataclass(frozen=True, slots=True)
+class PixelBounds:
+    """What a picture is resized to have, in transformers' words (smart_resize of Qwen's processors); None is
+    for the server's own bounds, which hold in any case."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> PixelBounds:
+        """`min_pixels` and `max_pixels` among the fields of `where`. Raises PromptError."""
+        for name in ("min_pixels", "max_pixels"):
+            value = fields.get(name)
+            if value is not None and (type(value) is not int or not 1 <= value <= MOST_BOUND):
+                place = f"{where}.{name}"
+                raise PromptError(f"{place} must be an integer from 1 to {MOST_BOUND:,}", place)
+        return cls(fields.get("min_pixels"), fields.get("max_pixels"))
+
+    def within(self, others: PixelBounds) -> PixelBounds:
+        """These, and the others where these say nothing."""
+        return PixelBounds(self.min_pixels or others.min_pixels, self.max_pixels or others.max_pixels)
+
+    def size(self, width: int, height: int, side: int) -> tuple[int, int]:
+        """That of a picture within the bounds: whole tokens, `side` pixels along either side, where it has to
+        change; else the tower rounds it."""
+        whole = [max(side, round(n / side) * side) for n in (width, height)]
+        pixels, area = whole[0] * whole[1], width * height
+        if self.max_pixels is not None and pixels > self.max_pixels:
+            scale = math.sqrt(area / self.max_pixels)
+            whole = [max(side, math.floor(n / scale / side) * side) for n in (width, height)]
+        elif self.min_pixels is not None and pixels < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / area)
+            whole = [math.ceil(n * scale / side) * side for n in (width, height)]
+        else:
+            return width, height
+        return whole[0], whole[1]
+
+
+NO_BOUNDS = PixelBounds()
+
+
+@dataclass(frozen=True, slots=True)
 class GivenPicture:
     """A picture as a message has it; `where` is its field."""
 
     url: str
-    detail: str
     where: str
+    detail: str = "auto"
+    bounds: PixelBounds = NO_BOUNDS
 
     @classmethod
-    def of_part(cls, part: Any, where: str) -> GivenPicture:
-        """OpenAI's `image_url` part. Raises PromptError."""
+    def of_part(cls, part: Mapping[str, Any], where: str) -> GivenPicture:
+        """OpenAI's `image_url` part, with the `min_pixels` and `max_pixels` that Qwen's clients put beside
+        it. Raises PromptError."""
         given = part.get("image_url")
+        bounds = PixelBounds.of(part, where)
         if isinstance(given, str):  # as vLLM takes it, too
             given = {"url": given}
         where = f"{where}.image_url"
         if not isinstance(given, dict) or not isinstance(given.get("url"), str):
             raise PromptError(f'{where} must be an object {{"url": "data:image/...;base64,..."}}', where)
-        detail = given.get("detail") or "auto"
-        if detail not in DETAILS:
-            raise PromptError(
-                f"{where}.detail is {detail!r}; it must be one of {', '.join(DETAILS)}", f"{where}.detail"
-            )
-        return cls(given["url"], detail, f"{where}.url")
+        return cls(given["url"], f"{where}.url", known_detail(given.get("detail"), where), bounds)
 
-    def pixels(self) -> npt.NDArray[np.uint8]:
+    def pixels(self, side: int, asked: PixelBounds = NO_BOUNDS) -> npt.NDArray[np.uint8]:
         """Decoded: shape [height, width, 3]; of an animation the first frame, turned as EXIF says, on white
-        where it is transparent. Takes long: not for an event loop. Raises PromptError."""
+        where it is transparent, resized to its bounds, or those that are `asked` of all. A token is `side`
+        pixels high and wide. Takes long: not for an event loop. Raises PromptError."""
+        bounds = self._bounds(asked)
         data = self._data()
         with _decoding:
             try:
-                return self._decoded(data)
+                return self._decoded(data, bounds, side)
             except PromptError:
                 raise
             except Exception as error:  # of any of Pillow's decoders
                 raise self._wrong(f"could not be decoded: {error}") from None
+
+    def _bounds(self, asked: PixelBounds) -> PixelBounds:
+        bounds = self.bounds.within(asked)
+        least, most = bounds.min_pixels, bounds.max_pixels
+        if self.detail == "low":
+            most = min(most or LOW_PIXELS, LOW_PIXELS)
+        if least is not None and most is not None and least > most:
+            raise self._wrong(f"has min_pixels {least:,}, which must be at most its max_pixels, {most:,}")
+        return PixelBounds(least, most)
 
     def _data(self) -> bytes:
         scheme, _, rest = self.url.partition(":")
@@ -101,7 +155,7 @@ class GivenPicture:
         except (binascii.Error, ValueError):
             raise self._wrong("is not valid base64") from None
 
-    def _decoded(self, data: bytes) -> npt.NDArray[np.uint8]:
+    def _decoded(self, data: bytes, bounds: PixelBounds, side: int) -> npt.NDArray[np.uint8]:
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
@@ -117,47 +171,95 @@ class GivenPicture:
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
                 raise self._wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
             image.load()
-            turned = ImageOps.exif_transpose(image)
-            if self.detail == "low" and width * height > LOW_PIXELS:
-                scale = (LOW_PIXELS / (width * height)) ** 0.5
-                width, height = (max(1, int(side * scale)) for side in turned.size)
-                turned = _eight_bits(turned).resize((width, height), Image.Resampling.BICUBIC)
-            return np.array(_eight_bits(turned), np.uint8)
+            turned = _eight_bits(ImageOps.exif_transpose(image))
+            if (size := bounds.size(*turned.size, side)) != turned.size:
+                turned = turned.resize(size, Image.Resampling.BICUBIC)
+            return np.array(turned, np.uint8)
 
     def _wrong(self, what: str) -> PromptError:
         return PromptError(f"{self.where} {what}", self.where)
 
 
+def known_detail(given: Any, where: str) -> str:
+    """The `detail` of what stands in `where`. Raises PromptError."""
+    detail = "auto" if given is None else given
+    if detail not in DETAILS:
+        place = f"{where}.detail"
+        raise PromptError(f"{place} is {detail!r}; it must be one of {', '.join(DETAILS)}", place)
+    return str(detail)
+
+
 def shown(
-    ids: list[int], given: list[GivenPicture], engine: Engine, interrupt: Callable[[], None], salt: str
+    ids: list[int],
+    given: list[GivenPicture],
+    engine: Engine,
+    interrupt: Callable[[], None],
+    salt: str,
+    asked: PixelBounds = NO_BOUNDS,
 ) -> tuple[list[int], list[tuple[int, Picture]]]:
     """The ids of a conversation without those that stand for its pictures, and these, encoded, each with the
     index of the token behind it.
 
     Those that are known of requests with this `salt` are not encoded again. `interrupt`, called before each,
-    ends the work by what it raises. Raises PromptError, PromptTooLong and
-    GenerationError.
+    ends the work by what it raises; `asked` is what the request wants of every picture. Raises PromptError,
+    PromptTooLong and GenerationError.
     """
     if not given:
         return ids, []
+    length = len(ids)
+    pictures: list[tuple[int, Picture]] = []
+    for before, (place, pixels, n_tokens) in enumerate(_measured(ids, given, engine, interrupt, asked)):
+        length += n_tokens - 1
+        if length >= engine.context_size:
+            raise PromptTooLong(length, engine.context_size, exactly=False)
+        assert engine.encoder is not None
+        pictures.append((place - before, engine.encoder.encode(pixels, salt, interrupt)))
+    return [token for token in ids if token != engine.vocab.picture_id], pictures
+
+
+def counted(
+    ids: list[int],
+    given: list[GivenPicture],
+    engine: Engine,
+    interrupt: Callable[[], None],
+    asked: PixelBounds = NO_BOUNDS,
+) -> list[int]:
+    """The ids of a conversation, with as many for each picture as it has tokens; nothing is encoded. As
+    `shown` otherwise."""
+    made: list[int] = []
+    done = 0
+    for place, _, n_tokens in _measured(ids, given, engine, interrupt, asked):
+        made += ids[done:place] + ids[place : place + 1] * n_tokens
+        done = place + 1
+    return made + ids[done:]
+
+
+def _measured(
+    ids: list[int],
+    given: list[GivenPicture],
+    engine: Engine,
+    interrupt: Callable[[], None],
+    asked: PixelBounds,
+) -> Iterator[tuple[int, npt.NDArray[np.uint8], int]]:
+    """Of each picture the index that stands for it among `ids`, its pixels, and how many tokens it has."""
     encoder = engine.encoder
     assert encoder is not None, "parts with pictures are refused where nothing reads them"
-    stands_for = engine.vocab.picture_id
-    places = [index for index, token in enumerate(ids) if token == stands_for]
+    places = [index for index, token in enumerate(ids) if token == engine.vocab.picture_id]
     if len(places) != len(given):
         raise PromptError(
             f"the chat template shows {len(places)} of {len(given)} pictures in the messages", "messages"
         )
-    length = len(ids)
-    pictures: list[tuple[int, Picture]] = []
-    for before, (place, picture) in enumerate(zip(places, given, strict=True)):
+    for place, picture in zip(places, given, strict=True):
         interrupt()
-        pixels = picture.pixels()
-        length += encoder.measure(pixels) - 1
-        if length >= engine.context_size:
-            raise PromptTooLong(length, engine.context_size, exactly=False)
-        pictures.append((place - before, encoder.encode(pixels, salt)))
-    return [token for token in ids if token != stands_for], pictures
+        least = picture.bounds.within(asked).min_pixels or 0
+        if least > encoder.max_pixels:
+            raise PromptError(
+                f"{picture.where} has min_pixels {least:,}; at most {encoder.max_pixels:,} are read "
+                "(--image-max-tokens)",
+                picture.where,
+            )
+        pixels = picture.pixels(encoder.side, asked)
+        yield place, pixels, encoder.measure(pixels)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -14,8 +14,11 @@ from qwen_serve.llamacpp.errors import LlamaError
 
 from .errors import EngineDead, GenerationError, QueueFull
 from .pictures import Picture, row_ids
+from .stats import ImageStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -30,10 +33,15 @@ class PictureEncoder:
     """Any thread may call; whoever has a picture to encode while another is encoded waits. The engine's steps
     do not, nor does who comes with a picture that is known."""
 
-    def __init__(self, tower: VisionTower, *, side: int, identity: str, cache_bytes: int) -> None:
-        """`side`: pixels along either side of a token. `identity`: of the tower and of how it is used, which
-        a picture's rows depend on. Rows of at most `cache_bytes` are kept for when a picture comes again."""
+    def __init__(
+        self, tower: VisionTower, *, side: int, max_tokens: int, identity: str, cache_bytes: int
+    ) -> None:
+        """`side`: pixels along either side of a token, of which a picture has `max_tokens` at most.
+        `identity`: of the tower and of how it is used, which a picture's rows depend on. Rows of at most
+        `cache_bytes` are kept for when a picture comes again."""
         self.side = side
+        self.max_pixels = max_tokens * side * side
+        """Of a picture: larger ones are made smaller."""
         self._tower, self._identity = tower, identity.encode()
         self._cache: LRUCache[tuple[str, bytes], Picture]
         self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
@@ -60,9 +68,15 @@ class PictureEncoder:
             except LlamaError as error:
                 raise GenerationError(f"the picture could not be measured: {error}") from error
 
-    def encode(self, rgb: npt.NDArray[np.uint8], salt: str = "") -> Picture:
+    def encode(
+        self,
+        rgb: npt.NDArray[np.uint8],
+        salt: str = "",
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> Picture:
         """A picture of shape [height, width, 3]. One that is known is not encoded again, but with another
-        `salt`, as its requests share nothing.
+        `salt`, as its requests share nothing. `interrupt` is called once its turn has come: what it raises
+        ends the work.
 
         Raises GenerationError where llama.cpp fails, QueueFull while requests hold the rows of as many as may
         be, and EngineDead once it is closed.
@@ -77,10 +91,10 @@ class PictureEncoder:
         with self._encoding:
             if (known := self._known(place)) is not None:  # by now
                 return known
+            interrupt()
             with self._lock:
                 self._check_open()
-                while self._released:
-                    self._held -= self._released.popleft()
+                self._count_released()
                 if self._held >= self._most:
                     raise QueueFull(
                         f"pictures of requests in flight take {self._held // 2**20:,} MiB, as many as may; "
@@ -100,6 +114,16 @@ class PictureEncoder:
                     self._cache[place] = picture
                 self.encoded += 1
             return picture
+
+    def stats(self) -> ImageStats:
+        """Safe from any thread."""
+        with self._lock:
+            self._count_released()
+            return ImageStats(self.encoded, self.cached, self._held)
+
+    def _count_released(self) -> None:
+        while self._released:
+            self._held -= self._released.popleft()
 
     def _known(self, place: tuple[str, bytes]) -> Picture | None:
         with self._lock:

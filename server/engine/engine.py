@@ -25,7 +25,7 @@ from .prompts import checked_ids, with_pictures
 from .sampling import Logprobs, Sampler, sample
 from .scheduler import Output
 from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
-from .stats import EngineStats
+from .stats import EngineStats, ImageStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,6 +166,7 @@ class Engine:
             watch = None if thinking is None else thinking.begin(self.vocab)
             generation = Generation(
                 *(len(prompt), timings, self._request_cancel),
+                image_tokens=prompt.pictures.n_rows,
                 stream=stream,
                 logprobs=logprobs,
                 thinking=watch,
@@ -198,6 +199,7 @@ class Engine:
             sampler_changes=self._runner.sampler_changes,
             step_totals=self._profile.times(),
             drafts=self._speculator.stats(),
+            images=self.encoder.stats() if self.encoder else ImageStats(),
             finished=dict(self._finished),
         )
 

@@ -34,12 +34,15 @@ class Generation:
         timings: Timings,
         cancel: Callable[[Generation], None],
         *,
+        image_tokens: int = 0,
         stream: bool = True,
         logprobs: Logprobs | None = None,
         thinking: ThinkingWatch | None = None,
         scheduling: SchedulingParams = ANYBODY,
     ) -> None:
         self.prompt_tokens = prompt_tokens
+        self.image_tokens = image_tokens
+        """Those of them that are rows of pictures."""
         self.drafts = DraftCounts()
         """What became of draft tokens."""
         self.cached_tokens = 0

@@ -81,6 +81,11 @@ class Layout:
     def __bool__(self) -> bool:
         return bool(self.places)
 
+    @property
+    def n_rows(self) -> int:
+        """Tokens that are rows of pictures."""
+        return sum(len(place.picture) for place in self.places)
+
     def position(self, index: int) -> int:
         """Where the token of text at `index` stands, or the first row of a picture that begins there."""
         if not self.places or not (n := bisect_right(self._starts, index)):

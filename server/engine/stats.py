@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ImageStats:
+    """Of pictures in prompts."""
+
+    encoded: int = 0
+    cached: int = 0
+    """Those that came again and were known."""
+    bytes: int = 0
+    """Of rows, those that requests hold and those that are kept for when they come again."""
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot. Counts run from the start of the engine; the rest is as of now."""
 
@@ -37,5 +48,6 @@ class EngineStats:
     """Where the time of steps went."""
     drafts: Mapping[str, DrafterStats] = field(default_factory=dict)
     """What became of draft tokens, by drafter, and whether it drafts; none where speculation is off."""
+    images: ImageStats = field(default_factory=ImageStats)
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by how they ended: stop, length, cancelled, error."""

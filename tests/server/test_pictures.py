@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gc
-import shutil
 import threading
-from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen_serve.convert.checkpoint import Checkpoint
-from qwen_serve.convert.source import Source
-from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
 from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp import vision as llamacpp_vision
 from qwen_serve.server.api.limits import LARGE
@@ -27,74 +20,12 @@ from qwen_serve.server.api.request import LONG_TEXT
 from qwen_serve.server.engine import ModelLoadError
 from qwen_serve.server.engine.pictures import Picture, row_ids
 from qwen_serve.server.engine.places import Places
-from tests.checkpoints import PREPROCESSOR, edit_json
-from tests.drafters import NANO
 from tests.server.engine.helpers import running
 from tests.server.engine.test_pictures import Bare, Part
+from tests.server.seeing import N, ask, body, content, needs_vision, noise, part, text
 from tests.server.serving import Served, serving
 
-pytestmark = pytest.mark.skipif(
-    not llamacpp_vision.has_vision(), reason="llama.cpp was built without libmtmd"
-)
-
-N = 24
-
-
-@pytest.fixture(scope="module")
-def mmproj(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tower") / "nano"
-    shutil.copytree(NANO, folder, ignore=shutil.ignore_patterns("train", "heldout"))
-    (folder / "preprocessor_config.json").write_text("{}")
-    edit_json(folder / "preprocessor_config.json", **PREPROCESSOR)
-    preprocessor = read_preprocessor(folder)
-    assert preprocessor is not None
-    path = folder.with_name("mmproj-nano-F32.gguf")
-    write_mmproj(path, VisionTower.open(Checkpoint.open(folder), preprocessor), Source(folder), "F32")
-    return path
-
-
-@pytest.fixture(scope="module")
-def seeing(nano_f32: Path, mmproj: Path) -> Iterator[Served]:
-    with serving(nano_f32, mmproj=mmproj) as served:
-        yield served
-
-
-def noise(seed: int, width: int = 128, height: int = 96) -> Image.Image:
-    """Large enough not to be enlarged: a token is 16 pixels wide."""
-    values = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-    return Image.fromarray(values).resize((width, height), Image.Resampling.NEAREST)
-
-
-def part(image: Image.Image, **fields: Any) -> dict[str, Any]:
-    buffer = BytesIO()
-    image.save(buffer, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return {"type": "image_url", "image_url": {"url": url, **fields}}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-def body(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": [*parts]}],
-        "max_tokens": N,
-        "ignore_eos": True,
-        **fields,
-    }
-
-
-async def ask(served: Served, request: dict[str, Any], status: int = 200) -> Any:
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
-        answer = await http.post("/v1/chat/completions", json=request)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-
-def content(answer: Any) -> str:
-    found: str = answer["choices"][0]["message"]["content"]
-    return found
+pytestmark = needs_vision
 
 
 async def test_an_answer_is_that_of_the_bare_context(seeing: Served, nano_f32: Path, mmproj: Path) -> None:
@@ -162,10 +93,10 @@ async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.Mo
     go, began = threading.Event(), threading.Semaphore(0)
     encode, bodies = encoder.encode, seeing.service.bodies
 
-    def slow(rgb: Any, salt: str) -> Picture:
+    def slow(*given: Any) -> Picture:
         began.release()
         assert go.wait(60)
-        return encode(rgb, salt)
+        return encode(*given)
 
     monkeypatch.setattr(encoder, "encode", slow)
     large = part(Image.fromarray(np.random.default_rng(12).integers(0, 256, (300, 400, 3), np.uint8)))
@@ -276,14 +207,6 @@ async def test_what_is_refused_is_named(case: str, seeing: Served) -> None:
     assert message in error["message"]
     if param:
         assert error["param"] == param
-
-
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions/render"])
-async def test_doors_that_take_text_alone_say_so(path: str, seeing: Served) -> None:
-    async with httpx.AsyncClient(base_url=seeing.url, timeout=60) as http:
-        answer = await http.post(path, json={"messages": body(part(noise(1)))["messages"]})
-    assert answer.status_code == 400
-    assert "only 'text' is served" in answer.json()["error"]["message"]
 
 
 async def test_it_says_that_it_sees(seeing: Served) -> None:

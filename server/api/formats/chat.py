@@ -32,7 +32,7 @@ from qwen_serve.server.api.serving import (
 from qwen_serve.server.api.sse import encode, event
 from qwen_serve.server.api.tenant import scheduling_of, sharing_of
 from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
-from qwen_serve.server.chat.pictures import shown
+from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, shown
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -88,6 +88,17 @@ class ImagePart(BaseModel):
 
     type: Literal["image_url"]
     image_url: str | ImageUrl
+    min_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
+    max_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
+
+
+class ProcessorKwargs(BaseModel):
+    """What every picture is resized to have, at least and at most: vLLM's field, for Qwen's processors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    min_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
+    max_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
 
 
 class FunctionInput(BaseModel):
@@ -115,7 +126,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
         for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
-        if name not in ("add_generation_prompt", "continue_final_message")
+        if name not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
     }
 
     messages: Annotated[
@@ -136,6 +147,13 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+
+    @property
+    def pixel_bounds(self) -> PixelBounds:
+        """Of all its pictures that say nothing themselves."""
+        asked = self.mm_processor_kwargs
+        return NO_BOUNDS if asked is None else PixelBounds(asked.min_pixels, asked.max_pixels)
 
     def inlines_reasoning(self, default: bool) -> bool:
         """Whether the think block stays in the content; `default` is what the server does."""
@@ -228,10 +246,8 @@ async def begin(
         budget = prompt_budget(request, engine.context_size, interrupt)
         given.clear()  # this may begin twice
         ids, thinking = prompt_of(service, request, budget, None if engine.encoder is None else given)
-        if given and request.truncate_prompt_tokens is not None:
-            field = "truncate_prompt_tokens"
-            raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
         if given:
+            check_uncut(request)
             bare[:] = ids
         prompt = None if given else engine.prompt(truncated(ids, request, engine.context_size))
         request.messages = []  # they would stay for as long as the answer takes
@@ -240,12 +256,12 @@ async def begin(
     salt = sharing_of(context, request)
 
     def see(interrupt: Callable[[], None]) -> Prompt:
-        return engine.prompt(*shown(bare, given, engine, interrupt, salt))
+        return engine.prompt(*shown(bare, given, engine, interrupt, salt, request.pixel_bounds))
 
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:
         engine.check_queue(scheduling_of(context, request))
-        prompt = await seen(context, see, sum(len(picture.url) for picture in given))
+        prompt = await seen(context, see, given)
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )
@@ -262,6 +278,13 @@ async def begin(
         for generation, parser in zip(served.generations, parsers, strict=True)
     ]
     return served, replies
+
+
+def check_uncut(request: ChatRequest) -> None:
+    """Of a request with pictures. Raises ApiError 400."""
+    if request.truncate_prompt_tokens is not None:
+        field = "truncate_prompt_tokens"
+        raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
 
 
 def prompt_of(

@@ -10,6 +10,7 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, mo
 from qwen_serve.server.api.errors import ApiError, bad_request, from_validation
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
 from qwen_serve.server.api.formats.chat import ChatRequest
+from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -108,6 +109,21 @@ def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str
     if not isinstance(value, list):
         raise bad_request(f"{where}: must be a string or a list of content blocks", where, "invalid_value")
     return [(f"{where}[{index}]", object_in(block, f"{where}[{index}]")) for index, block in enumerate(value)]
+
+
+def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
+    """The content of what a tool answered: texts, a line each; parts where there are pictures among them."""
+    if not any(isinstance(part, GivenPicture) for part in parts):
+        return "\n".join(part for part in parts if isinstance(part, str))
+    made: list[Any] = []
+    for part in parts:
+        if isinstance(part, GivenPicture):
+            made.append(part)
+        elif made and isinstance(made[-1], dict):
+            made[-1]["text"] += f"\n{part}"
+        else:
+            made.append({"type": "text", "text": part})
+    return made
 
 
 def names_of(tools: Iterable[Any]) -> str:

@@ -39,6 +39,8 @@ COUNTERS = {
     "prefix.evictions": "Checkpoints that had to leave the device",
     "prefix.restores": "Checkpoints that came back from host memory",
     "prefix.failed_copies": "Copies of checkpoints to or from host memory that failed",
+    "images.encoded": "Images that were encoded",
+    "images.cached": "Images that came again and were not encoded again",
 }
 """Fields of EngineStats that only grow; the metric is called like the field."""
 
@@ -48,6 +50,7 @@ GAUGES = {
     "prefix.resident_bytes": "Bytes that checkpoints occupy on the device",
     "prefix.host_checkpoints": "Checkpoints in host memory",
     "prefix.host_bytes": "Bytes that they occupy",
+    "images.bytes": "Bytes of encoded images, of requests and kept for when they come again",
 }
 """Fields of EngineStats that come and go."""
 
@@ -79,6 +82,7 @@ class Metrics:
         self.duration = self._histogram("qwen_request_seconds", "From request to end of response", SECONDS)
         self._prompt_tokens = self._counter("qwen_prompt_tokens", "Tokens of the prompts answered")
         self._cached_tokens = self._counter("qwen_cached_prompt_tokens", "Those that were not computed again")
+        self._image_tokens = self._counter("qwen_image_prompt_tokens", "Those that are of images")
         self._completion_tokens = self._counter("qwen_completion_tokens", "Tokens given back")
         self._finished = Counter(
             "qwen_generations", "Generations by how they ended", ("reason",), registry=self._registry
@@ -105,6 +109,7 @@ class Metrics:
         """Counts a generation that has ended, or that its request has given up."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         self._cached_tokens.inc(generation.cached_tokens)
+        self._image_tokens.inc(generation.image_tokens)
         self._completion_tokens.inc(generation.completion_tokens)
         reason = generation.finish_reason
         self._finished.labels(reason if reason in ("stop", "length") else "unfinished").inc()

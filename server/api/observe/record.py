@@ -62,6 +62,10 @@ class Answers:
         return sum(generation.prompt_tokens for generation in self.prompts)
 
     @property
+    def image_tokens(self) -> int:
+        return sum(generation.image_tokens for generation in self.prompts)
+
+    @property
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.prompts)
 
@@ -86,7 +90,8 @@ class Answers:
         return later / (last - first) if first and last > first and later else None
 
     def __str__(self) -> str:
-        parts = [f"{self.prompt_tokens} tokens in ({self.cached_tokens} cached)"]
+        images = f", {self.image_tokens} of images" if self.image_tokens else ""
+        parts = [f"{self.prompt_tokens} tokens in ({self.cached_tokens} cached{images})"]
         parts.append(f"{self.completion_tokens} out")
         waits = [generation.generation.timings for generation in self.generations]
         longest = max(waits, key=lambda timings: timings.queue_ms)

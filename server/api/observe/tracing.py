@@ -78,6 +78,7 @@ class Tracer:
                     "gen_ai.response.finish_reasons": reasons,
                     "gen_ai.usage.input_tokens": answers.prompt_tokens,
                     "gen_ai.usage.cache_read.input_tokens": answers.cached_tokens,
+                    "qwen.usage.image_tokens": answers.image_tokens,
                     "gen_ai.usage.output_tokens": answers.completion_tokens,
                 }
             )

@@ -133,7 +133,7 @@ class FakeGeneration:
         self.thinking = thinking
         self.scheduling = entry.scheduling
         self.prompt_tokens = len(entry.checked.ids)
-        self.cached_tokens = 0
+        self.cached_tokens = self.image_tokens = 0
         self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
         if self.logprobs is not None and self.logprobs.of_prompt:
             self.logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]

@@ -49,7 +49,7 @@ RED, BLUE, WHITE = [255, 0, 0], [0, 0, 255], [255, 255, 255]
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "JPEG"])
 def test_each_format(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {"quality": 100} if kind == "JPEG" else {}
-    pixels = given(saved(halves(), kind, **options)).pixels()
+    pixels = given(saved(halves(), kind, **options)).pixels(32)
     assert (pixels.shape, pixels.dtype) == ((4, 6, 3), np.uint8)
     near = 60 if kind == "JPEG" else 0
     assert np.abs(pixels[0, 0].astype(int) - RED).max() <= near
@@ -57,13 +57,13 @@ def test_each_format(kind: str) -> None:
 
 
 def test_a_progressive_jpeg() -> None:
-    assert np.abs(given(scans(20)).pixels()[0, 0].astype(int) - RED).max() <= 5
+    assert np.abs(given(scans(20)).pixels(32)[0, 0].astype(int) - RED).max() <= 5
 
 
 def test_it_is_turned_as_exif_says() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera stood on its right side
-    pixels = given(saved(halves(), "PNG", exif=exif)).pixels()
+    pixels = given(saved(halves(), "PNG", exif=exif)).pixels(32)
     assert pixels.shape == (6, 4, 3)
     assert pixels[0, 3].tolist() == RED
     assert pixels[0, 0].tolist() == BLUE
@@ -72,13 +72,13 @@ def test_it_is_turned_as_exif_says() -> None:
 def test_the_first_frame_of_an_animation() -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue", "green")]
     data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=50, loop=0)
-    assert given(data).pixels()[0, 0].tolist() == RED
+    assert given(data).pixels(32)[0, 0].tolist() == RED
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "YCbCr"])
 def test_other_colours(mode: str) -> None:
     kind = "JPEG" if mode in ("CMYK", "YCbCr") else "PNG"
-    pixels = given(saved(halves(mode), kind)).pixels()
+    pixels = given(saved(halves(mode), kind)).pixels(32)
     assert pixels.shape == (4, 6, 3)
     if mode in ("P", "CMYK"):
         assert np.abs(pixels[0, 0].astype(int) - RED).max() < 60
@@ -86,24 +86,24 @@ def test_other_colours(mode: str) -> None:
 
 def test_sixteen_bits_are_scaled() -> None:
     deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
-    assert given(saved(deep)).pixels()[0, :, 0].tolist() == [0, 0x80, 0xFF]
+    assert given(saved(deep)).pixels(32)[0, :, 0].tolist() == [0, 0x80, 0xFF]
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_is_white(mode: str) -> None:
     clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
     clear.putpixel((1, 0), (0, 0, 0, 255))
-    pixels = given(saved(clear.convert(mode), "PNG")).pixels()
+    pixels = given(saved(clear.convert(mode), "PNG")).pixels(32)
     assert pixels[0].tolist() == [WHITE, [0, 0, 0]]
 
 
 def test_little_detail_is_a_small_picture() -> None:
     data = saved(Image.new("RGB", (2048, 1024)))
-    assert given(data, "high").pixels().shape == (1024, 2048, 3)
-    height, width, _ = given(data, "low").pixels().shape
+    assert given(data, "high").pixels(32).shape == (1024, 2048, 3)
+    height, width, _ = given(data, "low").pixels(32).shape
     assert height * width <= 512 * 512
     assert abs(width - 2 * height) <= 2
-    assert given(saved(Image.new("RGB", (300, 400))), "low").pixels().shape == (400, 300, 3)
+    assert given(saved(Image.new("RGB", (300, 400))), "low").pixels(32).shape == (400, 300, 3)
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -147,19 +147,19 @@ def test_what_is_refused_is_named(case: str) -> None:
     with pytest.raises(
         PromptError, match=rf"^messages\[0\]\.content\[1\]\.image_url\.url {message}"
     ) as raised:
-        given(data).pixels()
+        given(data).pixels(32)
     assert raised.value.param == f"{WHERE}.image_url.url"
 
 
 def test_blanks_in_base64_are_passed_over() -> None:
     """Without a string for each piece between them: nobody else runs while these are made."""
     spaced = " ".join(url(saved(halves()))[len("data:image/png;base64,") :])
-    assert given(f"data:image/png;base64,{spaced}").pixels().shape == (4, 6, 3)
+    assert given(f"data:image/png;base64,{spaced}").pixels(32).shape == (4, 6, 3)
     many = given("data:image/png;base64," + "AA\r\n" * 250_000)
     tracemalloc.start()
     try:
         with pytest.raises(PromptError, match="is no picture"):
-            many.pixels()
+            many.pixels(32)
         assert tracemalloc.get_traced_memory()[1] < 6 * len(many.url)
     finally:
         tracemalloc.stop()
@@ -167,7 +167,7 @@ def test_blanks_in_base64_are_passed_over() -> None:
 
 def test_a_file_that_is_too_large() -> None:
     with pytest.raises(PromptError, match="is larger than 32 MiB"):
-        given("data:image/png;base64," + "A" * 50_000_000).pixels()
+        given("data:image/png;base64," + "A" * 50_000_000).pixels(32)
 
 
 def test_bounds_are_what_the_page_says() -> None:

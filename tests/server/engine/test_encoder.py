@@ -42,7 +42,7 @@ class FakeTower:
 
 def encoder(cache_rows: int, identity: str = "a", tower: FakeTower | None = None) -> PictureEncoder:
     cache_bytes, made = 4 * WIDTH * cache_rows, cast(Any, tower or FakeTower())
-    return PictureEncoder(made, side=16, identity=identity, cache_bytes=cache_bytes)
+    return PictureEncoder(made, side=16, max_tokens=4096, identity=identity, cache_bytes=cache_bytes)
 
 
 def pixels(seed: int, height: int = 10, width: int = 5) -> npt.NDArray[np.uint8]:

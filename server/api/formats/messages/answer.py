@@ -5,19 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
-from qwen_serve.server.api.formats.chat import begin, prompt_of
+from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.translation import noted
-from qwen_serve.server.api.request import on_thread, prepared
+from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
-from qwen_serve.server.api.tokens import bounded
+from qwen_serve.server.api.tokens import with_prompt
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from fastapi import Response
 
@@ -42,12 +41,8 @@ async def messages(context: RequestContext, request: MessagesRequest) -> Respons
 
 async def count_tokens(context: RequestContext, request: CountTokensRequest) -> Response:
     """How many tokens a conversation's prompt has, those of the cache included."""
-
-    def answer(interrupt: Callable[[], None]) -> Response:
-        ids, _ = prompt_of(context.service, request.chat(), bounded(interrupt, "messages"))
-        return JSONResponse({"input_tokens": len(ids)})
-
-    return await prepared(context, answer)
+    asked = await on_thread(request.chat, context.body.size)
+    return await with_prompt(context, asked, lambda ids: {"input_tokens": len(ids)})
 
 
 async def collect(served: ServedRequest, reply: Reply) -> bytes:

@@ -16,10 +16,12 @@ from qwen_serve.server.api.formats.translation import (
     names_of,
     object_in,
     refused,
+    spoken,
     text_in,
     to_chat,
 )
 from qwen_serve.server.chat import plain_text
+from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +35,8 @@ NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """A chat request's fields, as this protocol calls them."""
+
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 BILLING = "x-anthropic-billing-header:"
 _PER_REQUEST = re.compile(r"(?<=\bcch=)[^;\s]+")
@@ -238,7 +242,7 @@ def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     made: list[dict[str, Any]] = []
     reminders: dict[int, list[str]] = {}
-    """The texts of turns that have some."""
+    """By the turns that they are for."""
     begun = False
     for message in messages:
         begun = begun or message["role"] != "system"
@@ -247,16 +251,21 @@ def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         if made[-1]["role"] == "assistant":
             made.append({"role": "user", "content": ""})
-        texts = reminders.setdefault(len(made) - 1, [plain_text(made[-1]["content"])])
+        texts = reminders.setdefault(len(made) - 1, [])
         texts.append(f"<system-reminder>\n{plain_text(message['content'])}\n</system-reminder>")
     for turn, texts in reminders.items():
-        made[turn] = {**made[turn], "content": "\n\n".join(filter(None, texts))}
+        content = made[turn]["content"]
+        if any(isinstance(part, GivenPicture) for part in content):
+            content = [*content, {"type": "text", "text": "\n\n".join(["", *texts])}]
+        else:
+            content = "\n\n".join(filter(None, [plain_text(content), *texts]))
+        made[turn] = {**made[turn], "content": content}
     return made
 
 
 def _given(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """A user's turn: tool results are messages of their own."""
-    parts: list[dict[str, str]] = []
+    parts: list[dict[str, str] | GivenPicture] = []
     for place, block in blocks_in(message.get("content"), f"{where}.content"):
         if block.get("type") == "tool_result":
             if parts:
@@ -264,16 +273,17 @@ def _given(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
                 parts = []
             yield _tool_result(block, place)
         else:
-            parts.append({"type": "text", "text": _text(block, place)})
+            part = _part(block, place) if message["role"] == "user" else _text(block, place)
+            parts.append({"type": "text", "text": part} if isinstance(part, str) else part)
     if parts:
         yield {"role": message["role"], "content": parts}
 
 
 def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
-    texts = [_text(part, place) for place, part in blocks_in(content or "", f"{where}.content")]
+    parts = [_part(part, place) for place, part in blocks_in(content or "", f"{where}.content")]
     id_ = text_in(block.get("tool_use_id"), f"{where}.tool_use_id")
-    return {"role": "tool", "tool_call_id": id_, "content": "\n".join(texts)}
+    return {"role": "tool", "tool_call_id": id_, "content": spoken(parts)}
 
 
 def _assistant(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -305,10 +315,30 @@ def _tool_use(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"id": text_in(block.get("id"), f"{where}.id"), "type": "function", "function": function}
 
 
+def _part(block: Mapping[str, Any], where: str) -> str | GivenPicture:
+    """A text or a picture of what the model is given to read."""
+    if block.get("type") != "image":
+        return _text(block, where)
+    where = f"{where}.source"
+    source = object_in(block.get("source"), where)
+    match source.get("type"):
+        case "base64":
+            if (kind := source.get("media_type")) not in MEDIA_TYPES:
+                place = f"{where}.media_type"
+                raise bad_request(f"{place}: must be one of {', '.join(MEDIA_TYPES)}", place)
+            data = text_in(source.get("data"), f"{where}.data")
+            return GivenPicture(f"data:{kind};base64,{data}", f"{where}.data")
+        case "url":
+            return GivenPicture(text_in(source.get("url"), f"{where}.url"), f"{where}.url")
+        case "file":
+            raise refused(f"{where}.file_id", "this server keeps no files; send the picture in base64")
+    raise bad_request(f'{where}.type: must be "base64" or "url"', f"{where}.type")
+
+
 def _text(block: Mapping[str, Any], where: str) -> str:
     kind = block.get("type")
     if kind != "text":
-        raise refused(f"{where}.type", f"{kind!r} blocks are not supported: this server reads text only")
+        raise refused(f"{where}.type", f"{kind!r} blocks are not supported here")
     return text_in(block.get("text"), f"{where}.text")
 
 

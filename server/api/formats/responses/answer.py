@@ -12,6 +12,7 @@ from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.translation import noted
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
+from qwen_serve.server.api.serving import prompt_details
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -143,7 +144,7 @@ class Answer(EventWriter):
         generation = self._reply.generation
         return {
             "input_tokens": generation.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+            "input_tokens_details": prompt_details(generation.cached_tokens, generation.image_tokens),
             "output_tokens": generation.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
             "total_tokens": generation.prompt_tokens + generation.completion_tokens,

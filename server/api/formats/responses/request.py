@@ -18,9 +18,11 @@ from qwen_serve.server.api.formats.translation import (
     names_of,
     object_in,
     refused,
+    spoken,
     text_in,
     to_chat,
 )
+from qwen_serve.server.chat.pictures import GivenPicture, PixelBounds, known_detail
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -229,10 +231,14 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
                 raise bad_request(
                     f"{place}: must be user, assistant, system or developer, not {role!r}", place
                 )
-            texts = _texts(item.get("content"), f"{where}.content")
             if role == "assistant":
+                texts = _texts(item.get("content"), f"{where}.content")
                 return {"role": role, "content": "".join(texts)}, {"content", "tool_calls"}
-            return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}, set()
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else part
+                for part in _parts(item.get("content"), f"{where}.content")
+            ]
+            return {"role": role, "content": content}, set()
         case "reasoning":
             texts = _texts(item.get("content") or item.get("summary") or [], f"{where}.content")
             kept = {"reasoning_content": "\n\n".join(texts)} if texts else {}
@@ -245,8 +251,8 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
             return {"role": "assistant", "tool_calls": [call]}, set()
         case "function_call_output":
             id_ = text_in(item.get("call_id"), f"{where}.call_id")
-            texts = _texts(item.get("output"), f"{where}.output")
-            return {"role": "tool", "tool_call_id": id_, "content": "\n".join(texts)}, set()
+            output = _parts(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": id_, "content": spoken(output)}, set()
     if kind == "item_reference":
         raise refused(f"{where}.type", "this server keeps no items to refer to; send the item itself")
     raise refused(f"{where}.type", f"{kind!r} items are not supported by this server")
@@ -260,14 +266,34 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
         raise bad_request(f"{where}: is not valid JSON: {error}", where, "invalid_value") from None
 
 
+def _parts(content: Any, where: str) -> list[str | GivenPicture]:
+    """The texts and pictures of what the model is given to read."""
+    return [
+        _picture(block, place) if block.get("type") == "input_image" else _text(block, place)
+        for place, block in blocks_in(content, where, "text")
+    ]
+
+
 def _texts(content: Any, where: str) -> list[str]:
-    texts = []
-    for place, block in blocks_in(content, where, "text"):
-        kind = block.get("type")
-        if kind == "refusal":
-            texts.append(text_in(block.get("refusal"), f"{place}.refusal"))
-        elif kind in TEXTS:
-            texts.append(text_in(block.get("text"), f"{place}.text"))
-        else:
-            raise refused(f"{place}.type", f"{kind!r} is not supported: this server reads text only")
-    return texts
+    return [_text(block, place) for place, block in blocks_in(content, where, "text")]
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    kind = block.get("type")
+    if kind == "refusal":
+        return text_in(block.get("refusal"), f"{where}.refusal")
+    if kind in TEXTS:
+        return text_in(block.get("text"), f"{where}.text")
+    raise refused(f"{where}.type", f"{kind!r} is not supported here")
+
+
+def _picture(block: Mapping[str, Any], where: str) -> GivenPicture:
+    if block.get("file_id") is not None:
+        raise refused(f"{where}.file_id", "this server keeps no files; send the picture in image_url")
+    place = f"{where}.image_url"
+    return GivenPicture(
+        text_in(block.get("image_url"), place),
+        place,
+        known_detail(block.get("detail"), where),
+        PixelBounds.of(block, where),
+    )

@@ -297,6 +297,9 @@ def text_of(fields: dict[str, Any]) -> str:
     return json.dumps(fields)
 
 
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -308,7 +311,19 @@ def text_of(fields: dict[str, Any]) -> str:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.type",
+        ),
+        (
+            {"messages": [*HI, {"role": "system", "content": [PICTURE]}]},
+            "messages[1].content[0].type",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [PICTURE]}]},
+            "messages[1].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [PICTURE]}]},  # nothing reads it
+            "messages[0].content[0].source.data",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
