@@ -25,7 +25,7 @@ from .model import Model
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .rows import Rows
-from .samplers import SamplerChain
+from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "ContextOptions",
     "Device",
     "DeviceSampler",
+    "DrySampler",
     "Model",
     "Ring",
     "Rows",

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.api.fields.structured import WantedGrammar
+    from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.sse import EventWriter
-    from qwen_serve.server.engine import Constraint, Prompt, ThinkingLimits
+    from qwen_serve.server.engine import Constraint, Prompt, SamplingParams, ThinkingLimits
 
 
 class ServedRequest:
@@ -59,13 +60,7 @@ class ServedRequest:
         self.include_usage = request.include_usage
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
         salt = sharing_of(context, request)
-        mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
-        params = request.sampling_params(
-            backend.defaults.of(mode),
-            self.vocab,
-            logprobs=request.answer_logprobs,
-            prompt_logprobs=request.scored_prompt,
-        )
+        params = sampling_of(service, request)
         scheduling = scheduling_of(context, request)
         self.service_tier = scheduling.service_tier
         """The one that it is served in."""
@@ -208,9 +203,26 @@ class ServedRequest:
         }
 
 
-async def compiled(context: RequestContext, wanted: WantedGrammar | None) -> Callable[[], Constraint] | None:
-    """What gives each answer a constraint of its own. Raises ApiError 400 that names the field, QueueFull
-    where too many grammars wait, and ClientLeft."""
+def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
+    """How the first answer is sampled. Raises ApiError 400."""
+    backend = service.loaded or service.backend
+    mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
+    return request.sampling_params(
+        backend.defaults.of(mode),
+        backend.engine.vocab,
+        logprobs=request.answer_logprobs,
+        prompt_logprobs=request.scored_prompt,
+    )
+
+
+async def compiled(
+    context: RequestContext, request: GenerationRequest, wanted: WantedGrammar | None
+) -> Callable[[], Constraint] | None:
+    """What gives each answer a constraint of its own; before, what its sampler takes long to make is made.
+    Raises ApiError 400 that names the field, QueueFull where too many grammars wait, and ClientLeft."""
+    if request.dry_multiplier:
+        dries, params = context.service.backend.engine.dries, sampling_of(context.service, request)
+        await until_gone(context.http, in_thread(partial(dries.of, params), 0))
     if wanted is None:
         return None
     compiling = context.service.backend.engine.grammars.compile(wanted.text)

@@ -23,8 +23,10 @@ from .errors import (
 from .outputs import Generation
 from .planning.plan import MemoryPlan
 from .sampling import (
+    LLAMA_CPP_SAMPLERS,
     LONGEST_GRAMMAR,
     MAX_LOGPROBS,
+    SAMPLERS,
     Constraint,
     Grammar,
     Logprobs,
@@ -47,8 +49,10 @@ from .stats import EngineStats
 from .vocab import TokenBudget, Vocab
 
 __all__ = [
+    "LLAMA_CPP_SAMPLERS",
     "LONGEST_GRAMMAR",
     "MAX_LOGPROBS",
+    "SAMPLERS",
     "TIERS",
     "CacheMiss",
     "Constraint",

@@ -22,7 +22,7 @@ from .places import Places
 from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
-from .sampling import Logprobs, Sampler, sample
+from .sampling import DrySamplers, Logprobs, Sampler, sample
 from .scheduler import Output
 from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
 from .stats import EngineStats, ImageStats
@@ -73,6 +73,8 @@ class Engine:
         """Makes pictures of pixels; None where the model sees none."""
         self.grammars = components.grammars
         """Compiles what answers are kept to."""
+        self.dries = DrySamplers(components.model, self.context_size)
+        """To be asked for a request's once, on any other thread, before it is submitted: it takes long."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[Generation, OutputQueue] = {}
@@ -355,7 +357,7 @@ class Engine:
     ) -> None:
         if generation not in self._open:
             return
-        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking)
+        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking, self.dries.of(params))
         sequence = Sequence(
             prompt.ids.copy(),
             max_tokens,

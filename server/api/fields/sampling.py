@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import SAMPLERS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,6 +25,9 @@ MAX_TOKEN_RULES = 16_384
 MAX_WORDS = 1024
 MAX_WORD_CHARACTERS = 16_384
 """Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
+
+MAX_BREAKERS = 32
+"""Sequence breakers for DRY. The first request that names them has each looked for in every token."""
 
 Mode = Literal["text", "instruct", "thinking"]
 """A text that is continued, and a chat whose reply begins with the answer, or with reasoning."""
@@ -73,6 +76,7 @@ def from_file(metadata: Mapping[str, str]) -> SamplingParams:
     def number(key: str, neutral: float) -> float:
         return float(metadata.get(f"general.sampling.{key}", neutral))
 
+    last_n = metadata.get("general.sampling.penalty_last_n")
     try:
         return SamplingParams(
             temperature=number("temp", 0.0),
@@ -80,6 +84,12 @@ def from_file(metadata: Mapping[str, str]) -> SamplingParams:
             top_k=max(0, int(number("top_k", 0))),
             min_p=number("min_p", 0.0),
             repetition_penalty=number("penalty_repeat", 1.0),
+            repeat_last_n=None if last_n is None else int(last_n),
+            xtc_probability=number("xtc_probability", 0.0),
+            xtc_threshold=number("xtc_threshold", 0.1),
+            mirostat=int(number("mirostat", 0)),
+            mirostat_tau=number("mirostat_tau", 5.0),
+            mirostat_eta=number("mirostat_eta", 0.1),
         )
     except (ValueError, OverflowError) as error:
         raise ValueError(f"the GGUF's general.sampling.* cannot be used: {error}") from error
@@ -118,7 +128,59 @@ def _words(value: Any) -> list[str]:
     return words
 
 
+SAMPLER_LETTERS = {**dict(zip("edsktypmx", SAMPLERS, strict=True)), "a": ""}
+SAMPLER_NAMES = {
+    **{name.replace("_", ""): name for name in SAMPLERS},
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typicalp": "typ_p",
+    "adaptivep": "",
+}
+"""llama-server's, who passes over underscores and hyphens. Adaptive-p is here for the lists of clients: it
+needs an `adaptive_target`, and is otherwise the draw that comes last in any case."""
+
+
+def _samplers(value: Any) -> tuple[str, ...] | None:
+    """llama-server's list of names, or string of letters."""
+    if value is None:
+        return None
+    given, known = (value, SAMPLER_LETTERS) if isinstance(value, str) else (value, SAMPLER_NAMES)
+    if not isinstance(given, str | list) or not all(isinstance(name, str) for name in given):
+        raise ValueError("must be a list of names, or a string of letters")
+    found = []
+    for name in given:
+        plain = name.lower().replace("-", "").replace("_", "")
+        if plain not in known:
+            raise ValueError(f"{name[:40]!r} is none of {', '.join(SAMPLERS)}")
+        found += [known[plain]] if known[plain] else []
+    return SamplingParams(samplers=tuple(found)).samplers  # which has its say on their order
+
+
+def _dry_base(value: Any) -> Any:
+    """llama-server puts its default in the place of what is below 1."""
+    return None if isinstance(value, int | float) and value < 1 else value
+
+
+def _breakers(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise ValueError("must be a list of strings, at least one and none of them empty")
+    if len(value) > MAX_BREAKERS or max(map(len, value)) > 40:
+        raise ValueError(f"must be at most {MAX_BREAKERS} strings of 40 characters each")
+    return value
+
+
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKEN_RULES)]
+
+
+LLAMA_CPP = (
+    *("repeat_last_n", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range"),
+    *("dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "min_keep", "samplers"),
+)
+"""Fields of llama-server that `SamplingParams` have under the same names."""
 
 
 class SamplingFields(BaseModel):
@@ -141,18 +203,26 @@ class SamplingFields(BaseModel):
     bad_words: Annotated[list[str], BeforeValidator(_words)] = Field([])
     stop_token_ids: TokenIds | None = None
     min_tokens: int | None = Field(None, ge=0)
-    repeat_last_n: int | None = Field(None, ge=-1)
+    repeat_last_n: int | None = Field(None, ge=-1, le=INT32_MAX)
+    typical_p: float | None = Field(None, ge=0, le=1)
+    top_n_sigma: float | None = Field(None, ge=-1, le=1000)
+    xtc_probability: float | None = Field(None, ge=0, le=1)
+    xtc_threshold: float | None = Field(None, ge=0, le=1)
+    dynatemp_range: float | None = Field(None, ge=0, le=100)
+    dynatemp_exponent: float | None = Field(None, ge=0, le=100)
+    mirostat: int | None = Field(None, ge=0, le=2)
+    mirostat_tau: float | None = Field(None, ge=0, le=100)
+    mirostat_eta: float | None = Field(None, ge=0, le=100)
+    dry_multiplier: float | None = Field(None, ge=0, le=1000)
+    dry_base: Annotated[float | None, BeforeValidator(_dry_base)] = Field(None, ge=1, le=1000)
+    dry_allowed_length: int | None = Field(None, ge=0, le=INT32_MAX)
+    dry_penalty_last_n: int | None = Field(None, ge=-1, le=INT32_MAX)
+    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(_breakers)] = None
+    min_keep: int | None = Field(None, ge=0, le=INT32_MAX)
+    samplers: Annotated[
+        tuple[str, ...] | None, BeforeValidator(_samplers, json_schema_input_type=list[str] | str | None)
+    ] = None
     include_stop_str_in_output: bool | None = None
-
-    @model_validator(mode="after")
-    def _penalties_look_back_on_everything(self) -> Self:
-        factors = self.repeat_penalty, self.repetition_penalty
-        amounts = self.presence_penalty, self.frequency_penalty
-        penalised = any(factor not in (None, 1) for factor in factors) or any(amounts)
-        if penalised and self.repeat_last_n not in (None, -1):
-            message = "repeat_last_n: must be -1 beside a penalty, all of which look back on the whole text"
-            raise bad_request(message, "repeat_last_n", "unsupported_parameter")
-        return self
 
     def sampling_params(
         self, defaults: SamplingParams, vocab: Vocab, *, logprobs: int | None, prompt_logprobs: int | None
@@ -173,10 +243,13 @@ class SamplingFields(BaseModel):
             "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed == -1 else self.seed,
             "ignore_eos": self.ignore_eos,
+            **{name: getattr(self, name) for name in LLAMA_CPP},
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             **self._token_rules(vocab),
         }
+        if self.dry_sequence_breakers is not None:
+            fields["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
         params = replace(defaults, **{name: value for name, value in fields.items() if value is not None})
         if params.temperature == 0 and self.presence_penalty is None:
             return replace(params, presence_penalty=0.0)

@@ -265,7 +265,7 @@ async def begin(
     limits = (
         request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
     )
-    constrain = await compiled(context, wanted)
+    constrain = await compiled(context, request, wanted)
     tools = request.offered_tools
     parsers = [
         ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools)

@@ -142,7 +142,7 @@ async def complete(context: RequestContext, request: CompletionRequest) -> Respo
         return prompts, echoes, stop_strings(request), wanted
 
     prompts, echoes, stops, wanted = await prepared(context, prepare)
-    constrain = await compiled(context, wanted)
+    constrain = await compiled(context, request, wanted)
     served = ServedRequest(context, request, prompts, stops, "cmpl-", constrain)
     starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
     answers = [

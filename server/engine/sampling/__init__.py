@@ -2,16 +2,20 @@
 
 from .constraint import Constraint
 from .draw import Sampler
+from .dry import DrySamplers
 from .grammar import LONGEST_GRAMMAR, Grammar, GrammarCompiler
 from .logprobs import Logprobs, TokenLogprobs
-from .parameters import MAX_LOGPROBS, SamplingParams
+from .parameters import LLAMA_CPP_SAMPLERS, MAX_LOGPROBS, SAMPLERS, SamplingParams
 from .thinking import ThinkingLimits
 from .verification import SampleResult, sample
 
 __all__ = [
+    "LLAMA_CPP_SAMPLERS",
     "LONGEST_GRAMMAR",
     "MAX_LOGPROBS",
+    "SAMPLERS",
     "Constraint",
+    "DrySamplers",
     "Grammar",
     "GrammarCompiler",
     "Logprobs",

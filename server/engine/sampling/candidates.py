@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import SamplerChain
 
     from .constraint import Constraint
+    from .dry import Dry
     from .parameters import SamplingParams
     from .processors import Penalties
 
@@ -29,7 +30,7 @@ MARGIN = 1e-4
 
 
 def device_sampler_for(
-    params: SamplingParams, penalties: Sequence[Penalties], *, constrained: bool, ends: int, banned: int
+    params: SamplingParams, penalties: Sequence[Penalties | Dry], *, constrained: bool, ends: int, banned: int
 ) -> DeviceSampler:
     """The least that the device has to tell about a row; `banned` of the `ends` of a generation may not
     come."""
@@ -44,9 +45,11 @@ def device_sampler_for(
         return DeviceSampler.ROW  # nor need the best that is left
     if params.is_greedy and not logprobs and not penalties:
         return DeviceSampler.TOP_K if constrained else DeviceSampler.BEST
+    if not params.is_greedy and params.chain[:1] != ("top_k",):
+        return DeviceSampler.ROW
     top_k = 1 if params.is_greedy else params.top_k
     wanted = top_k + banned + bool(penalties)  # the last is a bound
-    if not top_k or wanted > N_CANDIDATES:
+    if wanted > N_CANDIDATES:
         return DeviceSampler.ROW
     return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
 
@@ -110,18 +113,22 @@ def _best_allowed(
 
 
 def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
-    """Whether top-k, top-p and min-p keep none but the tokens with the `known` logits, and the same ones,
-    whatever other tokens there are with logits of at most `lowest`, which is below theirs.
+    """Whether the samplers behind top-k, which is the first, do what they would do, and keep none but the
+    tokens with the `known` logits, whatever other tokens there are with logits of at most `lowest`, which is
+    below theirs.
 
-    Either top-k needs no other. Or top-p or min-p, which come after it, drops all others: top-p because the
+    Either top-k needs no other. Or top-p or min-p, where they come next, drops all others: top-p because the
     tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
     same.
     """
     if len(known) >= params.top_k or not len(known):
         return len(known) > 0
+    temperature = _temperature_at_top_p(params)
+    if temperature is None:
+        return False
     logits = sorted(known.tolist(), reverse=True)
-    weights = [math.exp((logit - logits[0]) / params.temperature) for logit in logits]
-    least = math.exp((lowest - logits[0]) / params.temperature)
+    weights = [math.exp((logit - logits[0]) / temperature) for logit in logits]
+    least = math.exp((lowest - logits[0]) / temperature)
     kept = n = len(weights)
     if params.top_p < 1.0:
         masses = list(accumulate(weights))
@@ -131,6 +138,17 @@ def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: f
             return True
     bound = params.min_p * (1 - MARGIN)
     return least < bound and sum(weight >= bound for weight in weights) <= kept
+
+
+def _temperature_at_top_p(params: SamplingParams) -> float | None:
+    """What logits are divided by before top-p and min-p; None where the chain is another one."""
+    for middle, last in ((("temperature",), ()), ((), ("temperature",))):
+        order = ("top_k", *middle, "top_p", "min_p", *last)
+        if params.chain == tuple(name for name in order if name in params.chain):
+            if params.dynatemp_range or params.min_keep > 1:
+                return None
+            return params.temperature if middle and "temperature" in params.chain else 1.0
+    return None
 
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:

@@ -14,6 +14,8 @@ from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .candidates import best_of, choose_among, device_sampler_for
+from .chain import samplers_of
+from .dry import Dry
 from .parameters import SamplingParams
 from .processors import NONE_LEFT, LogitRules, Penalties
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp import Rows
+    from qwen_serve.llamacpp import DrySampler, Rows
     from qwen_serve.server.engine.vocab import Vocab
 
     from .constraint import Constraint
@@ -44,7 +46,9 @@ class Sampler:
         prompt: Sequence[int],
         constraint: Constraint | None = None,
         thinking: ThinkingWatch | None = None,
+        dry: DrySampler | None = None,
     ) -> None:
+        """`dry` is this answer's alone, which is needed where the request wants one."""
         self._params, self._n_real = params, vocab.n_real
         self._constraint, self._thinking = constraint, thinking
         self.forces = constraint is not None or thinking is not None
@@ -53,25 +57,26 @@ class Sampler:
         self._rules: LogitRules | None = None
         if LogitRules.wanted(params):
             self._rules = LogitRules(params, sorted(vocab.eog_ids | params.stop_token_ids), vocab.n_real)
-        self._penalties: list[Penalties] = []
-        if Penalties.wanted(params):
-            self._penalties.append(Penalties(params, vocab.n_real, prompt))
+        self._penalties: list[Penalties | Dry] = []
+        for name in params.on_rows:
+            if name == "penalties":
+                self._penalties.append(Penalties(params, vocab.n_real, prompt))
+            else:
+                assert dry is not None
+                self._penalties.append(Dry(dry, params, vocab.n_real, prompt))
         if thinking is not None and (penalty := thinking.limits.repetition_penalty) != 1.0:
             within = SamplingParams(repetition_penalty=penalty)
             self._penalties.append(Penalties(within, vocab.n_real, [], thinking))
         rules = [] if self._rules is None else [self._rules]
-        self._processors: list[LogitRules | Penalties] = [*rules, *self._penalties]
+        self._processors: list[LogitRules | Penalties | Dry] = [*rules, *self._penalties]
         self._chain: SamplerChain | None = None
         """None where the best token is chosen."""
         if not params.is_greedy:
             seed = secrets.randbits(32) if params.seed is None else params.seed
-            self._chain = SamplerChain(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=seed % 0xFFFFFFFF,  # llama.cpp takes 0xFFFFFFFF for "random"
-            )
+            seed %= 0xFFFFFFFF  # llama.cpp takes 0xFFFFFFFF for "random"
+            self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
+        self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
+        """So many of the best tokens are all that the chain looks at; 0 where it looks at more."""
         self._forced: deque[int] = deque()
         """Tokens that come next whatever the model says."""
         self.need = device_sampler_for(
@@ -150,6 +155,9 @@ class Sampler:
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
+        for each in self._processors:
+            if isinstance(each, Dry):
+                each.close()
         if self._chain is not None:
             self._chain.close()
 
@@ -212,7 +220,7 @@ class Sampler:
     def _from_row(self, real: npt.NDArray[np.float32]) -> int:
         """The choice from a whole row; with a constraint from the best tokens where they do, without looking
         at all that may come."""
-        constraint, top_k = self._constraint, self._params.top_k
+        constraint, top_k = self._constraint, self._top_k
         if constraint is not None and (self._chain is None or top_k):
             if self._chain is None and constraint.accept(token := int(real.argmax())):
                 return token
@@ -225,7 +233,7 @@ class Sampler:
 
     def _from_allowed(self, real: npt.NDArray[np.float32]) -> int:
         """The choice from all tokens of a row that may come next."""
-        ids, logits, constraint, top_k = None, real, self._constraint, self._params.top_k
+        ids, logits, constraint, top_k = None, real, self._constraint, self._top_k
         if constraint is not None:
             ids = np.flatnonzero(constraint.mask()[: real.size])
             logits = real[ids]

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_LOGPROBS = 20
 """Most alternatives to a token whose log-probabilities are told: OpenAI's limit, and vLLM's unless set."""
 
 ALMOST_ZERO = 1e-5
 """Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
+
+ON_ROWS = ("penalties", "dry")
+"""Samplers that change the logits of tokens that were seen, before any other is applied."""
+
+SAMPLERS = (*ON_ROWS, "top_n_sigma", "top_k", "temperature", "typ_p", "top_p", "min_p", "xtc")
+"""The order of samplers, by llama.cpp's names, where a request gives none: llama.cpp's, but for the
+temperature. It comes before top-p and min-p, as in transformers and vLLM, because that is what the sampling
+defaults of a checkpoint were chosen for."""
+
+LLAMA_CPP_SAMPLERS = (*ON_ROWS, "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+"""llama.cpp's own order (`common_params_sampling`)."""
+
+BREAKERS = ("\n", ":", '"', "*")
+"""What ends a repetition for DRY, in llama.cpp."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +37,14 @@ class SamplingParams:
 
     `temperature` 0 takes the best token. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties see what
     transformers and vLLM let them see, at any distance: `repetition_penalty` the prompt and the output,
-    `presence_penalty` and `frequency_penalty` the output only. (llama-server's look back 64 tokens.)
+    `presence_penalty` and `frequency_penalty` the output only. With a `repeat_last_n` all three see what
+    llama.cpp lets them see, the last so many tokens of prompt and output; -1 is all of them.
+
+    What else chooses tokens is llama.cpp's, by its names: `typical_p`, `top_n_sigma`, `xtc_probability` and
+    `xtc_threshold`, `dynatemp_range` and `dynatemp_exponent`, the `dry_*` (whose `dry_penalty_last_n` is -1
+    for all tokens), `min_keep`. `samplers` is their order; one that is not in it is not applied, and
+    penalties and DRY come first. With `mirostat` 1 or 2 only the temperature is applied before it.
+
     With `ignore_eos` no end-of-generation token is ever chosen. The same `seed` gives the same output;
     without one every request draws its own. `logprobs` and `prompt_logprobs`, where not None, ask for the
     log-probabilities of each generated token and each token of the prompt, and for so many of the likeliest
@@ -37,6 +63,23 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeat_last_n: int | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    min_keep: int = 0
+    samplers: tuple[str, ...] = SAMPLERS
     seed: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -61,6 +104,7 @@ class SamplingParams:
         require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        self._check_llama_cpp(require)
         for field in ("logprobs", "prompt_logprobs"):
             top = getattr(self, field)
             require(field, top is None or 0 <= top <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
@@ -69,7 +113,58 @@ class SamplingParams:
         require("bad_words", all(self.bad_words), "of at least one token each")
         require("logit_bias", all(bias < math.inf for _, bias in self.logit_bias), "numbers below infinity")
 
-    @property
+    def _check_llama_cpp(self, require: Callable[[str, bool, str], None]) -> None:
+        require("repeat_last_n", self.repeat_last_n is None or self.repeat_last_n >= -1, "-1 (all) or more")
+        for field in ("typical_p", "xtc_probability", "xtc_threshold"):
+            require(field, 0 <= getattr(self, field) <= 1, "from 0 to 1")
+        require("top_n_sigma", math.isfinite(self.top_n_sigma), "a finite number")
+        for field in ("dynatemp_range", "dynatemp_exponent", "mirostat_tau", "mirostat_eta"):
+            require(field, 0 <= getattr(self, field) < math.inf, "a number from 0")
+        require("mirostat", self.mirostat in (0, 1, 2), "0 (off), 1 or 2")
+        require("dry_multiplier", 0 <= self.dry_multiplier < math.inf, "0 (off) or more")
+        require("dry_base", 1 <= self.dry_base < math.inf, "a number from 1")
+        require("dry_allowed_length", self.dry_allowed_length >= 0, "0 or more")
+        require("dry_penalty_last_n", self.dry_penalty_last_n >= -1, "-1 (all) or more")
+        require("dry_sequence_breakers", all(self.dry_sequence_breakers), "strings that are not empty")
+        require("min_keep", self.min_keep >= 0, "0 or more")
+        known = set(SAMPLERS).issuperset(self.samplers) and len(set(self.samplers)) == len(self.samplers)
+        require("samplers", known, f"some of {', '.join(SAMPLERS)}, each at most once")
+        last = max((self.samplers.index(name) for name in ON_ROWS if name in self.samplers), default=-1)
+        require("samplers", set(self.samplers[: last + 1]) <= set(ON_ROWS), "with penalties and dry first")
+
+    @cached_property
+    def on_rows(self) -> tuple[str, ...]:
+        """Which of `ON_ROWS` do something, in their order."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        wanted = {
+            "penalties": bool(penalised) and self.repeat_last_n != 0,
+            "dry": bool(self.dry_multiplier) and self.dry_penalty_last_n != 0,
+        }
+        return () if self.mirostat else tuple(name for name in self.samplers if wanted.get(name))
+
+    @cached_property
+    def chain(self) -> tuple[str, ...]:
+        """The other samplers that do something, in their order."""
+        if self.mirostat:
+            return ("temperature", "mirostat")
+        wanted = {
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "temperature": self.temperature != 1 or self.dynatemp_range > 0,
+            "typ_p": self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0 and self.xtc_threshold <= 0.5,
+        }
+        return tuple(name for name in self.samplers if wanted.get(name))
+
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether the choice is the best token, after penalties."""
-        return self.temperature < ALMOST_ZERO or self.top_k == 1
+        for name in self.chain:
+            if name in ("typ_p", "xtc"):
+                return False  # they may take the best one out
+            cold = name == "temperature" and self.temperature < ALMOST_ZERO and not self.dynatemp_range
+            if cold or (name == "top_k" and self.top_k == 1):
+                return True
+        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,22 +100,26 @@ class Penalties:
         self.only_lowers = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
         """No logit becomes higher: what is not among the best tokens of a row stays below them."""
         self._counts: Counter[int] = Counter()
-        """How often each token was generated."""
+        """How often each token was generated, or stands in what `repeat_last_n` lets it see."""
         self._less = np.zeros(n_vocab, np.float32)
         """What presence and frequency take from each token's logit."""
         self._repeated = np.zeros(n_vocab, bool)
         """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
-        if self._repetition != 1:
-            in_vocab = np.asarray(prompt, np.intp)
-            self._repeated[in_vocab[(in_vocab >= 0) & (in_vocab < n_vocab)]] = True
+        tokens = np.asarray(prompt, np.intp)
+        tokens = tokens[(tokens >= 0) & (tokens < n_vocab)]
+        if self._repetition != 1 and params.repeat_last_n is None:
+            self._repeated[tokens] = True
         self._tokens = np.flatnonzero(self._repeated)
-        """All that have a penalty, once each; room for more behind the first `_n`."""
+        """All that have a penalty, or had one, once each; room for more behind the first `_n`."""
         self._n = len(self._tokens)
-
-    @staticmethod
-    def wanted(params: SamplingParams) -> bool:
-        """Whether a request has any."""
-        return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+        self._window: deque[int] | None = None
+        """The last tokens, where no others count."""
+        if params.repeat_last_n is not None:
+            seen = tokens.tolist()
+            if params.repeat_last_n >= 0:
+                seen = self._window = deque(seen, params.repeat_last_n)
+            for token, count in Counter(seen).items():
+                self._counted(token, count)
 
     @property
     def active(self) -> bool:
@@ -141,12 +145,20 @@ class Penalties:
 
     def accept(self, token: int) -> None:
         """Count a generated token."""
-        count = self._counts[token] = self._counts.get(token, 0) + 1
-        if count == 1 and not self._repeated[token]:
+        if self._window is not None:
+            if len(self._window) == self._window.maxlen:
+                self._counted(self._window[0], -1)
+            self._window.append(token)
+        self._counted(token, 1)
+
+    def _counted(self, token: int, more: int) -> None:
+        known = self._repeated[token] or token in self._counts
+        count = self._counts[token] = self._counts.get(token, 0) + more
+        if not known:
             if self._n == len(self._tokens):
                 self._tokens = np.concatenate([self._tokens, np.zeros(self._n + 64, np.intp)])
             self._tokens[self._n] = token
             self._n += 1
-        self._less[token] = self._presence + self._frequency * count
+        self._less[token] = self._presence + self._frequency * count if count else 0
         if self._repetition != 1:
-            self._repeated[token] = True
+            self._repeated[token] = count > 0 or self._window is None

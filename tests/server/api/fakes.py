@@ -207,6 +207,17 @@ class FakeGrammars:
         """Nothing waits here."""
 
 
+class FakeDries:
+    """Nothing is sampled."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[SamplingParams, int]] = []
+        """What was asked for, and the thread that asked."""
+
+    def of(self, params: SamplingParams) -> None:
+        self.asked.append((params, threading.get_ident()))
+
+
 @dataclass
 class FakeEngine:
     """Replies by `script`, a token every `delay` seconds."""
@@ -234,6 +245,7 @@ class FakeEngine:
     n_params: int = 7
     size_bytes: int = 14
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
+    dries: FakeDries = field(default_factory=FakeDries)
     encoder: None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -89,7 +89,18 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
     ({"skip_special_tokens": 0}, "skip_special_tokens"),
     ({"best_of": 3, "n": 2}, "best_of"),
-    ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
+    ({"repeat_last_n": -2}, "repeat_last_n"),
+    ({"typical_p": 1.1}, "typical_p"),
+    ({"xtc_threshold": "much"}, "xtc_threshold"),
+    ({"dynatemp_range": -1}, "dynatemp_range"),
+    ({"dry_multiplier": -1}, "dry_multiplier"),
+    ({"dry_sequence_breakers": []}, "dry_sequence_breakers"),
+    ({"dry_sequence_breakers": ["a" * 41]}, "dry_sequence_breakers"),
+    ({"samplers": ["top_k", "tfs_z"]}, "samplers"),
+    ({"samplers": ["top_k", "penalties"]}, "samplers"),
+    ({"samplers": "kq"}, "samplers"),
+    ({"samplers": {"top_k": 1}}, "samplers"),
+    ({"adaptive_target": 0.5}, "adaptive_target"),
     ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     ({"suffix": "end"}, "suffix"),
     ({"n_cmpl": 2}, "n_cmpl"),
@@ -100,7 +111,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1}, "priority"),
     ({"timings_per_token": "yes"}, "timings_per_token"),
     ({"stop_regex": "a+"}, "stop_regex"),
-    ({"mirostat": 2}, "mirostat"),
+    ({"mirostat": 3}, "mirostat"),
 ]
 
 

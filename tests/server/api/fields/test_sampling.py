@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.api.fields.sampling import SamplingDefaults, sampling_defaults
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS, SAMPLERS, SamplingParams
 from tests.server.api.conftest import Start
 
 ADVICE = {
@@ -113,6 +113,33 @@ def test_temperature(start: Start, path: str, settings: Any, fields: Any, temper
         ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
         ({"ignore_eos": True}, {"ignore_eos": True}),
         ({"temperature": 1}, {"temperature": 1.0}),
+        ({"repeat_last_n": 64}, {"repeat_last_n": 64, "samplers": SAMPLERS}),
+        (
+            {"typical_p": 0.5, "top_n_sigma": 1, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+            {"typical_p": 0.5, "top_n_sigma": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+        ),
+        (
+            {"dynatemp_range": 0.5, "dynatemp_exponent": 2, "min_keep": 3},
+            {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0, "min_keep": 3},
+        ),
+        (
+            {"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
+            {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2},
+        ),
+        (
+            {"dry_multiplier": 0.8, "dry_base": 0.5, "dry_allowed_length": 3, "dry_penalty_last_n": -1},
+            {"dry_multiplier": 0.8, "dry_base": 1.75, "dry_allowed_length": 3, "dry_penalty_last_n": -1},
+        ),
+        ({"dry_sequence_breakers": ["\n", "end"]}, {"dry_sequence_breakers": ("\n", "end")}),
+        (
+            {"samplers": ["Top-K", "minp", "typical_p", "temp"]},
+            {"samplers": ("top_k", "min_p", "typ_p", "temperature")},
+        ),
+        (
+            {"samplers": "edkypmxta"},
+            {"samplers": tuple(name for name in LLAMA_CPP_SAMPLERS if name != "top_n_sigma")},
+        ),
+        ({"samplers": []}, {"samplers": ()}),
     ],
 )
 def test_fields_reach_the_engine(start: Start, fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -120,3 +147,25 @@ def test_fields_reach_the_engine(start: Start, fields: dict[str, Any], expected:
     assert server.chat(**fields).status_code == 200
     params = server.engine.submissions[0].params
     assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_what_dry_looks_for_is_found_before_and_elsewhere(start: Start) -> None:
+    """It takes long: neither the event loop nor the engine's thread waits for it."""
+    server = start("x")
+    assert server.chat().status_code == 200
+    assert not server.engine.dries.asked
+    assert server.chat(dry_multiplier=0.5, n=2).status_code == 200
+    [(params, thread)] = server.engine.dries.asked
+    assert params == server.engine.submissions[-1].params
+    assert thread not in server.engine.loop_threads
+
+
+def test_a_files_advice_in_llama_cpps_words() -> None:
+    """All of LLM_KV_GENERAL_SAMPLING_* but the order."""
+    told = {"xtc_probability": "0.5", "xtc_threshold": "0.2", "mirostat": "2", "mirostat_tau": "3"}
+    told |= {"mirostat_eta": "0.2", "penalty_last_n": "32"}
+    params = sampling_defaults(
+        {f"general.sampling.{key}": text for key, text in told.items()}, greedy=False
+    ).text
+    assert (params.xtc_probability, params.xtc_threshold, params.repeat_last_n) == (0.5, 0.2, 32)
+    assert (params.mirostat, params.mirostat_tau, params.mirostat_eta) == (2, 3.0, 0.2)

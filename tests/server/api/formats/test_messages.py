@@ -416,7 +416,7 @@ def test_fields_of_chats_mean_the_same(start: Start) -> None:
     assert (params.seed, params.repetition_penalty) == (3, 1.1)
     assert (answer["content"][0]["text"], answer["id"]) == ("OK, then. ", "msg_mine")
     assert "logit_bias" in error_of(ask(server, logit_bias={"a": 1}), 400)
-    assert "dry_multiplier" in error_of(ask(server, dry_multiplier=1), 400)
+    assert "adaptive_target" in error_of(ask(server, adaptive_target=1), 400)
 
 
 @pytest.mark.parametrize("first", [[], HI])

@@ -245,7 +245,7 @@ def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
 def test_a_chain_draws_what_llama_cpp_draws_whatever_the_number_of_candidates() -> None:
     """Its room is used again for fewer candidates, and grows for more; what it is given stays as it is."""
     rng = np.random.default_rng(0)
-    ours = SamplerChain(temperature=0.8, top_k=20, top_p=0.9, min_p=0.0, seed=5)
+    ours = SamplerChain([("top_k", 20), ("temp_ext", 0.8, 0.0, 1.0), ("top_p", 0.9, 1), ("dist", 5)])
     theirs = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
     for part in (
         C.llama_sampler_init_top_k(20),

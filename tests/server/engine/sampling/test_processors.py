@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 N = 8
 ENDS = frozenset({6})
-VOCAB = cast("Vocab", SimpleNamespace(n_real=N, eog_ids=ENDS))
+VOCAB = cast("Vocab", SimpleNamespace(n_real=N, eog_ids=ENDS, size=N + 2))
 
 
 def choices(

@@ -1,0 +1,33 @@
+"""The samplers of llama.cpp that a request comes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .parameters import SamplingParams
+
+MIROSTAT_M = 100
+"""Tokens that the first version of Mirostat looks at (llama.cpp, common/sampling.cpp)."""
+
+
+def samplers_of(params: SamplingParams, seed: int, n_vocab: int) -> Iterator[tuple[Any, ...]]:
+    """As `SamplerChain` takes them, in the request's order and with a draw at the end."""
+    keep = max(1, params.min_keep)  # none but the draw would do with no token, either
+    mirostat = seed, params.mirostat_tau, params.mirostat_eta
+    first = params.mirostat == 1
+    known: dict[str, tuple[Any, ...]] = {
+        "top_n_sigma": ("top_n_sigma", params.top_n_sigma),
+        "top_k": ("top_k", params.top_k),
+        "temperature": ("temp_ext", params.temperature, params.dynatemp_range, params.dynatemp_exponent),
+        "typ_p": ("typical", params.typical_p, keep),
+        "top_p": ("top_p", params.top_p, keep),
+        "min_p": ("min_p", params.min_p, keep),
+        "xtc": ("xtc", params.xtc_probability, params.xtc_threshold, keep, seed),
+        "mirostat": ("mirostat", n_vocab, *mirostat, MIROSTAT_M) if first else ("mirostat_v2", *mirostat),
+    }
+    yield from (known[name] for name in params.chain)
+    if not params.mirostat:
+        yield "dist", seed

@@ -1,0 +1,89 @@
+"""DRY ("don't repeat yourself"): llama.cpp's penalty on what would go on with a repetition."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from cachetools import LRUCache
+
+from qwen_serve.llamacpp import DrySampler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from qwen_serve.llamacpp import Model
+
+    from .parameters import SamplingParams
+
+KEPT = 32
+"""Kinds of DRY, by all that requests say of it, that are kept to be copied: some 100 KB each."""
+
+
+class DrySamplers:
+    """Of one model. To look for sequence breakers in every token takes a tenth of a second: once for all
+    requests that say the same of DRY. From any thread."""
+
+    def __init__(self, model: Model, context_size: int) -> None:
+        self._model, self._context_size = model, context_size
+        self._made: LRUCache[tuple[object, ...], DrySampler] = LRUCache(KEPT)
+        self._lock = Lock()
+
+    def of(self, params: SamplingParams) -> DrySampler | None:
+        """One for an answer, which has seen nothing yet; None where a request wants none. Where such a
+        one was not made before, that takes long."""
+        if "dry" not in params.on_rows:
+            return None
+        last_n = params.dry_penalty_last_n
+        last_n = self._context_size if last_n < 0 else min(last_n, self._context_size)
+        how = params.dry_multiplier, params.dry_base, params.dry_allowed_length, last_n
+        breakers = params.dry_sequence_breakers
+        with self._lock:
+            made = self._made.get((*how, breakers))
+        if made is None:
+            made = DrySampler.made(self._model, *how, breakers)
+            with self._lock:
+                self._made[(*how, breakers)] = made
+        return made.copy()
+
+
+class Dry:
+    """Of one answer."""
+
+    only_lowers = active = True
+
+    def __init__(
+        self, sampler: DrySampler, params: SamplingParams, n_vocab: int, prompt: Sequence[int]
+    ) -> None:
+        self._sampler = sampler
+        tokens = np.asarray(prompt, np.intp)
+        tokens = tokens[(tokens >= 0) & (tokens < n_vocab)]
+        if params.dry_penalty_last_n >= 0:
+            tokens = tokens[max(0, len(tokens) - params.dry_penalty_last_n) :]
+        self._seen = np.zeros(n_vocab, bool)
+        self._seen[tokens] = True
+        for token in tokens.tolist():
+            sampler.accept(token)
+
+    def apply(self, logits: npt.NDArray[np.float32]) -> None:
+        """Penalise a row in place: what was never seen goes on with nothing."""
+        tokens = np.flatnonzero(self._seen)
+        logits[tokens] = self.applied(tokens, logits[tokens])
+
+    def applied(
+        self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """What becomes of the logits of some tokens."""
+        return self._sampler.applied(tokens, logits)
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with `token`."""
+        self._seen[token] = True
+        self._sampler.accept(token)
+
+    def close(self) -> None:
+        """Free llama.cpp's part. Idempotent."""
+        self._sampler.close()

@@ -1,0 +1,291 @@
+"""Samplers as llama.cpp has them: the same candidates, probabilities and draws from the same logits."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
+import pytest
+
+from qwen_serve.llamacpp import DeviceSampler, Model
+from qwen_serve.server.engine.sampling import (
+    LLAMA_CPP_SAMPLERS,
+    DrySamplers,
+    Sampler,
+    SamplingParams,
+)
+from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
+from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, SmallVocab
+from tests.server.engine.sampling.test_processors import SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from qwen_serve.llamacpp import Rows
+    from qwen_serve.server.engine.vocab import Vocab
+
+CONTEXT = 64
+SEED = 11
+
+LETTER = 65
+"""A token: that of a letter, as the next ones are."""
+
+PROMPT = [LETTER + at for at in (1, 2, 3, 4, 5, 1, 2, 3, 6, 1, 2)] * 3
+
+
+@pytest.fixture(scope="module")
+def model(nano_f32: Path) -> Iterator[Model]:
+    with Model(nano_f32, n_gpu_layers=0) as model:
+        yield model
+
+
+class Reference:
+    """A chain as llama-server builds it (common_sampler_init in llama.cpp's common/sampling.cpp), over
+    SmallVocab's tokens."""
+
+    def __init__(self, params: SamplingParams, model: Model, prompt: list[int]) -> None:
+        p, keep = params, params.min_keep
+        self._chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+        breakers = [text.encode() for text in p.dry_sequence_breakers]
+        texts = (ctypes.c_char_p * len(breakers))(*breakers)
+        last_n = CONTEXT if p.repeat_last_n in (None, -1) else p.repeat_last_n
+        penalties = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+        dry_n = CONTEXT if p.dry_penalty_last_n == -1 else p.dry_penalty_last_n
+        dry = p.dry_multiplier, p.dry_base, p.dry_allowed_length, dry_n
+        make = {
+            "penalties": lambda: C.llama_sampler_init_penalties(SmallVocab.size, last_n, *penalties),
+            "dry": lambda: C.llama_sampler_init_dry(model._vocab, *dry, texts, len(texts)),
+            "top_n_sigma": lambda: C.llama_sampler_init_top_n_sigma(p.top_n_sigma),
+            "top_k": lambda: C.llama_sampler_init_top_k(p.top_k),
+            "typ_p": lambda: C.llama_sampler_init_typical(p.typical_p, keep),
+            "top_p": lambda: C.llama_sampler_init_top_p(p.top_p, keep),
+            "min_p": lambda: C.llama_sampler_init_min_p(p.min_p, keep),
+            "xtc": lambda: C.llama_sampler_init_xtc(p.xtc_probability, p.xtc_threshold, keep, SEED),
+            "temperature": lambda: C.llama_sampler_init_temp_ext(
+                p.temperature, p.dynatemp_range, p.dynatemp_exponent
+            ),
+        }
+        if p.mirostat:
+            made = [C.llama_sampler_init_temp(p.temperature)]
+            if p.mirostat == 1:
+                made.append(
+                    C.llama_sampler_init_mirostat(SmallVocab.size, SEED, p.mirostat_tau, p.mirostat_eta, 100)
+                )
+            else:
+                made.append(C.llama_sampler_init_mirostat_v2(SEED, p.mirostat_tau, p.mirostat_eta))
+        else:
+            made = [make[name]() for name in p.samplers] + [C.llama_sampler_init_dist(SEED)]
+        for sampler in made:
+            C.llama_sampler_chain_add(self._chain, sampler)
+        for token in prompt:
+            C.llama_sampler_accept(self._chain, token)
+
+    def sample(self, logits: np.ndarray[Any, Any]) -> tuple[int, dict[int, float]]:
+        """The token, and what was left with its probability."""
+        data = (C.llama_token_data * len(logits))()
+        for token, logit in enumerate(logits.tolist()):
+            data[token].id, data[token].logit = token, logit
+        array = C.llama_token_data_array(data=data, size=len(logits), selected=-1, sorted=False)
+        C.llama_sampler_apply(self._chain, ctypes.byref(array))
+        chosen, left = array.data[array.selected].id, candidates(array)
+        C.llama_sampler_accept(self._chain, chosen)
+        return chosen, left
+
+    def close(self) -> None:
+        C.llama_sampler_free(self._chain)
+
+
+def candidates(array: Any) -> dict[int, float]:
+    """What a chain has left, but for what is as good as impossible."""
+    found = ((array.data[at].id, array.data[at].p) for at in range(array.size))
+    return {token: p for token, p in found if p > 1e-30}
+
+
+WARM = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama-server's defaults, nearly."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "typical": {"typical_p": 0.5},
+    "typical among all": {"typical_p": 0.5, "top_k": 0},
+    "typical, cold": {"typical_p": 0.3, "temperature": 0.2},
+    "top-n-sigma": {"top_n_sigma": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "top-n-sigma before top-k": {"top_n_sigma": 0.7},
+    "XTC": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "XTC that keeps three": {"xtc_probability": 1.0, "xtc_threshold": 0.02, "min_keep": 3},
+    "dynamic temperature": {"dynatemp_range": 0.5, "dynatemp_exponent": 1.3},
+    "dynamic temperature from 0": {"temperature": 0.5, "dynatemp_range": 0.5},
+    "XTC, then cold": {"xtc_probability": 1.0, "temperature": 0.0, "samplers": LLAMA_CPP_SAMPLERS},
+    "mirostat": {"mirostat": 1, "mirostat_tau": 3.0},
+    "mirostat 2": {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2, "presence_penalty": 1.0},
+    "DRY": {"dry_multiplier": 5.0},
+    "DRY of everything": {"dry_multiplier": 0.8, "dry_penalty_last_n": -1, "dry_allowed_length": 1},
+    "DRY with breakers": {"dry_multiplier": 5.0, "dry_sequence_breakers": ("e", "the "), "dry_base": 1.2},
+    "DRY that sees little": {"dry_multiplier": 5.0, "dry_penalty_last_n": 7},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "repeat_last_n": 16},
+    "penalties of everything": {"presence_penalty": 0.7, "repetition_penalty": 1.2, "repeat_last_n": -1},
+    "penalties of nothing": {"presence_penalty": 0.7, "repeat_last_n": 0},
+    "penalties that raise": {"presence_penalty": -0.7, "repetition_penalty": 0.8, "repeat_last_n": 5},
+    "without most": {"samplers": ("top_k", "xtc"), "xtc_probability": 1.0, "dry_multiplier": 9.0},
+    "in another order": {
+        "samplers": ("dry", "penalties", "min_p", "top_p", "temperature", "typ_p", "top_k"),
+        "dry_multiplier": 3.0,
+        "repetition_penalty": 1.2,
+        "repeat_last_n": 32,
+        "typical_p": 0.8,
+    },
+    "all": {
+        "samplers": LLAMA_CPP_SAMPLERS,
+        "dry_multiplier": 3.0,
+        "repetition_penalty": 1.2,
+        "repeat_last_n": 32,
+        "top_n_sigma": 3.0,
+        "typical_p": 0.9,
+        "xtc_probability": 0.3,
+        "xtc_threshold": 0.02,
+        "dynatemp_range": 0.3,
+    },
+}
+
+ON_THE_HOST = {name for name in CASES if "sigma" in name or "mirostat" in name or "raise" in name}
+ON_THE_HOST |= {"typical among all", "in another order", "all"}
+"""Cases in which the device's best 64 do not do."""
+
+
+def rows(count: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Rows in which a few tokens are likely, which are seldom others: texts repeat themselves."""
+    rng = np.random.default_rng(3)
+    for _ in range(count):
+        logits = rng.normal(0, 2, SmallVocab.size).astype(np.float32)
+        logits[rng.integers(LETTER, LETTER + 5, 5)] += 7
+        logits[999] = -50  # ends the generation
+        yield logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
+    params = SamplingParams(**{**WARM, "seed": SEED, **CASES[name]})
+    vocab = cast("Vocab", SmallVocab())
+    dries = DrySamplers(model, CONTEXT)
+    reference = Reference(params, model, PROMPT)
+    on_host = Sampler(params, vocab, PROMPT, dry=dries.of(params))
+    on_device = Sampler(params, vocab, PROMPT, dry=dries.of(params))
+    assert (on_host.need is DeviceSampler.ROW) == (name in ON_THE_HOST)
+    for number, logits in enumerate(rows(CONTEXT - len(PROMPT))):
+        token, left = reference.sample(logits[: SmallVocab.n_real])
+        assert on_host.sample(cast("Rows", HostRows(logits)), 0) == token, number
+        assert on_host._chain is not None
+        ours = candidates(on_host._chain._array)
+        assert ours.keys() == left.keys()
+        np.testing.assert_allclose([ours[key] for key in left], list(left.values()), rtol=2e-4, atol=1e-7)
+        if name not in ON_THE_HOST:
+            assert on_device.sample(cast("Rows", DeviceRows(logits)), 0) == token, number
+    for each in (reference, on_host, on_device):
+        each.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_makes_a_difference(name: str, model: Model) -> None:
+    """No case is the same as llama.cpp because nothing is done."""
+    chains = [Reference(SamplingParams(**{**WARM, **case}), model, PROMPT) for case in (CASES[name], {})]
+    found = [[chain.sample(row) for chain in chains] for row in rows(CONTEXT - len(PROMPT))]
+    assert (name == "penalties of nothing") == all(one == other for one, other in found)
+    for chain in chains:
+        chain.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "xtc_probability": 1.0, "typical_p": 0.5}, True),
+        ({"temperature": 0.0, "xtc_probability": 1.0, "samplers": LLAMA_CPP_SAMPLERS}, False),
+        ({"temperature": 0.0, "typical_p": 0.5, "samplers": LLAMA_CPP_SAMPLERS}, False),
+        ({"temperature": 0.0, "top_n_sigma": 1.0, "top_k": 5, "samplers": LLAMA_CPP_SAMPLERS}, True),
+        ({"temperature": 0.0, "dynatemp_range": 0.5}, False),
+        ({"temperature": 1.0, "top_k": 1, "xtc_probability": 1.0}, True),
+        ({"temperature": 0.0, "mirostat": 2}, True),
+        ({"temperature": 0.0, "samplers": ("top_k",)}, False),
+    ],
+)
+def test_what_is_greedy(fields: dict[str, Any], greedy: bool) -> None:
+    assert SamplingParams(**fields).is_greedy is greedy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repeat_last_n": -2},
+        {"typical_p": 1.5},
+        {"top_n_sigma": float("nan")},
+        {"xtc_probability": -0.1},
+        {"xtc_threshold": 2.0},
+        {"dynatemp_range": -1.0},
+        {"mirostat": 3},
+        {"mirostat_tau": float("inf")},
+        {"dry_multiplier": -1.0},
+        {"dry_base": 0.5},
+        {"dry_sequence_breakers": ("",)},
+        {"min_keep": -1},
+        {"samplers": ("top_k", "tfs_z")},
+        {"samplers": ("top_k", "top_k")},
+        {"samplers": ("top_k", "penalties")},
+    ],
+)
+def test_nonsense_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_what_cannot_be_is_no_candidate(model: Model) -> None:
+    """The logarithm of 0 would make typical sampling take the likeliest ones: of equal ones, all."""
+    params = SamplingParams(temperature=1.0, typical_p=0.9, seed=1, allowed_token_ids=(1, 2, 3))
+    sampler = Sampler(params, cast("Vocab", SmallVocab()), [])
+    chosen = {
+        sampler.sample(cast("Rows", HostRows(np.zeros(SmallVocab.size, np.float32) + 1)), 0)
+        for _ in range(60)
+    }
+    assert chosen == {1, 2, 3}
+    sampler.close()
+
+
+def test_samplers_of_the_same_kind_are_made_once(model: Model) -> None:
+    dries = DrySamplers(model, CONTEXT)
+    params = SamplingParams(dry_multiplier=1.0)
+    first, second = dries.of(params), dries.of(params)
+    assert first is not None
+    assert second is not None
+    assert len(dries._made) == 1
+    assert dries.of(SamplingParams(dry_multiplier=1.0, samplers=("top_k",))) is None
+    ids, logits = np.arange(LETTER, LETTER + 4), np.zeros(4, np.float32)
+    for token in (1, 2, 3, 1, 2):
+        first.accept(LETTER + token)
+    assert first.applied(ids, logits).tolist() == [0, 0, 0, -1]
+    assert not second.applied(ids, logits).any(), "what one has seen the other has not"
+
+
+IN_THE_ENGINE: dict[str, dict[str, Any]] = {
+    "DRY": {"temperature": 0.0, "dry_multiplier": 4.0, "dry_allowed_length": 1},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "repeat_last_n": 12},
+    "XTC": {"xtc_probability": 0.7, "xtc_threshold": 0.05, "samplers": LLAMA_CPP_SAMPLERS},
+    "mirostat": {"mirostat": 2},
+    "top-n-sigma": {"top_n_sigma": 1.0, "top_k": 0},
+}
+
+
+async def test_drafts_change_nothing(nano_f32: Path) -> None:
+    """What a sampler remembers is of the tokens that were chosen, not of those that were drafted."""
+    prompt = random_prompt(random.Random(2), 9) * 6
+    answers: list[dict[str, list[int]]] = []
+    for shape in SHAPES.values():
+        with running(nano_f32, **EXACT, **shape) as engine:
+            found = {}
+            for name, fields in IN_THE_ENGINE.items():
+                params = SamplingParams(**{**WARM, "seed": SEED, "ignore_eos": True, **fields})
+                found[name] = (await ask(engine, Request(prompt, 40, params=params))).tokens
+            answers.append(found)
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(map(tuple, answers[0].values()))) == len(IN_THE_ENGINE)
