@@ -66,6 +66,8 @@ class LoadOptions:
     """/v1/completions for random and distinct, /v1/chat/completions else."""
     stream: bool = True
     """Without it whole answers: no TTFT, no ITL."""
+    predict_replicas: Literal[2, 4, 8] | None = None
+    """random: say, too, what so many replicas behind a router should give by this server's levels."""
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
         """Tokens in and out of a request."""
@@ -78,7 +80,7 @@ class LoadOptions:
 
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
         """What a manifest records of it."""
-        names = ["requests", "waves", "warmup", "spot_checks", "stream"]
+        names = ["requests", "waves", "warmup", "spot_checks", "stream", "predict_replicas"]
         names += {"shared-prefix": ["prefix_tokens", "prefixes"], "chat": ["turns"]}.get(kind, [])
         tokens_in, tokens_out = self.lengths(kind)
         return {

@@ -29,6 +29,7 @@ def synthetic(
     threads: Positive = CORES,
     shape: Literal["4b", "35b-a3b", "small", "small-moe"] = "4b",
     outtype: Literal["F16", "BF16", "F32"] = "F16",
+    routing_zipf: float = 0.0,
 ) -> int:
     """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
 
@@ -56,10 +57,14 @@ def synthetic(
         Those of Qwen3.5-4B (8.7 GB in F16) or of Qwen3.5-35B-A3B (71 GB), or a few megabytes for tests.
     outtype
         Type of matrices.
+    routing_zipf
+        Exponent with which the use of experts falls with their rank, as trained routers' does; 0: all alike.
     """
     began = perf_counter()
     shares = read_shares(mtp_acceptance)
-    model = Synthetic.make(SHAPES[shape], mtp_acceptance=list(shares.values()), seed=seed)
+    model = Synthetic.make(
+        SHAPES[shape], mtp_acceptance=list(shares.values()), seed=seed, routing_zipf=routing_zipf
+    )
     texts = dict(enumerate(text_path(out, name, alone=len(shares) == 1) for name in shares)) if words else {}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

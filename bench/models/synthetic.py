@@ -44,11 +44,20 @@ class Synthetic:
     seed: int
 
     @classmethod
-    def make(cls, config: ModelConfig, *, mtp_acceptance: float | Sequence[float], seed: int) -> Self:
+    def make(
+        cls,
+        config: ModelConfig,
+        *,
+        mtp_acceptance: float | Sequence[float],
+        seed: int,
+        routing_zipf: float = 0.0,
+    ) -> Self:
         """`mtp_acceptance`: one share for all tokens, or one for each of as many regions of the chain.
+        `routing_zipf`: with what exponent the use of experts falls with their rank; 0: all are alike.
 
         Raises:
-            BenchError: a share beyond 0..1, or more shares than the chain has room for.
+            BenchError: a share beyond 0..1, or more shares than the chain has room for; an exponent
+                that is not possible.
         """
         shares = (mtp_acceptance,) if isinstance(mtp_acceptance, int | float) else tuple(mtp_acceptance)
         if wrong := [share for share in shares if not 0 <= share <= 1]:
@@ -71,7 +80,8 @@ class Synthetic:
                 f"--mtp-acceptance: {len(shares)} shares of a chain of {chain.tokens.size:,} tokens leave "
                 f"{room} words to each; want at least {2 * ANSWER}: fewer shares"
             )
-        return cls(config, vocab, chain, Weights(config, chain, streams[2]), shares, seed)
+        weights = Weights(config, chain, streams[2], routing_zipf)
+        return cls(config, vocab, chain, weights, shares, seed)
 
     def write(self, path: Path, threads: int, outtype: FloatType = "F16") -> int:
         """Writes the GGUF under a temporary name, then renames it; returns the number of weights.

@@ -3,8 +3,9 @@
 An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
 by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
 FFNs hold their neurons; with experts, the shared one does, whose gate is always half open, and the router
-chooses at random among routed experts that say nothing. Everything else is noise: rows at the scale that
-keeps activations near one, output projections small beside the residual stream.
+chooses at random among routed experts that say nothing, all alike or, with `routing_zipf`, some more often.
+Everything else is noise: rows at the scale that keeps activations near one, output projections small beside
+the residual stream.
 
 Noise is one pool of normally distributed numbers, read from another place for each tensor: what a weight
 holds does not matter to a kernel's speed, and drawing each anew would take most of the run's time.
@@ -28,6 +29,7 @@ from qwen_serve.bench.models.neurons import (
     TrunkVectors,
     Vectors,
 )
+from qwen_serve.bench.models.routing import zipf_scales
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
 
@@ -100,8 +102,14 @@ class MadeTensor:
 class Weights:
     """Every tensor of a synthetic model."""
 
-    def __init__(self, config: ModelConfig, chain: Chain, rng: np.random.Generator) -> None:
+    def __init__(
+        self, config: ModelConfig, chain: Chain, rng: np.random.Generator, routing_zipf: float = 0.0
+    ) -> None:
         self._config, self._chain = config, chain
+        experts = config.experts
+        self._routing = (
+            zipf_scales(experts.count, experts.used, routing_zipf) if experts and routing_zipf else None
+        )
         self._hidden = config.hidden_size
         self._vectors = Vectors.draw(config.vocab_size, config.hidden_size, rng)
         self._trunk = TrunkVectors(chain, self._vectors)
@@ -164,6 +172,9 @@ class Weights:
             case "ffn_down_shexp.weight":
                 halved = self._neurons(block).down  # by the gate: the sigmoid of zero
                 return lambda first, last: _columns_over(noise.rows(first, last), 2 * halved(first, last))
+            case "ffn_gate_inp.weight" if self._routing is not None:
+                scales = self._routing[np.random.default_rng(block).permutation(len(self._routing))]
+                return lambda first, last: noise.rows(first, last) * scales[first:last, None]
             case "ffn_gate_inp_shexp.weight":
                 return lambda first, last: np.zeros(last - first, np.float32)
             case "ssm_a":

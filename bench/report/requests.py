@@ -194,6 +194,8 @@ def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
             notes.append(f"weighted sum {value:,.0f}, not a score of the protocol: {'; '.join(deviations)}")
         elif value is not None:
             notes.append(f"score: {value:,.0f}")
+        if (replicas := settings.get("predict_replicas")) and (by_one := predicted(rows, replicas)):
+            notes.append(by_one)
     return notes + ([] if "reference" in settings else manifest.notes)
 
 
@@ -247,6 +249,26 @@ def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[fl
     }
     value = sum(WEIGHTS[level] * rate for level, rate in known.items())
     return value, [why for why, holds in deviations.items() if holds]
+
+
+def predicted(rows: pd.DataFrame, replicas: int) -> str | None:
+    """What so many replicas behind a router should give by this server's levels; None where some are missing.
+
+    A level is shared out evenly: its requests have a replica each, or each replica has as many of them.
+    """
+    rates: dict[int, float] = {}
+    for level in WEIGHTS:
+        busy = min(level, replicas)
+        rate = median_of(rows[rows["cell"] == at_concurrency(level // busy)], "output_rate")
+        if rate is None:
+            return None
+        rates[level] = busy * rate
+    shown = ", ".join(f"{level}: {rate:,.0f}" for level, rate in rates.items())
+    total = sum(WEIGHTS[level] * rate for level, rate in rates.items())
+    return (
+        f"{replicas} replicas behind a router, a prediction from this server's levels and not a measurement, "
+        f"output tok/s at {shown}; weighted sum {total:,.0f}"
+    )
 
 
 def _who(manifest: Manifest) -> Table:

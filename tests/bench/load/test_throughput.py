@@ -12,7 +12,7 @@ from qwen_serve.bench.load.client import Completion, Usage
 from qwen_serve.bench.load.generator import Sent, arrivals, values_of
 from qwen_serve.bench.load.goodput import Limits, read_limits
 from qwen_serve.bench.load.protocol import WEIGHTS, at_concurrency
-from qwen_serve.bench.report.requests import hackathon_score
+from qwen_serve.bench.report.requests import hackathon_score, predicted
 from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, reply_to
 
@@ -252,6 +252,10 @@ def test_the_score_is_the_protocols_only_when_every_rule_held(tmp_path: Path) ->
     assert deviations == []
     assert value == 100 * (1 * 1 + 1 * 2 + 2 * 4 + 2 * 8 + 4 * 16 + 4 * 32 + 8 * 64)
     assert hackathon_score(rows[rows["cell"] == "3 concurrent"], settings) == (None, [])
+    told = predicted(rows, 8)
+    assert told is not None and "a prediction" in told
+    assert "at 1: 100, 2: 200, 4: 400, 8: 800, 16: 1,600, 32: 3,200, 64: 6,400" in told
+    assert predicted(rows[rows["cell"] != at_concurrency(4)], 8) is None
     bad = rows.copy()
     bad.loc[bad["metric"] == "recounted_tokens", "value"] = 900.0
     for frame, changed in (
