@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser().parse_args(argv)
         _convert(arguments)
     except (ConvertError, LlamaError, OSError) as error:  # OSError: a full disk, say
         print(f"error: {error}", file=sys.stderr)
@@ -109,7 +109,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         float_types=float_types,
         recipes=recipes,
         search=search,
-        command=_command(search, source.title, arguments),
+        command=search_command(search, source.title, arguments),
         outtype=(outtype := arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE)),
         vision=(arguments.mmproj_outtype or outtype) if arguments.vision else None,
         calibration=arguments.calibration,
@@ -162,7 +162,7 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
     return target
 
 
-def _command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
+def search_command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
     """How a searched recipe is made again, for its evidence."""
     if target is None:
         return ""
@@ -204,7 +204,7 @@ def select_quants(
     return float_types, {name: load_recipe(name) for name in names if name in known}
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qwen-convert",
         description=DESCRIPTION,

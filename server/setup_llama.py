@@ -291,7 +291,7 @@ def kept_wheel(build: Build) -> Path:
             flock(lock, LOCK_EX)
             if not target.is_dir():
                 if build.cuda_from_wheels:
-                    _fetch_cuda()
+                    fetch_cuda()
                 with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as work:
                     _build_wheel(build, Path(work))
                     (Path(work) / "out" / "build.json").write_text(json.dumps(build.parts, indent=2) + "\n")
@@ -301,7 +301,7 @@ def kept_wheel(build: Build) -> Path:
     return next(target.glob("*.whl"))
 
 
-def _fetch_cuda() -> None:
+def fetch_cuda() -> None:
     """The toolkit of PyPI's wheels into the cache, unless it is there. Raises SetupError, OSError."""
     target = cuda_wheels.folder()
     if target.is_dir():
@@ -313,7 +313,7 @@ def _fetch_cuda() -> None:
         unpacked = Path(work) / "toolkit"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
         fetch = [*pip, "--target", str(unpacked), cuda_wheels.TOOLKIT]
-        _follow(fetch, os.environ, "CUDA's wheels", output)
+        follow(fetch, os.environ, "CUDA's wheels", output)
         try:
             cuda_wheels.complete(unpacked)
         except subprocess.CalledProcessError as error:
@@ -350,14 +350,14 @@ def _build_wheel(build: Build, work: Path) -> None:
             f"wheel.exclude={';'.join(WHEEL_WITHOUT)}",
         ]
         make += [f"--config-settings={setting}" for setting in settings]
-        _follow([*pip, "install", "--target", str(work / "tools"), *tools], os.environ, "build tools", output)
-        _follow([*pip, *fetch, build.requirement], environment, "llama.cpp's sources", output)
+        follow([*pip, "install", "--target", str(work / "tools"), *tools], os.environ, "build tools", output)
+        follow([*pip, *fetch, build.requirement], environment, "llama.cpp's sources", output)
         with tarfile.open(next(work.glob("*.tar.gz"))) as tar:
             # a method of Python 3.11.4 and later
             tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
             tar.extractall(work)
         (sources,) = (path.parent for path in work.glob("*/pyproject.toml"))
-        _follow([*pip, *make, str(sources)], environment, "llama.cpp", output)
+        follow([*pip, *make, str(sources)], environment, "llama.cpp", output)
     log.unlink()
 
 
@@ -387,7 +387,7 @@ def requirement() -> str:
     return next(line for line in wanted if line.startswith(f"{PACKAGE}=="))
 
 
-def _follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:
+def follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:
     """Runs to the end, all output to `log` and how far it is to the terminal. Raises SetupError."""
     log.write(f"$ {shlex.join(command)}\n")
     tail: deque[str] = deque(maxlen=TAIL)

@@ -1,7 +1,9 @@
 """Whether processes of others still run."""
 
+import os
 from pathlib import Path
-from time import sleep
+
+from tests.waiting import wait_until
 
 
 def is_running(pid: int) -> bool:
@@ -13,8 +15,13 @@ def is_running(pid: int) -> bool:
 
 def ends(pid: int) -> bool:
     """Whether it is gone within twenty seconds: a signal takes a moment to arrive."""
-    for _ in range(1000):
-        if not is_running(pid):
-            return True
-        sleep(0.02)
-    return False
+    return wait_until(lambda: not is_running(pid))
+
+
+def group_runs(group: int) -> bool:
+    """Whether a process group has a process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

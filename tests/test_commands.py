@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +23,11 @@ import pytest
 
 from qwen_serve.bench.cli import COMMANDS as BENCH
 from qwen_serve.bench.cli import make_app
-from qwen_serve.convert.cli import _parser as convert_parser
+from qwen_serve.convert.cli import parser as convert_parser
 from qwen_serve.server.cli import USAGE
 from qwen_serve.server.settings import Settings
 from tests.server.serving import ServerProcess
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -219,7 +219,7 @@ def test_what_a_sentence_names_exists(page: str, text: str) -> None:
             taken = app.assemble_argument_collection() if app.default_command else []
             assert asked <= {flag for argument in taken for flag in argument.names}
         case ["qwen-convert", *_]:
-            assert asked <= convert_parser()._option_string_actions.keys()
+            assert asked <= set(re.findall(r"--[a-z-]+", convert_parser().format_help()))
         case ["qwen-serve", command, *_]:
             assert f"qwen-serve {command} " in USAGE
             assert asked <= SETTINGS | {"--quant"} or command == "setup"
@@ -301,10 +301,7 @@ def starts_and_stops(text: str, folder: Path) -> None:
             ["bash", "-c", f"exec {text} --port 0"], cwd=folder, env=environment(folder), stderr=out
         )
         try:
-            for _ in range(1200):
-                if process.poll() is not None or "ready at" in log.read_text():
-                    break
-                time.sleep(0.1)
+            wait_until(lambda: process.poll() is not None or "ready at" in log.read_text(), 120)
             assert "ready at" in log.read_text(), log.read_text()[-2000:]
             process.terminate()
             assert process.wait(60) == 0

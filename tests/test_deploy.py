@@ -19,8 +19,9 @@ import yaml
 
 from qwen_serve.server.cluster import ROUTER_FLAGS
 from qwen_serve.server.settings import Settings
-from tests.server.api.conftest import starter, wait_until
+from tests.server.api.conftest import starter
 from tests.server.serving import certificate, served
+from tests.waiting import wait_until
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 

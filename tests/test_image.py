@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.weights import CONVERTING
 from tests.chroot_image import Stage, build, instructions, start
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [
@@ -56,11 +56,8 @@ def running(
     process = start(image, *arguments, model=model, **variables)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            deadline = time.monotonic() + 120
-            while not _ready(client):
-                assert process.poll() is None, "the server ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            wait_until(lambda: _ready(client) or process.poll() is not None, 120)
+            assert process.poll() is None, "the server ended"
             yield client, process.pid
     finally:
         process.terminate()

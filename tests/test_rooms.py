@@ -141,3 +141,14 @@ def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
     files = (path for room in (*PACKAGES, "tests") for path in sources(room))
     longer = {path for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST}
     assert {path.relative_to(ROOT).as_posix() for path in longer} - LONGER == set()
+
+
+def test_tests_wait_for_what_is_to_come_and_not_for_a_time() -> None:
+    """`tests/waiting.py` does; a pause that is meant has its reason in the same line."""
+    for path in sources("tests"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "sleep":
+                passes_on = [ast.unparse(argument) for argument in node.args] == ["0"]  # a turn of the loop
+                explained = "  # " in lines[(node.end_lineno or 1) - 1]
+                assert passes_on or explained or path.name == "waiting.py", f"{path}:{node.lineno}"

@@ -178,10 +178,12 @@ class FakeServer(ServedInThread):
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
-            await asyncio.sleep(self.script.first_token_delay + PREFILL * len(choices[0].prompt))
+            prefill = PREFILL * len(choices[0].prompt)
+            await asyncio.sleep(self.script.first_token_delay + prefill)  # as a server takes
             if body.get("stream"):
                 return await self._stream(request, body, choices, head)
-            await asyncio.sleep(self.script.token_delay * (len(choices[0].pieces) - 1))
+            rest = self.script.token_delay * (len(choices[0].pieces) - 1)
+            await asyncio.sleep(rest)  # likewise
             return web.json_response(self.script.on_answer(request.path, _answer(body, choices, head)))
         finally:
             self.running -= 1
@@ -208,7 +210,7 @@ class FakeServer(ServedInThread):
             for name, piece in choice.pieces:
                 part = _delta(index, {name: piece}) if chat else _text(index, piece)
                 yield head | {"choices": [part]}
-                await asyncio.sleep(self.script.token_delay)
+                await asyncio.sleep(self.script.token_delay)  # likewise
             last = _delta(index, {}) if chat else _text(index, "")
             yield head | {"choices": [last | {"finish_reason": choice.finish_reason}]}
         if (body.get("stream_options") or {}).get("include_usage"):

@@ -101,8 +101,8 @@ def test_a_method_is_for_what_is_quantized(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("method", ["nearest", "compensated"])
 def test_the_evidence_of_a_search_names_the_method(method: str) -> None:
     given = ["--quant", "auto", "--target-size", "4MB", "--method", method]
-    arguments = cli._parser().parse_args(given)
-    command = cli._command(cli.select_target(arguments), "models/nano", arguments)
+    arguments = cli.parser().parse_args(given)
+    command = cli.search_command(cli.select_target(arguments), "models/nano", arguments)
     assert ("--method compensated" in command) == (method == "compensated")
-    again = cli._parser().parse_args(command.split()[1:])
+    again = cli.parser().parse_args(command.split()[1:])
     assert (again.method, again.target_size) == (method, arguments.target_size)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from qwen_serve.convert.recipes import Recipe, load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip
+from tests.processes import group_runs
+from tests.waiting import wait_until
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,7 @@ def test_an_interrupt_leaves_no_file_and_no_process(nano_f16: Path, tmp_path: Pa
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to parent and child
     assert process.wait(timeout=30) != 0
     assert not out.exists()
-    deadline = time.monotonic() + 10
-    while alive(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not group_runs(process.pid))
 
 
 def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) -> None:
@@ -135,10 +133,7 @@ def test_a_killed_parent_takes_the_work_along(nano_f16: Path, tmp_path: Path) ->
     assert out.exists()
     process.kill()
     process.wait(timeout=30)
-    deadline = time.monotonic() + 30
-    while alive(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not group_runs(process.pid), 30)
     assert not out.exists()
     assert log.read_text() == ""
 
@@ -156,12 +151,3 @@ def endless(*arguments, on_tensor, **options):
 
 qwen_serve.convert.quantize.quantize_file = endless
 """
-
-
-def alive(group: int) -> bool:
-    """Whether a process group has a process."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True

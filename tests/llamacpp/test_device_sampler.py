@@ -228,6 +228,9 @@ def test_a_device_is_asked_for_every_operation(model: Model, monkeypatch: pytest
     context.close()
 
 
+LIBRARY = Path(C._lib._name).with_name("libggml-cpu.so")  # noqa: SLF001 - ctypes' own name for it
+
+
 def operation(tensor: int) -> str:
     return str(ggml.op_name(ggml.Tensor.from_address(tensor).op).decode())
 
@@ -249,16 +252,14 @@ def computed(
     model = SimpleNamespace(n_vocab=n_vocab, n_real=n_real, eog_ids=frozenset(ends))
     samplers = DeviceSamplers(cast("Model", model), 1, kind)
     buffer_type = ggml.quick("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
-    samplers._constants = samplers._place(buffer_type)
+    samplers._constants = samplers._place(buffer_type)  # noqa: SLF001 - a model would limit what is tried
     memory = ggml.init(ggml.InitParams(40 * logits.nbytes + 2**20, None, False))
     whole = ggml.new_tensor(memory, ggml.F32, n_vocab, n)
     ctypes.memmove(ggml.Tensor.from_address(whole).data, logits.ctypes.data, logits.nbytes)
-    outputs = samplers._outputs(memory, kind, whole, n)
+    outputs = samplers._outputs(memory, kind, whole, n)  # noqa: SLF001 - likewise
     graph = ggml.quick("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(memory)
     ggml.quick("ggml_build_forward_expand", None, ctypes.c_void_p, ctypes.c_void_p)(graph, outputs.figures)
-    compute: Any = ctypes.CDLL(
-        str(Path(C._lib._name).with_name("libggml-cpu.so"))
-    ).ggml_graph_compute_with_ctx
+    compute: Any = ctypes.CDLL(str(LIBRARY)).ggml_graph_compute_with_ctx
     compute.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     assert compute(memory, graph, 1) == 0
     found = np.empty((n, outputs.width), np.float32)

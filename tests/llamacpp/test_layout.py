@@ -11,7 +11,7 @@ from llama_cpp import llama_cpp as api
 from qwen_serve.llamacpp import ggml
 
 F32, MUL_MAT, FLAG_INPUT, FLAG_OUTPUT = 0, ggml.MUL_MAT, 1, 2
-LIBRARY: Any = api._lib
+LIBRARY: Any = api._lib  # noqa: SLF001 - what has no binding
 P, I64 = ctypes.c_void_p, ctypes.c_int64
 
 

@@ -102,8 +102,8 @@ def test_unusable_logits_are_noticed(spoilt: float) -> None:
 
     def fill(kinds: list[DeviceSampler], figures: npt.NDArray[np.float32]) -> None:
         rows.fill(kinds, range(len(kinds)), None)
-        rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks
-        rows._outputs["probs"] = np.pad(
+        rows._n_figures[DeviceSampler.BEST] = 2 * (blocks + 2) + blocks  # noqa: SLF001 - made-up figures
+        rows._outputs["probs"] = np.pad(  # noqa: SLF001 - likewise
             figures, ((0, 0), (0, 930 - figures.shape[1])), constant_values=np.nan
         )
 

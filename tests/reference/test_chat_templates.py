@@ -78,7 +78,7 @@ variables = st.fixed_dictionaries(
 @cache
 def compile_template(path: Path) -> Any:
     """The template as transformers compiles it."""
-    compile_jinja = pytest.importorskip("transformers.utils.chat_template_utils")._compile_jinja_template
+    compile_jinja = pytest.importorskip("transformers.utils.chat_template_utils")._compile_jinja_template  # noqa: SLF001 - transformers has no other
     return compile_jinja(path.read_text())
 
 

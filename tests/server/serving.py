@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from qwen_serve.server.__main__ import load
 from qwen_serve.server.api import Backend, Service, create_app
 from qwen_serve.server.engine.settings import ForcedSettings
 from qwen_serve.server.settings import Settings
-from tests.server.api.conftest import running, wait_until
+from tests.server.api.conftest import running
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,12 +69,13 @@ class ServerProcess:
 
     def wait_for(self, condition: Any, timeout: float = START_S) -> Any:
         """The first true value of `condition`; fails when the server ends or time is up."""
-        deadline = time.monotonic() + timeout
-        while not (value := condition()):
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
-        return value
+
+        def met() -> Any:
+            value = condition()
+            assert value or self.process.poll() is None, self.log
+            return value
+
+        return wait_until(met, timeout, lambda: self.log)
 
     def wait_ready(self) -> str:
         """Its address, once /ping answers 200."""

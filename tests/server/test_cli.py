@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -15,8 +14,8 @@ import pytest
 
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
-from tests.convert.test_quantize import alive
-from tests.server.api.conftest import wait_until
+from tests.processes import group_runs
+from tests.waiting import wait_until
 
 
 def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -73,9 +72,9 @@ def test_a_conversion_ends_with_who_wants_to_serve(tmp_path: Path, sent: signal.
         assert began.exists()
         process.send_signal(sent)
         assert process.wait(60) != 0
-        wait_until(lambda: not alive(process.pid), 60)
+        wait_until(lambda: not group_runs(process.pid), 60)
     finally:
-        if alive(process.pid):
+        if group_runs(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -102,11 +101,9 @@ def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + 400
-        while not (ready := re.search(r"ready at (\S+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        wait_until(lambda: "ready at" in log.read_text() or process.poll() is not None, 400, log.read_text)
+        ready = re.search(r"ready at (\S+)", log.read_text())
+        assert ready, log.read_text()
         question = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 16}
         answer = httpx.post(f"{ready[1]}/v1/chat/completions", json=question, timeout=60).json()
         assert "4" in answer["choices"][0]["message"]["content"]

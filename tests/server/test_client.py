@@ -20,7 +20,8 @@ import pytest
 
 from qwen_serve.server.api import Backend
 from qwen_serve.server.client import Conversation, ServerError
-from tests.server.api.conftest import Server, Start, starter, wait_until
+from tests.server.api.conftest import Server, Start, starter
+from tests.waiting import wait_until
 
 THOUGHT = "Hmm, 🤔.\n</think>\n\nTwo."
 

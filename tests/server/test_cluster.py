@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.cluster import Child, Cluster, main
 from tests.processes import ends, is_running
+from tests.waiting import until, wait_until
 
 REPLICAS = 4
 START_S = 180
@@ -80,12 +80,12 @@ class ClusterProcess:
             self.printed += line
 
     def wait_for(self, condition: Any) -> Any:
-        deadline = time.monotonic() + START_S
-        while not (value := condition()):
-            assert self.process.poll() is None, self.printed
-            assert time.monotonic() < deadline, self.printed
-            time.sleep(0.05)
-        return value
+        def met() -> Any:
+            value = condition()
+            assert value or self.process.poll() is None, self.printed
+            return value
+
+        return wait_until(met, START_S, lambda: self.printed)
 
     def workers(self) -> list[int]:
         """Process ids, of the table that was printed last."""
@@ -96,10 +96,14 @@ class ClusterProcess:
         workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
         return sum(worker["is_healthy"] for worker in workers)
 
+    def counted(self, metric: str) -> list[float]:
+        """A metric of each replica."""
+        pages = [httpx.get(f"http://127.0.0.1:{self.port + 1 + i}/metrics").text for i in range(REPLICAS)]
+        return [float(re.findall(rf"\n{metric} (\S+)", page)[0]) for page in pages]
+
     def prompts(self) -> list[float]:
         """Tokens of prompts that each replica has had."""
-        pages = [httpx.get(f"http://127.0.0.1:{self.port + 1 + i}/metrics").text for i in range(REPLICAS)]
-        return [float(re.findall(r"\nqwen_prompt_tokens_total (\S+)", page)[0]) for page in pages]
+        return self.counted("qwen_prompt_tokens_total")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +253,7 @@ async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterPr
 async def test_it_ends_when_what_runs_is_finished(cluster: ClusterProcess) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         running = [asyncio.create_task(ask(client, number, 300)) for number in range(4)]
-        await asyncio.sleep(0.5)
+        await until(lambda: sum(cluster.counted("qwen_running_sequences")) == 4)
         workers = cluster.workers()
         cluster.process.terminate()
         assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
@@ -287,17 +291,17 @@ def test_replacing_stops_at_the_first_that_does_not_come_back(
     try:
         for each in (*replicas, router):
             each.start()
-            cluster._wait(each)
+            cluster._wait(each)  # noqa: SLF001 - a turn of what run() does
         kept = [each.process for each in (*replicas[1:], router)]
         broken.touch()
-        cluster._reload.set()
-        cluster._supervise()
+        cluster._reload.set()  # noqa: SLF001 - likewise
+        cluster._supervise()  # noqa: SLF001 - likewise
         assert [each.process for each in (*replicas[1:], router)] == kept
         assert all(each.answers() for each in (*replicas[1:], router))
         assert "not replaced: worker-1, worker-2" in capfd.readouterr().err
         broken.unlink()
-        cluster._supervise()  # as any replica that ended
-        cluster._wait(replicas[0])
+        cluster._supervise()  # noqa: SLF001 - likewise
+        cluster._wait(replicas[0])  # noqa: SLF001 - a turn of what run() does
     finally:
         for each in (*replicas, router):
             each.end()

@@ -16,13 +16,12 @@ import pytest
 
 from qwen_serve.server.chat import Prompter, ReplyParser
 from qwen_serve.server.engine.sampling import Sampler
-from tests.server.api.conftest import wait_until
+from tests.server.engine.inside import at_rest, drafters
 from tests.server.serving import Served, serving
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from qwen_serve.server.engine import Engine
 
 MARK = "FAULT"
 SEED = 424_242
@@ -66,7 +65,7 @@ def raising(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_template(served: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    template = served.backend.prompter._template
+    template = served.backend.prompter._template  # noqa: SLF001 - a fault is put in its way
     patch.setattr(template, "render", raising(template.render))
     return chat(MARK)
 
@@ -177,7 +176,7 @@ def test_a_fault_costs_its_request_and_its_mates_answer_as_alone(
 def test_a_fault_in_a_drafter_costs_nobody_anything(
     served: Served, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = served.engine.components.speculator._drafters[0].drafter
+    drafter = drafters(served.engine.components.speculator)[0]
 
     def faulty(*_: object) -> None:
         raise RuntimeError("a fault was injected")
@@ -187,20 +186,6 @@ def test_a_fault_in_a_drafter_costs_nobody_anything(
 
 
 # --- clients that leave ------------------------------------------------------------------------------------
-
-
-def at_rest(engine: Engine) -> bool:
-    """Nobody runs, waits or is listened for, and cells belong to the prefix cache alone."""
-    stats = engine.stats()
-    kept = (engine._open, engine._sequences, engine._listeners, engine.components.cache._paths)
-    return not any(kept) and stats.running == stats.waiting == 0 and _only_checkpoints(engine)
-
-
-def _only_checkpoints(engine: Engine) -> bool:
-    stats = engine.stats()
-    chains = {id_ for id_, chain in engine.components.states.cells._chains.items() if chain}
-    held = {node.seq_id for node in engine.components.cache._held}
-    return stats.kv_cells_used == stats.prefix.resident_cells and chains <= held
 
 
 async def leaving(url: httpx.URL, rng: random.Random) -> None:
@@ -225,7 +210,7 @@ async def leaving(url: httpx.URL, rng: random.Random) -> None:
         writer.write(request[: rng.randrange(1, len(request))] if moment == "in the request" else request)
         await writer.drain()
         if moment == "later":
-            await asyncio.sleep(rng.random() / 2)
+            await asyncio.sleep(rng.random() / 2)  # at any moment
         elif moment == "in the answer":
             for _ in range(rng.randint(1, 6)):
                 try:
@@ -262,8 +247,8 @@ def test_a_thousand_clients_that_leave_leave_nothing(options: dict[str, Any], na
             asked(served, [{**MATES[0], "stream": True}])[0].status_code == 200
         )  # sse-starlette stays to watch
         wait_until(lambda: at_rest(engine), 5)
-        [loop] = engine._queues
-        time.sleep(0.2)
+        [loop] = engine._queues  # noqa: SLF001 - the server's
+        time.sleep(0.2)  # what ends a little later is not to be counted
         files, tasks = descriptors(), len(asyncio.all_tasks(loop))
         asyncio.run(leave_all(served.url, CLIENTS, random.Random(1)))
         left = time.monotonic()

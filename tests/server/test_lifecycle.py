@@ -68,7 +68,7 @@ def test_a_body_that_is_still_sent_is_not_waited_for(nano_f16: Path) -> None:
         with socket.create_connection((url.host, url.port or 80), timeout=20) as client:
             head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
             client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"prompt"')
-            time.sleep(0.3)
+            time.sleep(0.3)  # nothing tells that the head has been read
             server.process.send_signal(signal.SIGTERM)
             assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert server.wait() == 0
@@ -101,7 +101,7 @@ def test_the_second_signal_ends_it_at_once(nano_f16: Path) -> None:
         server.wait_for(lambda: "qwen_running_sequences 1.0" in http.get("/metrics").text)
         server.process.send_signal(signal.SIGINT)
         server.wait_for(lambda: "draining" in server.log)
-        time.sleep(0.2)
+        time.sleep(0.2)  # a second signal, rather than one with the first
         server.process.send_signal(signal.SIGINT)
         assert server.wait() == 128 + signal.SIGINT
         thread.join()

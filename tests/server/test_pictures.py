@@ -24,6 +24,7 @@ from tests.server.engine.helpers import running
 from tests.server.engine.test_pictures import Bare, Part
 from tests.server.seeing import N, ask, body, content, needs_vision, noise, part, text
 from tests.server.serving import Served, serving
+from tests.waiting import until
 
 pytestmark = needs_vision
 
@@ -104,8 +105,7 @@ async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.Mo
     asked = [asyncio.create_task(ask(seeing, request)) for request in [*requests, body(large)]]
     for _ in range(4):
         assert await asyncio.to_thread(began.acquire, timeout=20)
-    while bodies.held < LARGE:
-        await asyncio.sleep(0.01)
+    await until(lambda: bodies.held >= LARGE)
     try:
         for padding in (LONG_TEXT, LARGE):
             request = body(text("Hello."), unread="x" * padding)

@@ -142,15 +142,15 @@ def test_wheels_of_cuda_are_fetched_once_and_whole(
         fetched.append(command[-1])
         unpacked_wheels(Path(command[command.index("--target") + 1]))
 
-    monkeypatch.setattr(setup_llama, "_follow", pip)
+    monkeypatch.setattr(setup_llama, "follow", pip)
     program(machine, "broken", "echo why it failed >&2; exit 1")
     monkeypatch.setenv("CC", "broken")
     with pytest.raises(SetupError, match="libcuda failed to compile:\nwhy it failed"):
-        setup_llama._fetch_cuda()
+        setup_llama.fetch_cuda()
     assert not list((tmp_path / "cache" / "cuda").glob("**/nvidia"))
     monkeypatch.delenv("CC")
-    setup_llama._fetch_cuda()
-    setup_llama._fetch_cuda()
+    setup_llama.fetch_cuda()
+    setup_llama.fetch_cuda()
     assert fetched == [cuda_wheels.TOOLKIT] * 2
     assert cuda_wheels.nvcc().is_file()
     assert (cuda_wheels.folder() / cuda_wheels.ROOT / "lib" / "stubs" / "libcuda.so").is_file()
@@ -328,7 +328,7 @@ def test_the_pin_is_the_projects() -> None:
 def test_progress_is_ninjas_or_makes(capsys: pytest.CaptureFixture[str]) -> None:
     script = "print('noise'); [print(f'[{i}/40] Building x') for i in range(41)]; print('[ 50%] y')"
     log = io.StringIO()
-    setup_llama._follow([sys.executable, "-c", script], {}, "llama.cpp", log)
+    setup_llama.follow([sys.executable, "-c", script], {}, "llama.cpp", log)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("llama.cpp:   0%")
     assert any(line.startswith("llama.cpp: 100%") for line in shown)
@@ -342,4 +342,4 @@ def test_a_failure_shows_the_end_of_its_output(tmp_path: Path) -> None:
         (tmp_path / "a.log").open("w") as log,
         pytest.raises(SetupError, match=r"llama\.cpp: failed; .*a\.log\n[^$]*why it failed"),
     ):
-        setup_llama._follow([sys.executable, "-c", script], {}, "llama.cpp", log)
+        setup_llama.follow([sys.executable, "-c", script], {}, "llama.cpp", log)

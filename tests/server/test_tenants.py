@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.marks import slow_but
-from tests.server.api.conftest import wait_until
 from tests.server.serving import EXACT, served
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     import httpx

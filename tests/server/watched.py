@@ -35,7 +35,7 @@ class Watchdog:
 
             while True:
                 began, computed, queued = time.perf_counter(), time.process_time(), waited()
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(TICK_S)  # how late it wakes is the measure
                 gap = time.perf_counter() - began - TICK_S - (waited() - queued)
                 self.worst = max(self.worst, min(gap, time.process_time() - computed))
 

@@ -10,6 +10,7 @@ import pytest
 
 from qwen_serve.bench.servers.launch import ServerProcess, StartError, free_port
 from tests.processes import ends, is_running
+from tests.waiting import until
 
 SERVER = """
 import http.server, subprocess, sys
@@ -120,8 +121,7 @@ async def test_somebody_elses_server_is_not_stopped(tmp_path: Path) -> None:
 async def test_cancelling_stops_what_is_starting(tmp_path: Path) -> None:
     server = process(tmp_path, ready="/never")
     starting = asyncio.create_task(server.start())
-    while "child" not in server.tail():
-        await asyncio.sleep(0.02)
+    await until(lambda: "child" in server.tail())
     child = child_of(server)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import Engine
 from qwen_serve.server.settings import Settings
 from tests.server.api.fakes import FakeEngine, Script
+from tests.waiting import wait_until
 
 TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
 
@@ -61,13 +61,6 @@ def running(app: Any, settings: Settings) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture

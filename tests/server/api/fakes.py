@@ -304,7 +304,7 @@ class FakeEngine:
         if entry.limit == 0:
             tokens, done = [], "length"
         for token in tokens:
-            await asyncio.sleep(self.delay)
+            await asyncio.sleep(self.delay)  # a token takes as long
             if entry.cancelled:
                 done = "cancelled"
                 break

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from qwen_serve.server.api.connection import BoundedProtocol
-from tests.server.api.conftest import Server, Start, wait_until
+from tests.server.api.conftest import Server, Start
+from tests.waiting import wait_until
 
 ENDLESS = list(range(97, 107)) * 10_000
 FOR_EVER = f'{{"prompt": "a", "max_tokens": {len(ENDLESS)}}}'
@@ -131,7 +132,7 @@ def test_a_client_that_leaves_behind_a_pipelined_request(
         wait_until(lambda: len(server.engine.running) == 1)
         if not at_once:
             client.sendall(pipelined)
-            time.sleep(0.05)
+            time.sleep(0.05)  # read, perhaps, before the client leaves
     began = time.monotonic()
     wait_until(lambda: not server.engine.running and server.service.in_flight == 0)
     assert time.monotonic() - began < 1
@@ -158,7 +159,7 @@ def test_pipelined_requests_are_answered_in_order(start_shared: Start) -> None:
         for request in requests[7:]:
             for start in range(0, len(request), 40):
                 client.sendall(request[start : start + 40])
-                time.sleep(0.0005)
+                time.sleep(0.0005)  # in pieces, as a slow line would bring them
         client.sendall(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         answer = everything(client).decode()
     assert answer.count("HTTP/1.1 200 OK") == 21
@@ -210,7 +211,7 @@ def test_headers_that_do_not_come(start: Start) -> None:
     with connected(server) as silent, connected(server) as slow:
         began = time.monotonic()
         slow.sendall(GET[:-2])
-        time.sleep(0.2)
+        time.sleep(0.2)  # slow is what it is
         slow.sendall(b"a: b\r\n")  # progress is no excuse
         assert everything(slow).startswith(b"HTTP/1.1 408 ")
         assert everything(silent) == b""
@@ -340,7 +341,7 @@ def test_an_offer_to_upgrade_is_passed_over(
         else:
             parts = (request[:at], request[at:]) if cut == "behind the head" else (request[:40], request[40:])
             client.sendall(parts[0])
-            time.sleep(0.05)
+            time.sleep(0.05)  # in two pieces
             client.sendall(parts[1])
             assert b'"text":"<1>"' in client.recv(65536)
             client.sendall(behind)
@@ -356,7 +357,7 @@ def test_a_body_behind_an_offer_to_upgrade_is_no_request(start_shared: Start) ->
     with connected(server) as client:
         at = request.index(b"\r\n\r\n") + 4
         client.sendall(request[:at])
-        time.sleep(0.05)
+        time.sleep(0.05)  # in two pieces
         client.sendall(request[at:] + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         answer = everything(client)
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"400", b"200"], "not JSON; and /ping"

@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from qwen_serve.server.engine import EngineDead, GenerationError, QueueFull
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 from tests.server.api.test_bad_input import error_of
+from tests.waiting import wait_until
 
 LONG = "word " * 400
 

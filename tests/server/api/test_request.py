@@ -16,7 +16,8 @@ from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, ClientLeft
 from qwen_serve.server.api.limits import Bodies, in_thread
 from qwen_serve.server.api.request import MAX_KEYS, decode, until_gone
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
+from tests.waiting import wait_until
 
 
 def request(*messages: str) -> Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from qwen_serve.server.api.fields.sampling import sampling_defaults
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import Engine
-from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
+from qwen_serve.server.engine.sampling.grammar import Grammar, GrammarCompiler
 from qwen_serve.server.settings import Settings
-from tests.server.api.conftest import Start, starter, wait_until
+from tests.server.api.conftest import Start, starter
 from tests.server.api.fakes import FakeVocab
 from tests.server.api.test_bad_input import error_of
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("path", ["/ping", "/health"])
@@ -112,7 +113,6 @@ def test_work_on_a_prompt_is_cut_short_too(start: Start) -> None:
     def endless(text: str, *, special: bool, check: Any) -> list[int]:
         entered.set()
         while True:
-            time.sleep(0.01)
             check(1)
 
     server.engine.vocab.tokenize = endless  # type: ignore[method-assign, assignment]
@@ -126,19 +126,24 @@ def test_work_on_a_prompt_is_cut_short_too(start: Start) -> None:
 
 def test_a_grammar_that_is_waited_for_is_cut_short_too(start: Start) -> None:
     server = start("x")
-    entered, release = threading.Event(), threading.Event()
+    entered, asked, release = (threading.Event() for _ in range(3))
 
     def never() -> None:
         entered.set()
         release.wait(60)
 
-    compiler = GrammarCompiler(never, FakeVocab.eos_id)
+    class Compiler(GrammarCompiler):
+        def compile(self, text: str) -> Future[Grammar]:
+            compiled = super().compile(text)
+            asked.set()
+            return compiled
+
+    compiler = Compiler(never, FakeVocab.eos_id)
     server.engine.grammars = compiler  # type: ignore[assignment]
     try:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(server.post, "/v1/completions", prompt="x", guided_json={})
-            assert entered.wait(20)
-            wait_until(lambda: bool(compiler._jobs))
+            assert entered.wait(20) and asked.wait(20)
             server.service.drain()
             server.service.cut_short()
             assert error_of(running.result(), 503)["code"] == "draining"
@@ -179,7 +184,7 @@ class CountingEngine:
             self.calls += 1
             self.inside += 1
             self.most_inside = max(self.most_inside, self.inside)
-        time.sleep(0.5)
+        time.sleep(0.5)  # long enough for another to come, if any does
         with self._lock:
             self.inside -= 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from qwen_serve.server.engine import (
 )
 from tests.server.api.fakes import FakeVocab
 from tests.server.chat.test_detokenizer import detokenizer
+from tests.waiting import until
 
 
 class Scripted:
@@ -168,7 +168,7 @@ async def test_the_real_engine(engine: Engine) -> None:
     assert "".join([delta async for delta in stopped]) == text.partition(stop)[0]
     assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
     assert stopped.completion_tokens < 24
-    await idle(engine)
+    await until(lambda: not engine.stats().running)
 
     at_once = generate(engine, prompt, params, 24, stream=False)
     assert [delta async for delta in at_once] == [text]
@@ -180,12 +180,4 @@ async def test_leaving_the_loop_frees_the_real_engine(engine: Engine) -> None:
     generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), None)
     async for _ in generation:
         break
-    await idle(engine)
-
-
-async def idle(engine: Engine) -> None:
-    """Returns when no sequence runs; fails when that takes long."""
-    deadline = time.monotonic() + 20
-    while engine.stats().running:
-        assert time.monotonic() < deadline, "the sequence still runs"
-        await asyncio.sleep(0.01)
+    await until(lambda: not engine.stats().running)

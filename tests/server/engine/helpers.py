@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from qwen_serve.server.engine import (
     Vocab,
 )
 from qwen_serve.server.engine.sequence import ANYBODY
+from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +80,7 @@ class Answer:
 
 async def ask(engine: Engine, request: Request) -> Answer:
     """Submit one request and collect its answer."""
-    await asyncio.sleep(request.delay)
+    await asyncio.sleep(request.delay)  # requests come when they come
     return await _collect(submit(engine, request), request)
 
 
@@ -121,14 +121,15 @@ async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answe
 
 async def idle(engine: Engine) -> None:
     """Nobody runs or waits, and the engine's thread is through with whoever did."""
-    async with asyncio.timeout(60):
-        while engine.stats().running or engine.stats().waiting:
-            await asyncio.sleep(0.005)
-        through = threading.Event()
-        engine._inbox.put(through.set)
-        while not through.is_set() or engine.components.states.deferred:
-            assert engine.ready, "the engine has failed"
-            await asyncio.sleep(0.005)
+    await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+    through = threading.Event()
+    engine._inbox.put(through.set)  # noqa: SLF001 - a step may be under way
+
+    def is_through() -> bool:
+        assert engine.ready, "the engine has failed"
+        return through.is_set() and not engine.components.states.deferred
+
+    await until(is_through)
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def standing_still(engine: Engine) -> Iterator[None]:
     def wait() -> None:
         assert go_on.wait(60)
 
-    engine._inbox.put(wait)
+    engine._inbox.put(wait)  # noqa: SLF001 - what holds up the engine's thread
     try:
         yield
     finally:
@@ -152,24 +153,22 @@ def step_by_step(engine: Engine) -> Iterator[Callable[[int], None]]:
 
     From the end of the block on it goes its way again.
     """
-    leave, step = threading.Semaphore(0), engine._step
+    leave, step = threading.Semaphore(0), engine._step  # noqa: SLF001 - no setting paces an engine
 
     def wait_for_leave() -> None:
         leave.acquire()
         step()
 
     def grant(n: int) -> None:
-        wanted, deadline = engine.stats().steps + n, time.monotonic() + 60
+        wanted = engine.stats().steps + n
         leave.release(n)
-        while engine.stats().steps < wanted:
-            assert time.monotonic() < deadline, "the engine has nothing to do, or does not get on"
-            time.sleep(0.001)
+        wait_until(lambda: engine.stats().steps >= wanted, 60)
 
-    engine._step = wait_for_leave  # type: ignore[method-assign]
+    engine._step = wait_for_leave  # type: ignore[method-assign]  # noqa: SLF001 - no setting paces an engine
     try:
         yield grant
     finally:
-        engine._step = step  # type: ignore[method-assign]
+        engine._step = step  # type: ignore[method-assign]  # noqa: SLF001 - no setting paces an engine
         leave.release()
 
 
@@ -213,7 +212,7 @@ class Alone:
         tokens = list(prompt)
         start = 0
         while len(tokens) < len(prompt) + n:
-            tokens.append(int(self._rows(tokens, start, len(tokens))[-1].argmax()))
+            tokens.append(int(self.rows(tokens, start, len(tokens))[-1].argmax()))
             start = len(tokens) - 1
         self.context.clear()
         return tokens[len(prompt) :]
@@ -221,7 +220,7 @@ class Alone:
     def logits(self, tokens: list[int], chunk: int) -> npt.NDArray[np.float32]:
         """Logits after each of `tokens`, decoded `chunk` at a time: shape [len(tokens), n_real]."""
         rows = [
-            self._rows(tokens, start, min(start + chunk, len(tokens)))
+            self.rows(tokens, start, min(start + chunk, len(tokens)))
             for start in range(0, len(tokens), chunk)
         ]
         self.context.clear()
@@ -243,7 +242,7 @@ class Alone:
         self.context.clear()
         return [np.stack(collected) for collected in rows]
 
-    def _rows(self, tokens: list[int], start: int, end: int) -> npt.NDArray[np.float32]:
+    def rows(self, tokens: list[int], start: int, end: int) -> npt.NDArray[np.float32]:
         n = end - start
         self.context.tokens[:n] = tokens[start:end]
         self.context.positions[:n] = range(start, end)

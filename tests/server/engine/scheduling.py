@@ -67,7 +67,7 @@ def scheduler(
 
 def used(s: Scheduler) -> int:
     """KV cells in use."""
-    return s._states.cells.used
+    return s._states.cells.used  # noqa: SLF001 - the scheduler keeps its store to itself
 
 
 def commit(s: Scheduler, batch: Batch) -> None:

@@ -7,21 +7,15 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import pytest
 
 from qwen_serve.server.chat.formats import compose, json_format, regex_format
-from qwen_serve.server.engine import Engine, SamplingParams
-from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
-from qwen_serve.server.engine.speculation.dflash import DflashDrafter
-from qwen_serve.server.engine.speculation.mtp import MtpDrafter
-from qwen_serve.server.engine.speculation.ngram import NgramDrafter
+from qwen_serve.server.engine import SamplingParams
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
+from tests.server.engine.inside import at_rest, check_contexts
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from qwen_serve.llamacpp import Context
 
 LONGEST = 150
 TURN = (3585, 332, 198, 3608, 258, 3609, 258)
@@ -167,40 +161,7 @@ async def test_answers_stay_and_nothing_is_left(
                 else:
                     assert answer.tokens == expected.tokens[: len(answer.tokens)], about
         await idle(engine)
-        stats = engine.stats()
-        assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.kv_cells_used == stats.prefix.resident_cells
+        assert at_rest(engine)
+        check_contexts(engine)
         if engine.settings.draft_always:  # else it is the clock that says whether drafts pay
-            assert sum(counts.accepted for counts in stats.drafts.values()) > 0
-        nothing_is_left(engine)
-
-
-def nothing_is_left(engine: Engine) -> None:
-    """llama.cpp holds what the prefix cache knows of, in both contexts, and nobody remembers a request."""
-    speculator, parts = engine.components.speculator, engine.components
-    assert not engine._open
-    assert not engine._sequences
-    assert not engine._listeners
-    assert not parts.cache._paths
-    assert not parts.states._rollback._held
-    assert not speculator._alive
-    held = {node.seq_id: node.depth for node in parts.cache._held}
-    head = None
-    for watched in speculator._drafters:
-        if isinstance(watched.drafter, NgramDrafter):
-            assert not watched.drafter._lookups
-        else:
-            head = watched.drafter
-    assert isinstance(head, MtpDrafter | DflashDrafter)
-    for sequence in range(len(SequenceIds.of(engine.settings))):
-        assert parts.states.length(sequence) == held.get(sequence, 0)
-        assert tokens_of(parts.context, sequence) == held.get(sequence, 0)
-        reading = head._readings.get(sequence)
-        fed = reading.fed if reading and reading.fed > reading.first else 0
-        assert tokens_of(head._context, sequence) == fed + (fed > 0 and isinstance(head, MtpDrafter))
-        assert reading is None or reading.end <= held[sequence]
-
-
-def tokens_of(context: Context, sequence: int) -> int:
-    """How many tokens llama.cpp holds of a sequence id."""
-    return int(C.llama_memory_seq_pos_max(context._memory, sequence)) + 1
+            assert sum(counts.accepted for counts in engine.stats().drafts.values()) > 0

@@ -25,7 +25,6 @@ from qwen_serve.server.engine import (
 )
 from qwen_serve.server.engine.outputs import OutputQueue
 from qwen_serve.server.engine.sampling import Sampler
-from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -38,6 +37,8 @@ from tests.server.engine.helpers import (
     step_by_step,
     submit,
 )
+from tests.server.engine.inside import at_rest
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,8 +78,7 @@ async def rest(generation: Generation) -> list[int]:
 
 async def over(generation: Generation) -> None:
     """All of it has arrived, though nobody has listened."""
-    while generation._done is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: generation._done)  # noqa: SLF001 - a look, where listening would take it
 
 
 async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None:
@@ -130,7 +130,7 @@ async def test_stats_count_what_happened(engine: Engine) -> None:
 
 
 async def test_a_step_wakes_the_loop_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver, calls = OutputQueue._deliver, 0
+    deliver, calls = OutputQueue._deliver, 0  # noqa: SLF001 - each wakes the loop
 
     def counted(self: OutputQueue) -> None:
         nonlocal calls
@@ -153,9 +153,7 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
             engine.components.device_runs_alone = True
             assert await ask_all(engine, requests) == expected
             await idle(engine)
-            for watched in engine.components.speculator._drafters:
-                assert isinstance(watched.drafter, NgramDrafter)
-                assert not watched.drafter._lookups
+            assert at_rest(engine)
 
 
 async def test_a_slot_forgets_what_only_one_request_needed(
@@ -333,7 +331,8 @@ async def test_who_floods_is_refused_and_another_tenant_is_not(nano_f32: Path) -
                     refused()
         assert [len(await rest(one)) for one in neighbours] == [5] * 2
         assert [len(await rest(one)) for one in flood] == [50] * 5
-        assert engine._places._total == 0
+        await idle(engine)
+        assert at_rest(engine)
 
 
 # --- cancellation ------------------------------------------------------------------------------------------

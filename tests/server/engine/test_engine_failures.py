@@ -30,6 +30,7 @@ from tests.server.engine.helpers import (
     standing_still,
     step_by_step,
 )
+from tests.server.engine.inside import at_rest
 from tests.server.engine.test_engine import ENDLESS, PROMPT, ask_for, first, rest
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ async def test_a_prompt_that_the_scheduler_refuses_fails_alone(
         await rest(ask_for(engine, 40, prompt=PROMPT[:7]))
     assert await healthy == expected
     assert engine.ready
-    assert not engine._sequences
-    assert not engine._listeners
+    await idle(engine)
+    assert at_rest(engine)
 
 
 @pytest.mark.parametrize("where", ["at once", "as its state is kept"])
@@ -146,9 +147,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     await idle(engine)
     assert failures == 1
     assert engine.ready
-    assert not engine.components.scheduler.running
-    assert len(engine.components.scheduler._free_slots) == engine.settings.parallel
-    assert engine.stats().kv_cells_used == engine.stats().prefix.resident_cells
+    assert at_rest(engine)
     assert [await ask(engine, Request(PROMPT, 200)) for _ in range(5)] == [expected] * 5
     assert engine.stats().finished["length"] == before.finished["length"] + 6
 

@@ -28,6 +28,7 @@ from tests.server.engine.helpers import (
     random_prompt,
     running,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,8 +102,7 @@ async def test_who_gave_a_slot_to_another_tenant_answers_as_alone(
     options: dict[str, Any] = {"parallel": 3, "ctx_size": 8192, "speculation": speculation}
     with running(nano_f32, **EXACT, **options, scheduling_policy="fair") as engine:
         first = asyncio.gather(*(ask(engine, request) for request in requests[:4]))
-        while not engine.stats().generated_tokens:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().generated_tokens)
         answers = [*await ask_at_once(engine, requests[4:]), *await first]
         assert engine.stats().preemptions > 0
     assert [answer.tokens for answer in answers] == [*alone[4:], *alone[:4]]

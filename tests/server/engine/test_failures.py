@@ -21,7 +21,7 @@ from tests.server.engine.helpers import (
     random_prompt,
     running,
 )
-from tests.server.engine.speculation.helpers import draft_by
+from tests.server.engine.inside import draft_by, drafters, policy
 from tests.server.engine.speculation.test_exactness import Scripted
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ async def test_drafts(
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(engine.components.speculator, Scripted(texts, broken))
         owner: Any = {
-            "propose": engine.components.speculator._drafters[0].drafter,
+            "propose": drafters(engine.components.speculator)[0],
             "checkpoint": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
@@ -189,10 +189,10 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
         if speculation == "ngram":
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, calls))
-        drafter = speculator._drafters[0].drafter
+        drafter = drafters(speculator)[0]
         names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
         faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
-        faults += [(speculator._policy, "choose"), (speculator, "_requests"), (speculator, "_learn")]
+        faults += [(policy(speculator), "choose"), (speculator, "_requests"), (speculator, "_learn")]
         faults += [(states, "checkpoint"), (states, "rollback")]
         for owner, name in faults:
             for index in CALLS[calls]:

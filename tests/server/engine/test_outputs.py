@@ -37,11 +37,12 @@ async def test_nothing_leaves_before_it_is_flushed() -> None:
     queue = OutputQueue(asyncio.get_running_loop())
     listener = generation()
     queue.put(listener, [1], None)
-    await asyncio.sleep(0.01)
-    assert listener._arrived == []
+    listening = asyncio.create_task(anext(listener))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(listening), 0.01)
     queue.put(listener, [2], "stop")
     assert queue.flush()
-    assert [tokens async for tokens in listener] == [[1, 2]]
+    assert await listening == [1, 2]
     queue.close()
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_serve.server.engine.sequence import TIERS, SchedulingParams
 from qwen_serve.server.engine.virtual_tokens import WRITTEN
+from tests.server.engine.inside import held
 from tests.server.engine.prefix_cache.world import ANSWER, World
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def test_who_made_room_goes_on_where_it_was(
         if index not in gone:
             answer = made[index].tokens[made[index].prompt_length :]
             assert answer == [ANSWER + number for number in range(plan.answer)]
-    assert all(not node.refcount for node in world.cache._held)
+    assert all(not node.refcount for node in held(world.cache))
 
 
 def test_a_slot_changes_hands_without_reading_anything_again() -> None:
@@ -99,11 +100,11 @@ def test_who_makes_room_gives_up_its_own_checkpoint_where_there_is_no_other() ->
     long = world.add(range(50), 40, scheduling=SchedulingParams("a", service_tier="flex"))
     for _ in range(10):
         world.step()
-    assert [node.depth for node in world.cache._held] == [49]
+    assert [node.depth for node in held(world.cache)] == [49]
     short = world.add(range(100, 110), 4, scheduling=SchedulingParams("b"))
     world.step()
     assert world.scheduler.running == [short]
-    assert [node.depth for node in world.cache._held] == [long.prompt_length + long.generated - 1]
+    assert [node.depth for node in held(world.cache)] == [long.prompt_length + long.generated - 1]
     world.finish()
     assert world.computed == len(long.tokens) - 1 + len(short.tokens) - 1
 

@@ -224,7 +224,7 @@ def test_those_that_catch_up_share_a_batch() -> None:
     advance(s)
     for one in s.running:  # each has 6 pending, as after drafts that were right and then taken back
         one.tokens += [7] * 5
-    s._last = None
+    s._last = None  # noqa: SLF001 - the step before is not to be taken over
     assert [counts(advance(s)) for _ in range(2)] == [[6, 1, 1], [1, 5, 2]]
 
 

@@ -72,7 +72,7 @@ class Watched:
         assert len(set(slots)) == len(slots)
         self.admitted += [x for x in self.s.running if x not in self.admitted]
         commit(self.s, step)
-        assert used(self.s) == sum(x.computed for x in self.s.running) <= self.s._cells.total
+        assert used(self.s) == sum(x.computed for x in self.s.running) <= self.s._cells.total  # noqa: SLF001 - as used()
 
 
 @settings(max_examples=150, deadline=None)

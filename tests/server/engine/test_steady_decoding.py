@@ -109,7 +109,7 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
 ) -> None:
     """Each batch against one that is laid out from the sequences themselves, with people coming and going."""
     seen = {"taken over": 0, "anew": 0}
-    fill = Runner._fill
+    fill = Runner._fill  # noqa: SLF001 - looked at between its two ways
 
     def checked(self: Runner, batch: Batch) -> None:
         again = batch is self._filled

@@ -13,6 +13,7 @@ import pytest
 
 from qwen_serve.server.engine import GenerationError, SamplingParams
 from tests.server.engine.helpers import EXACT, running
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,8 +116,9 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
             rows = compute(slots, indices)
             bad = {sequence.slot for sequence in scheduler.running if POISON in sequence.tokens[:20]}
             spoilt_rows = [row for row, slot in enumerate(slots) if slot in bad]
-            assert rows._raw is not None
-            rows._raw[spoilt_rows] = np.nan
+            raw = rows._raw  # noqa: SLF001 - as a card that is broken would write
+            assert raw is not None
+            raw[spoilt_rows] = np.nan
             return rows
 
         monkeypatch.setattr(context, "rows", spoil)
@@ -179,7 +181,6 @@ async def test_what_a_cancelled_one_leaves_is_not_the_next_one_s_fault(poisonous
     with running(poisonous, speculation="off", remember=False, prefix_cache=False, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
         reading = engine.submit(engine.prompt([*BAD, *([300] * 1500)]), SamplingParams(), 8)
-        while not engine.stats().prompt_tokens > len(PROMPT):
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().prompt_tokens > len(PROMPT))
         reading.cancel()
         assert await ask(engine, SamplingParams()) == alone

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
 from tests.server.page.driving import answered, ask, bodies
+from tests.waiting import wait_until
 
 SLOW = "</think>\n\n" + "on and on " * 300
 OLD = """() => new Promise((resolve, reject) => {

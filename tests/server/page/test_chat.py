@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.page.driving import ask, bodies
+from tests.waiting import wait_until
 
 ANSWER = """\
 Hmm.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.chat import bounded_template
-from tests.server.api.conftest import TEMPLATE, Start, wait_until
+from tests.server.api.conftest import TEMPLATE, Start
 from tests.server.api.formats.test_completions import events
+from tests.waiting import wait_until
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]

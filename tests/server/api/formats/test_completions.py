@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.chat import Detokenizer, ReplyParser
-from tests.server.api.conftest import Server, Start, wait_until
+from tests.server.api.conftest import Server, Start
+from tests.waiting import wait_until
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -13,7 +13,8 @@ from qwen_serve.server.api.observe.throughput import report_throughput, throughp
 from qwen_serve.server.engine import EngineStats
 from qwen_serve.server.engine.prefix_cache import PrefixStats
 from qwen_serve.server.engine.speculation import DrafterStats
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
+from tests.waiting import until, wait_until
 
 
 @pytest.fixture
@@ -125,9 +126,10 @@ async def test_throughput_is_told_of_work_alone(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
 
     class Engine:
-        steps = 0
+        steps = looks = 0
 
         def stats(self) -> EngineStats:
+            self.looks += 1
             return stats(steps=self.steps)
 
     class Loaded:
@@ -137,9 +139,9 @@ async def test_throughput_is_told_of_work_alone(caplog: pytest.LogCaptureFixture
         loaded = Loaded()
 
     reporter = asyncio.create_task(report_throughput(Service(), interval=0.01))  # type: ignore[arg-type]
-    await asyncio.sleep(0.1)
-    assert not caplog.messages
-    Engine.steps = 5
-    await asyncio.sleep(0.1)
+    for steps in (0, 5):
+        looks, Engine.steps = Loaded.engine.looks, steps
+        await until(lambda: Loaded.engine.looks > looks + 3)  # noqa: B023
+        assert bool(caplog.messages) == bool(steps)
     reporter.cancel()
     assert [message.startswith("prompt 0.0 tok/s") for message in caplog.messages] == [True]

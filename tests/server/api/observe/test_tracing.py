@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.api.observe.tracing import configured_tracer
-from tests.server.api.conftest import Start, wait_until
+from tests.server.api.conftest import Start
+from tests.waiting import wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from qwen_serve.server.engine.prefix_cache.shadow_index import BLOCK
 from qwen_serve.server.engine.sequence import CacheMiss, Sequence
-from tests.server.engine.prefix_cache.world import World, nodes_of
+from tests.server.engine.inside import needed, nodes_of, salts
+from tests.server.engine.prefix_cache.world import World
 
 COMMON = list(range(1000, 1100))
 A = [*COMMON, *range(2000, 2050)]
@@ -391,10 +392,10 @@ def test_every_request_computes_on_from_what_it_really_holds(
     assert all(i in cancelled or one.generated == mix[i].answer for i, one in started.items())
     assert world.cells.used == world.cells.idle <= max_cells
     kept = world.cache.stats()
-    nodes = nodes_of(world.cache._tree)
+    nodes = nodes_of(world.cache)
     assert kept.resident == sum(node.seq_id is not None for node in nodes)
     assert kept.host_checkpoints == sum(node.saved is not None for node in nodes)
-    assert all(node._needed or len(node.children) > 1 for node in nodes), "something was left behind"
+    assert all(needed(node) or len(node.children) > 1 for node in nodes), "something was left behind"
 
 
 # --- who shares, and what is told --------------------------------------------------------------------------
@@ -421,7 +422,7 @@ def test_salts_leave_nothing_behind() -> None:
     for n in range(50):
         world.serve(A, salt=str(n))
         world.serve([7], salt=f"short {n}")
-    assert len(world.cache._tree._salted) == len(world.cache._tree._salts) <= 2
+    assert salts(world.cache) <= 2
 
 
 def test_why_a_prompt_was_not_found_whole() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.engine.prefix_cache import Node, Tree
-from tests.server.engine.prefix_cache.world import nodes_of
+from tests.server.engine.inside import nodes_of, salts
 
 Prefix = tuple[int, ...]
 
@@ -116,8 +116,7 @@ def test_what_was_salted_is_apart_and_goes_without_a_trace() -> None:
     for node in (ours, theirs):
         tree.prune(node)
     assert {*nodes_of(tree)} == {plain}
-    assert not tree._salted
-    assert not tree._salts
+    assert salts(tree) == 0
 
 
 def test_how_much_of_a_text_is_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.server.engine.prefix_cache import Node, PrefixCache, Tree
+from qwen_serve.server.engine.prefix_cache import PrefixCache
 from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.sequence import ANYBODY, SchedulingParams, Sequence
@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine.batch import Batch
     from qwen_serve.server.engine.request_queue import SchedulingPolicy
-
-
-def nodes_of(tree: Tree) -> list[Node]:
-    """All of them but the roots, parents first."""
-    found = [node for root in (tree.root, *tree._salted.values()) for node in root.children.values()]
-    for node in found:
-        found += node.children.values()
-    return found
 
 
 ANSWER = 7

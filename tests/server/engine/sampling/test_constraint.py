@@ -36,7 +36,7 @@ def alone(model: Path, prompt: list[int], constraint: Fickle) -> list[int]:
     answer, read = constraint.forced(), 0
     while len(answer) < N:
         tokens = [*prompt, *answer]
-        row, read = reference._rows(tokens, read, len(tokens))[-1], len(tokens)
+        row, read = reference.rows(tokens, read, len(tokens))[-1], len(tokens)
         ids = np.flatnonzero(constraint.mask()[: row.size])
         answer.append(int(ids[row[ids].argmax()]))
         assert constraint.accept(answer[-1])

@@ -15,7 +15,7 @@ from qwen_serve.server.engine.sampling.grammar import WAITING, GrammarCompiler
 from qwen_serve.server.engine.sampling.grammar_validator import GrammarValidator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 N = 5000
 
@@ -87,13 +87,13 @@ def test_complaints_are_short(compiler: GrammarCompiler) -> None:
 def tried(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What gets as far as the validator."""
     tried: list[str] = []
-    answers = GrammarValidator._answers
+    compiles = GrammarValidator.compiles
 
-    def counted(validator: GrammarValidator, text: str) -> bool:
+    def counted(validator: GrammarValidator, text: str, wanted: Callable[[], bool]) -> bool:
         tried.append(text)
-        return answers(validator, text)
+        return compiles(validator, text, wanted)
 
-    monkeypatch.setattr(GrammarValidator, "_answers", counted)
+    monkeypatch.setattr(GrammarValidator, "compiles", counted)
     return tried
 
 
@@ -141,7 +141,7 @@ def test_a_refusal_is_kept(compiler: GrammarCompiler, tried: list[str]) -> None:
 def test_a_validator_that_died_is_replaced(compiler: GrammarCompiler) -> None:
     """By the next one's grammar, which is not to blame."""
     assert compiler.compile('start: "before"').result()
-    process = compiler._validator._process
+    process = compiler._validator._process  # noqa: SLF001 - dies of what is nobody's doing here
     assert process is not None
     process.kill()
     process.wait()

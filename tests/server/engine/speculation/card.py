@@ -236,7 +236,7 @@ class World:
             clock=self.card.clock,
         )
         self.card.held_up = held_up
-        self.speculator.measure(self._rehearse, 4.0)
+        self.speculator.measure(self.rehearse, 4.0)
         self.card.held_up = 1.0
         self.sequences = [self.newcomer(slot) for slot in range(n)]
         self.card.now, self.tokens = 0.0, 0
@@ -253,7 +253,7 @@ class World:
 
     def admit(self, slot: int) -> None:
         """A request takes the place of another, and its prompt is read."""
-        for other in [other for other in self.speculator._alive if other.slot == slot]:
+        for other in [other for other in self.sequences if other.slot == slot]:
             self.speculator.forget(other)
         self.sequences = [other for other in self.sequences if other.slot != slot]
         one = self.newcomer(slot)
@@ -281,7 +281,7 @@ class World:
     @property
     def drafted_by(self) -> str:
         """Whose drafts the batch has."""
-        proposal = self.speculator._proposal
+        proposal = self.speculator._proposal  # noqa: SLF001 - a batch does not say who drafted
         return "" if proposal is None else proposal.health.drafter.name
 
     def step(self) -> int:
@@ -328,7 +328,7 @@ class World:
         ]
         return max(gains)
 
-    def _rehearse(self, n: int, rows: int) -> float:
+    def rehearse(self, n: int, rows: int) -> float:
         batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)

@@ -23,7 +23,7 @@ from tests.server.engine.helpers import (
     random_prompt,
     running,
 )
-from tests.server.engine.speculation.helpers import draft_by
+from tests.server.engine.inside import draft_by, policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -149,7 +149,7 @@ async def test_drafts_change_no_answer(
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(speculator, Scripted(texts, mix))
         if "now and then" in mix:
-            monkeypatch.setattr(speculator._policy, "cooldown", lambda *_: rng.choice([0, 0, 0, 0, 1000]))
+            monkeypatch.setattr(policy(speculator), "cooldown", lambda *_: rng.choice([0, 0, 0, 0, 1000]))
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         again = await ask_all(engine, requests) if mix == "few checkpoints" else []
         # by itself: the head drafts for nobody else, and the others may have run together all the time

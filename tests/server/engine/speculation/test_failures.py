@@ -127,7 +127,7 @@ def test_a_batch_that_was_not_computed_leaves_nothing_behind() -> None:
 def test_a_measurement_that_fails_is_counted_and_no_more() -> None:
     world = on_h200()
     world.head.measure = Mock(side_effect=LlamaError("no"))  # type: ignore[method-assign]
-    world.speculator.measure(world._rehearse, 0.1)
+    world.speculator.measure(world.rehearse, 0.1)
     assert world.speculator.stats()["mtp"].failed == 1
     assert world.gain(50) > 2
 

@@ -14,6 +14,7 @@ from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from qwen_serve.server.engine.states import DeferredReads
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
+from tests.server.engine.inside import held
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
@@ -53,14 +54,15 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     context = engine.components.context
     tell(engine.components.runner, "launch", lambda batch: f"launch {batch.n_tokens}")
-    tell(engine, "_flush", lambda: "tell" if engine._unsent else "")
+    tell(engine, "_flush", lambda: "tell" if engine._unsent else "")  # noqa: SLF001 - seen between two steps
     tell(context, "wait", lambda: "wait")
     tell(context, "hidden", lambda n: f"{n} rows")
     for drafter in engine.components.speculator.hidden_drafters:
-        tell(drafter._context, "decode", lambda n: "read")
+        its: Any = drafter._context  # noqa: SLF001 - when it reads is the subject
+        tell(its, "decode", lambda n: "read")
         tell(drafter, "collect", lambda *_: "collect")
         if drafter.layers:
-            tell(drafter._context, "inject", lambda n: "read")
+            tell(its, "inject", lambda n: "read")
     return events
 
 
@@ -151,7 +153,7 @@ async def test_they_read_the_same_as_at_once(
             await idle(engine)
             stats = engine.stats()
             for drafter in engine.components.speculator.hidden_drafters:
-                saved = [drafter.save(node.seq_id or 0) for node in engine.components.cache._held]
+                saved = [drafter.save(node.seq_id or 0) for node in held(engine.components.cache)]
                 seen += [one and (one.cache is None or one.cache.tobytes()) for one in saved]
         seen.append(answers)
         assert stats.prefix.hits > 5

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Draft, Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.ngram import MATCHES, Lookup, NgramDrafter
+from tests.server.engine.inside import lookups
 from tests.server.engine.speculation.helpers import sequence
 
 texts = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, n), max_size=80))
@@ -109,7 +110,7 @@ def test_the_drafter_follows_a_sequence_and_forgets_it() -> None:
     assert not drafter.can_draft(DraftRequest(one, 0, 0))
     drafter.forget(one)
     drafter.forget(one)
-    assert not drafter._lookups
+    assert lookups(drafter) == 0
 
 
 def test_longer_matches_are_judged_apart() -> None:

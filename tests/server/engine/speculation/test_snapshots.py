@@ -9,7 +9,7 @@ import pytest
 
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, Answer, Request, ask, ask_all, random_prompt, running
-from tests.server.engine.speculation.helpers import draft_by
+from tests.server.engine.inside import draft_by
 from tests.server.engine.speculation.test_exactness import Scripted
 
 if TYPE_CHECKING:
@@ -84,14 +84,15 @@ async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, refe
         assert engine.components.context.n_snapshots
         if drafter == "scripted":
             draft_by(speculator, Scripted(guests.scripts, drafter))
-        materialized, materialize = 0, engine.components.context._materialize
+        context: Any = engine.components.context
+        materialized, materialize = 0, context._materialize  # noqa: SLF001 - whether it comes to that
 
         def counted(sequence: int) -> None:
             nonlocal materialized
             materialized += 1
             materialize(sequence)
 
-        engine.components.context._materialize = counted  # type: ignore[method-assign]
+        context._materialize = counted  # noqa: SLF001 - whether it comes to that
         for n in range(30):
             await guests.come(guests.rng.choice([1, 1, 1, 2, 3]))
             if engine.stats().prefix.hits > 5 and (materialized or n >= 20):

@@ -202,7 +202,7 @@ def test_every_state_is_that_of_its_text(context: Context, caplog: pytest.LogCap
         program = Program(context, seed, caplog)
         for _ in range(STEPS):
             program.step()
-            went_back += bool(context._snapshots.pending)
+            went_back += bool(context._snapshots.pending)  # noqa: SLF001 - whether it comes to that
         program.finish()
         compared += program.compared
     assert compared > 5 * PROGRAMS

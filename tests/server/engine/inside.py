@@ -1,0 +1,113 @@
+"""What tests look at inside an engine, as nobody else may: who drafts, and what is left of requests."""
+# ruff: noqa: SLF001 - leaks show from the inside alone, and a public way in would be for tests only
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
+from qwen_serve.server.engine.prefix_cache import PrefixCache
+from qwen_serve.server.engine.speculation.dflash import DflashDrafter
+from qwen_serve.server.engine.speculation.mtp import MtpDrafter
+from qwen_serve.server.engine.speculation.ngram import NgramDrafter
+
+if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Context
+    from qwen_serve.server.engine import Engine
+    from qwen_serve.server.engine.prefix_cache import Node, Tree
+    from qwen_serve.server.engine.speculation import Drafter, Speculator
+    from qwen_serve.server.engine.speculation.hidden import DraftCacheState, HiddenDrafter
+    from qwen_serve.server.engine.speculation.policy import Policy
+
+
+def drafters(speculator: Speculator) -> list[Drafter]:
+    """In the order in which they are asked."""
+    return [health.drafter for health in speculator._drafters]
+
+
+def draft_by(speculator: Speculator, drafter: Drafter) -> None:
+    """Have another drafter in the place of the first, the one that drafts from the text."""
+    speculator._drafters[0].drafter = drafter
+
+
+def policy(speculator: Speculator) -> Policy:
+    return speculator._policy
+
+
+def readings(drafter: HiddenDrafter) -> dict[int, DraftCacheState]:
+    """What it has of each sequence id."""
+    return drafter._readings
+
+
+def held(cache: PrefixCache) -> list[Node]:
+    """Checkpoints in device memory."""
+    return [*cache._held]
+
+
+def nodes_of(kept: Tree | PrefixCache) -> list[Node]:
+    """All of them but the roots, parents first."""
+    tree = kept._tree if isinstance(kept, PrefixCache) else kept
+    found = [node for root in (tree.root, *tree._salted.values()) for node in root.children.values()]
+    for node in found:
+        found += node.children.values()
+    return found
+
+
+def needed(node: Node) -> bool:
+    """Whether it is there for its own sake, rather than as the place where others part."""
+    return node._needed
+
+
+def salts(kept: Tree | PrefixCache) -> int:
+    """How many of them anything is kept for."""
+    tree = kept._tree if isinstance(kept, PrefixCache) else kept
+    assert len(tree._salted) == len(tree._salts)
+    return len(tree._salts)
+
+
+def lookups(drafter: NgramDrafter) -> int:
+    """Texts that it knows."""
+    return len(drafter._lookups)
+
+
+def at_rest(engine: Engine) -> bool:
+    """Nobody runs, waits or is remembered, and cells belong to checkpoints alone."""
+    stats, parts = engine.stats(), engine.components
+    remembered = (
+        engine._open,
+        engine._sequences,
+        engine._listeners,
+        parts.cache._paths,
+        parts.states._rollback._held,
+        parts.speculator._alive,
+        *(lookups(one) for one in drafters(parts.speculator) if isinstance(one, NgramDrafter)),
+    )
+    chains = {id_ for id_, chain in parts.states.cells._chains.items() if chain}
+    return (
+        not any(remembered)
+        and stats.running == stats.waiting == engine._places._total == 0
+        and len(parts.scheduler._free_slots) == engine.settings.parallel
+        and stats.kv_cells_used == stats.prefix.resident_cells
+        and chains <= {node.seq_id for node in held(parts.cache)}
+    )
+
+
+def check_contexts(engine: Engine) -> None:
+    """llama.cpp holds what the prefix cache knows of, in the trunk's context and in the drafter's."""
+    parts = engine.components
+    [head] = [one for one in drafters(parts.speculator) if isinstance(one, MtpDrafter | DflashDrafter)]
+    depths = {node.seq_id: node.depth for node in held(parts.cache)}
+    for sequence in range(len(SequenceIds.of(engine.settings))):
+        assert parts.states.length(sequence) == depths.get(sequence, 0)
+        assert _tokens(parts.context, sequence) == depths.get(sequence, 0)
+        reading = readings(head).get(sequence)
+        fed = reading.fed if reading and reading.fed > reading.first else 0
+        assert _tokens(head._context, sequence) == fed + (fed > 0 and isinstance(head, MtpDrafter))
+        assert reading is None or reading.end <= depths[sequence]
+
+
+def _tokens(context: Context, sequence: int) -> int:
+    """How many llama.cpp holds of a sequence id."""
+    return int(C.llama_memory_seq_pos_max(context._memory, sequence)) + 1

@@ -1,0 +1,28 @@
+"""How tests wait: until something is so, never for a time that is hoped to be enough."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+EVERY_S = 0.005
+
+
+def wait_until(condition: Callable[[], T], timeout: float = 20, told: Callable[[], str] = lambda: "") -> T:
+    """The first true value of `condition`; fails with what is `told` when time is up."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, told() or "it did not come to that in time"
+        time.sleep(EVERY_S)
+    return value
+
+
+async def until(condition: Callable[[], T], timeout: float = 60) -> T:
+    """The same on an event loop, which goes on meanwhile."""
+    async with asyncio.timeout(timeout):
+        while not (value := condition()):
+            await asyncio.sleep(EVERY_S)
+    return value
