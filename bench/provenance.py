@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -50,6 +51,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str | None:
     """Of this checkout, ``-dirty`` where it holds changes; None outside of one."""
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")

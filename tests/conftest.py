@@ -35,6 +35,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the
     """What servers measure at their start is theirs, not the user's; all of a session share it."""
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
+    # what a test starts is a new Python: it need not compile our modules each time, nor a worker all tests
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
     # several tests run at a time: threads that wait for each other leave the cores to those who compute
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
 

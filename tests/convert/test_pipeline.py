@@ -20,6 +20,7 @@ from qwen_serve.convert.cli import main
 from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
 from tests.marks import slow_but
+from tests.waiting import wait_until
 
 QUICK = ("--no-imatrix", "--no-kld")
 TRIES = 20
@@ -100,6 +101,7 @@ def test_quants_share_the_base_and_the_importance_matrix(checkpoint: Path, out: 
     }
 
 
+@pytest.mark.slow
 def test_another_method_makes_the_same_file_anew(
     checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,9 +200,8 @@ def test_an_interrupted_run_is_finished_by_the_next(
         return list(out.glob(f".{target.name}.*{PART}"))
 
     def writing(process: subprocess.Popen[str]) -> None:
-        while not parts() and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(after_s)
+        wait_until(lambda: parts() or process.poll() is not None)
+        time.sleep(after_s)  # the signal is to come at any moment
 
     flags = ("--src", checkpoint, "--out", out, "--quant", "F16")
     command: list[str | Path] = [sys.executable, "-c", SLOWLY, *flags]
@@ -255,7 +256,7 @@ def test_an_interrupt_is_not_lost_in_callbacks(
 
     def reading(process: subprocess.Popen[str]) -> None:
         assert seen("Importance matrix:")(process)
-        time.sleep(after_s)
+        time.sleep(after_s)  # the signal is to come at any moment
 
     error = interrupted(command, out, sent, reading)
     if after_s:  # at once, it may come before the first rows are read

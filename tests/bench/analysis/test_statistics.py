@@ -13,6 +13,7 @@ from qwen_serve.bench.analysis.statistics import (
     times_as_good,
     unpaired,
 )
+from tests.marks import slow_but
 
 SCATTER = 0.03
 """Of one server's median from round to round, beyond what the round does to all: as measured on a card."""
@@ -42,7 +43,7 @@ def told_apart(times: float, rounds: int, *, trials: int = 400, skewed: bool = F
 
 
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("rounds", [LEAST_ROUNDS, DEFAULT_ROUNDS, 30])
+@pytest.mark.parametrize("rounds", slow_but([LEAST_ROUNDS], [LEAST_ROUNDS, DEFAULT_ROUNDS, 30]))
 def test_two_that_do_the_same_come_out_alike_about_95_percent_of_the_time(rounds: int, skewed: bool) -> None:
     assert 0.015 <= told_apart(1.0, rounds, skewed=skewed) <= 0.085
 
@@ -52,7 +53,7 @@ def test_a_true_six_percent_is_found_at_the_default_number_of_rounds() -> None:
     assert told_apart(1 / 1.06, DEFAULT_ROUNDS) > 0.95
 
 
-@pytest.mark.parametrize("rounds", [LEAST_ROUNDS, DEFAULT_ROUNDS])
+@pytest.mark.parametrize("rounds", slow_but([LEAST_ROUNDS], [LEAST_ROUNDS, DEFAULT_ROUNDS]))
 def test_intervals_hold_the_truth_95_percent_of_the_time(rounds: int) -> None:
     """A bootstrap of means cannot leave the range of what was measured: five rounds held 93%."""
     rng = np.random.default_rng(3)

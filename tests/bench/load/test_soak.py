@@ -30,7 +30,7 @@ def test_all_kinds_are_sent_and_some_are_given_up(tmp_path: Path, capsys: pytest
 
 
 def test_a_failure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Script(fail=lambda path: 500 if path == "/v1/completions" else None)
+    script = Script(fail=lambda path: 500 if path == "/v1/completions" else None, token_delay=0.002)
     with FakeServer(script) as server:
         assert main(["soak", *QUICK, "--aborts", "0", "--url", server.url, "--out", str(tmp_path)]) == 1
     assert "requests failed; the first: POST /v1/completions answered 500" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def q4_k_m(f16: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["f16", "q4_k_m"])
+@pytest.fixture(scope="module", params=slow_but(["f16"], ["f16", "q4_k_m"]))
 def gguf_file(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(request.param)
     return path

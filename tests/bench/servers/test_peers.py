@@ -17,6 +17,7 @@ from qwen_serve.bench.analysis.statistics import times_as_good
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.store import Results, load
 from tests.bench.fake_server import FakeServer, Script
+from tests.marks import slow_but
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = ["--tokenizer", str(ROOT / "models" / "nano")]
@@ -163,7 +164,7 @@ def test_waves_follow_the_level_and_text_is_cut_the_same_for_all(tmp_path: Path)
     assert all(prompt in text.read_text() for prompt in sent[0])
 
 
-@pytest.mark.parametrize("residency", ["all", "one"])
+@pytest.mark.parametrize("residency", slow_but(["one"], ["all", "one"]))
 def test_programs_are_started_and_stopped(
     tmp_path: Path, binaries: Path, residency: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from qwen_serve.convert.compensation.packing import pack
 from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
 from qwen_serve.convert.compensation.scales import search_blocks
 from qwen_serve.llamacpp.weights import dequantize_rows
+from tests.marks import slow_but
 
 import numpy as np  # isort: skip
 
@@ -33,7 +34,7 @@ def loss(found: np.ndarray, wanted: np.ndarray, gram: np.ndarray) -> float:
     return float((off * (gram @ off)).sum())
 
 
-@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", slow_but([Type.Q4_K, Type.IQ4_XS], GRIDS), ids=lambda kind: kind.name)
 def test_the_loss_is_well_below_that_of_the_nearest(kind: Type) -> None:
     gram, wanted, grid = correlated(), weights(), GRIDS[kind]
     nearest = search_blocks(wanted, gram.diagonal() / gram.diagonal().mean(), grid)
@@ -43,7 +44,9 @@ def test_the_loss_is_well_below_that_of_the_nearest(kind: Type) -> None:
     np.testing.assert_array_equal(dequantize_rows(pack(kind, blocks), kind), blocks.values().T)
 
 
-@pytest.mark.parametrize("kind", [Type.Q2_K, Type.Q6_K, Type.IQ4_XS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", slow_but([Type.Q2_K], [Type.Q2_K, Type.Q6_K, Type.IQ4_XS]), ids=lambda kind: kind.name
+)
 def test_a_sweep_never_adds_to_the_loss(kind: Type) -> None:
     wanted, inputs = weights(), Inputs(correlated())
     losses = [
