@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -34,6 +35,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qwen-serve-tests-")
     """What servers measure at their start is theirs, not the user's; all of a session share it."""
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+    # httpx reads all certificates of the system for each client: 60 ms, for servers that have none
+    bundle = Path(os.environ["XDG_CACHE_HOME"]) / "one.pem"
+    end = "-----END CERTIFICATE-----\n"
+    bundle.write_text(Path(certifi.where()).read_text(encoding="utf-8").partition(end)[0] + end)
+    os.environ["SSL_CERT_FILE"] = str(bundle)
 
     # what a test starts is a new Python: it need not compile our modules each time, nor a worker all tests
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

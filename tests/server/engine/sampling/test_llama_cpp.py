@@ -58,7 +58,7 @@ class Reference:
         dry = p.dry_multiplier, p.dry_base, p.dry_allowed_length, dry_n
         make = {
             "penalties": lambda: C.llama_sampler_init_penalties(SmallVocab.size, last_n, *penalties),
-            "dry": lambda: C.llama_sampler_init_dry(model._vocab, *dry, texts, len(texts)),
+            "dry": lambda: C.llama_sampler_init_dry(model._vocab, *dry, texts, len(texts)),  # noqa: SLF001 - a handle
             "top_n_sigma": lambda: C.llama_sampler_init_top_n_sigma(p.top_n_sigma),
             "top_k": lambda: C.llama_sampler_init_top_k(p.top_k),
             "typ_p": lambda: C.llama_sampler_init_typical(p.typical_p, keep),
@@ -177,8 +177,9 @@ def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
     for number, logits in enumerate(rows(CONTEXT - len(PROMPT))):
         token, left = reference.sample(logits[: SmallVocab.n_real])
         assert on_host.sample(cast("Rows", HostRows(logits)), 0) == token, number
-        assert on_host._chain is not None
-        ours = candidates(on_host._chain._array)
+        chain = on_host._chain  # noqa: SLF001 - what is left before the draw is compared, too
+        assert chain is not None
+        ours = candidates(chain._array)  # noqa: SLF001 - likewise
         assert ours.keys() == left.keys()
         np.testing.assert_allclose([ours[key] for key in left], list(left.values()), rtol=2e-4, atol=1e-7)
         if name not in ON_THE_HOST:
@@ -258,7 +259,7 @@ def test_samplers_of_the_same_kind_are_made_once(model: Model) -> None:
     first, second = dries.of(params), dries.of(params)
     assert first is not None
     assert second is not None
-    assert len(dries._made) == 1
+    assert len(dries._made) == 1  # noqa: SLF001 - memory
     assert dries.of(SamplingParams(dry_multiplier=1.0, samplers=("top_k",))) is None
     ids, logits = np.arange(LETTER, LETTER + 4), np.zeros(4, np.float32)
     for token in (1, 2, 3, 1, 2):
