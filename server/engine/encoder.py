@@ -25,20 +25,24 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.vision import VisionTower
 
 
-IN_FLIGHT = 2 * 1024**3
-"""Bytes of rows that requests may hold beside the cached ones: 200 pictures of 1,024 tokens for a 4B."""
-
-
 class PictureEncoder:
     """Any thread may call; whoever has a picture to encode while another is encoded waits. The engine's steps
     do not, nor does who comes with a picture that is known."""
 
     def __init__(
-        self, tower: VisionTower, *, side: int, max_tokens: int, identity: str, cache_bytes: int
+        self,
+        tower: VisionTower,
+        *,
+        side: int,
+        max_tokens: int,
+        identity: str,
+        cache_bytes: int,
+        most_bytes: int,
     ) -> None:
         """`side`: pixels along either side of a token, of which a picture has `max_tokens` at most.
         `identity`: of the tower and of how it is used, which a picture's rows depend on. Rows of at most
-        `cache_bytes` are kept for when a picture comes again."""
+        `cache_bytes` are kept for when a picture comes again; with those that requests hold, `most_bytes`,
+        but for those of one picture."""
         self.side = side
         self.max_pixels = max_tokens * side * side
         """Of a picture: larger ones are made smaller."""
@@ -50,7 +54,7 @@ class PictureEncoder:
         self._lock = Lock()
         """Of what is here, and of towers that measure: held for a moment, also by whoever has the other."""
         self._closed = False
-        self._most = cache_bytes + IN_FLIGHT
+        self._most = most_bytes
         self._held = 0
         """Bytes of rows that somebody has, a request or the cache; those in `_released` not any more."""
         self._released: deque[int] = deque()

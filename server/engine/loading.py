@@ -33,7 +33,7 @@ from .planning.hardware import nvidia_cards, physical_cores
 from .planning.measured import Measured, RecordFile, build
 from .planning.plan import size_text
 from .planning.sequence_ids import SequenceIds
-from .planning.vision import MOST_TOKENS
+from .planning.vision import MOST_TOKENS, WITHOUT
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .runner import Runner
@@ -407,11 +407,16 @@ def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
             warm_up=use_gpu,
         )
     except LlamaError as error:
-        raise ModelLoadError(f"mmproj: {error}") from error
+        raise ModelLoadError(f"mmproj: {error} ({WITHOUT})") from error
     identity = f"{spec.file.fingerprint()} {least} {most}"
     cache_bytes = settings.image_cache_mib * 1024**2
     return PictureEncoder(
-        tower, side=spec.side, max_tokens=most or MOST_TOKENS, identity=identity, cache_bytes=cache_bytes
+        tower,
+        side=spec.side,
+        max_tokens=most or MOST_TOKENS,
+        identity=identity,
+        cache_bytes=cache_bytes,
+        most_bytes=plan.usages[-1].pictures,
     )
 
 

@@ -235,6 +235,7 @@ def test_the_plan_counts_the_tower(nano_f32: Path, mmproj: Path) -> None:
         after = engine.plan.usages[-1]
         assert str(mmproj) in str(engine.plan)
     assert 0 < after.weights - before.weights <= mmproj.stat().st_size
-    assert after.compute > before.compute
-    assert (before.pictures, after.pictures) == (0, 256 * 2**20)
+    assert after.vision > before.vision == 0
+    assert before.pictures == 0
+    assert after.pictures > 256 * 2**20  # what is cached, and what requests may hold
     assert after.hidden == before.hidden

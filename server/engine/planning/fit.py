@@ -347,6 +347,11 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         (settings.flash_attn != "off", packed, q8),
         (settings.speculation != "off", "speculation=off", {"speculation": "off", "snapshots": 0}),
         (settings.snapshots > 0, "snapshots=0", {"snapshots": 0}),
+        (
+            plan.spec.vision is not None and settings.mmproj_offload,
+            "mmproj_offload=false",
+            {"mmproj_offload": False},
+        ),
     ]
     found = [said for there, said, changes in switches if there and does_with(**changes)]
     if cells := _most_cells(plan, does):

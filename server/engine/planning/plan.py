@@ -25,6 +25,7 @@ from qwen_serve.server.engine.speculation.mtp import host_bytes
 from .contexts import draft_cells, draft_ring, mtp_cells, uses_mtp
 from .measured import rehearse
 from .sequence_ids import SequenceIds
+from .vision import IN_FLIGHT, IN_FLIGHT_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +59,12 @@ class Usage:
     """Buffers for states of sequences that went back to a snapshot."""
     cells: int = 0
     """llama.cpp's table of cells."""
+    vision: int = 0
+    """What a vision tower computes with."""
     hidden: int = 0
     """Hidden states that wait for the MTP head and for a draft model."""
     pictures: int = 0
-    """Rows of pictures that were encoded, kept for when they come again."""
+    """Rows of pictures that were encoded: of requests, and kept for when they come again."""
     saved: int = 0
     """What the prefix cache may put aside in host memory."""
 
@@ -85,7 +88,7 @@ class Usage:
             "KV cache": self.kv,
             "table of KV cells": self.cells,
             "recurrent states": self.states + self.materializing,
-            "compute buffers": self.compute,
+            "compute buffers": self.compute + self.vision,
             "hidden states for drafters": self.hidden,
             "rows of pictures": self.pictures,
             "saved by the prefix cache": self.saved,
@@ -254,8 +257,9 @@ def arrange(
     if (tower := spec.vision) is not None:  # mtmd takes the first GPU there is
         holder = usages[0] if settings.mmproj_offload else host
         holder.weights += tower.weights
-        holder.compute += tower.compute
+        holder.vision = tower.compute + (tower.products if holder.device.is_gpu else 0)
         host.pictures = settings.image_cache_mib * MIB
+        host.pictures += min(IN_FLIGHT, host.device.free // IN_FLIGHT_SHARE)
     if (draft := spec.draft) is not None:
         cells = draft_cells(settings, draft)
         last.add(draft.part, settings, cells)

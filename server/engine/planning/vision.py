@@ -19,6 +19,12 @@ MOST_TOKENS = 4096
 """Of a picture, where nobody says: llama.cpp's own bound (clip.cpp, `set_limit_image_tokens`)."""
 PATCHES = 4
 """Of a token."""
+FLASH_HEADS = (40, 64, 72, 80, 96, 112, 128, 256)
+"""Elements of a head for which a GPU has flash attention (ggml-cuda's ggml_cuda_get_best_fattn_kernel)."""
+IN_FLIGHT, IN_FLIGHT_SHARE = 2 * 1024**3, 8
+"""Bytes of rows that requests may hold beside the cached ones, and the part of the host's free memory that is
+for them where that is less. 2 GiB are 200 pictures of 1,024 tokens for a 4B."""
+WITHOUT = "--mmproj off serves without pictures"
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class VisionSpec:
     file: ModelFile
     weights: int
     compute: int
+    products: int
+    """Bytes of a layer's attention, of every patch to every other, on a GPU without flash attention for such
+    heads; 0 where there is."""
     side: int
     """Pixels along either side of what becomes a token."""
 
@@ -36,22 +45,28 @@ class VisionSpec:
         """Raises ModelLoadError for another kind of file, or where it is another model's tower."""
         if (kind := header.metadata.get("general.architecture")) != ARCHITECTURE:
             raise ModelLoadError(
-                f"{header.name} is of architecture {kind!r}; want an mmproj, which is {ARCHITECTURE!r}"
+                f"{header.name} is of architecture {kind!r}; want an mmproj, which is {ARCHITECTURE!r} "
+                f"({WITHOUT})"
             )
         if (projector := header.metadata.get("clip.projector_type")) != PROJECTOR:
-            raise ModelLoadError(f"{header.name} has the projector {projector!r}; Qwen3.5's is {PROJECTOR!r}")
+            raise ModelLoadError(
+                f"{header.name} has the projector {projector!r}; Qwen3.5's is {PROJECTOR!r} ({WITHOUT})"
+            )
         metadata = Metadata(header, "clip.vision")
         if (width := metadata.integer("projection_dim", least=1)) != n_embd:
             raise ModelLoadError(
-                f"{header.name} is another model's: its rows have {width} elements, the model's {n_embd}"
+                f"{header.name} is another model's: its rows have {width} elements, the model's {n_embd}; "
+                f"name this model's with --mmproj ({WITHOUT})"
             )
         wide = metadata.integer("embedding_length", least=1, most=MAX_WIDTH)
         ffn = metadata.integer("feed_forward_length", least=1, most=MAX_WIDTH)
+        heads = metadata.integer("attention.head_count", least=1, most=wide)
         patches = PATCHES * (settings.image_max_tokens or MOST_TOKENS)
         return cls(
             file=ModelFile.of(header.path, header.status),
             weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
             # of a layer: what comes in, queries, keys and values, or the FFN's inside
             compute=4 * patches * (2 * wide + max(4 * wide, 2 * ffn)),
+            products=0 if wide // heads in FLASH_HEADS else 4 * heads * patches**2,
             side=2 * metadata.integer("patch_size", least=1, most=1024),
         )

@@ -40,9 +40,17 @@ class FakeTower:
         pass
 
 
-def encoder(cache_rows: int, identity: str = "a", tower: FakeTower | None = None) -> PictureEncoder:
-    cache_bytes, made = 4 * WIDTH * cache_rows, cast(Any, tower or FakeTower())
-    return PictureEncoder(made, side=16, max_tokens=4096, identity=identity, cache_bytes=cache_bytes)
+def encoder(
+    cache_rows: int, identity: str = "a", tower: FakeTower | None = None, most_rows: int = 1000
+) -> PictureEncoder:
+    return PictureEncoder(
+        cast(Any, tower or FakeTower()),
+        side=16,
+        max_tokens=4096,
+        identity=identity,
+        cache_bytes=4 * WIDTH * cache_rows,
+        most_bytes=4 * WIDTH * most_rows,
+    )
 
 
 def pixels(seed: int, height: int = 10, width: int = 5) -> npt.NDArray[np.uint8]:
@@ -83,9 +91,8 @@ def test_what_tells_pictures_apart() -> None:
     assert made.encode(pixels(1)[:, ::-1][:, ::-1]).ids == ids[0]
 
 
-def test_no_more_are_held_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qwen_serve.server.engine.encoder.IN_FLIGHT", 4 * WIDTH * 15)
-    made = encoder(0)
+def test_no_more_are_held_than_may_be() -> None:
+    made = encoder(0, most_rows=15)
     held = [made.encode(pixels(seed)) for seed in range(2)]
     with pytest.raises(QueueFull, match="pictures of requests in flight take"):
         made.encode(pixels(3))
@@ -164,3 +171,28 @@ def test_a_known_picture_waits_for_nobody(threads: ThreadPoolExecutor) -> None:
     finally:
         tower.go.set()
     assert len(other.result(20)) == 10
+
+
+class Left(Exception):
+    """Who asked is gone."""
+
+
+def test_who_left_while_theirs_waited_costs_nothing(threads: ThreadPoolExecutor) -> None:
+    tower = SlowTower()
+    made = encoder(25, tower=tower)
+    first = threads.submit(made.encode, pixels(1))
+    assert tower.began.wait(20)
+    gone = Event()
+
+    def interrupt() -> None:
+        if gone.is_set():
+            raise Left
+
+    waiting = [threads.submit(made.encode, pixels(seed), "", interrupt) for seed in range(2, 5)]
+    gone.set()
+    tower.go.set()
+    assert len(first.result(20)) == 10
+    for one in waiting:
+        with pytest.raises(Left):
+            one.result(20)
+    assert made.encoded == 1

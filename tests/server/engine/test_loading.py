@@ -63,7 +63,7 @@ def test_a_vision_tower_that_cannot_be_loaded_leaves_nothing_behind(
 ) -> None:
     header = read_header(nano_q4_k_m)
     plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="off")), header)
-    tower = VisionSpec(ModelFile.of(header.path, header.status), weights=1, compute=1, side=32)
+    tower = VisionSpec(ModelFile.of(header.path, header.status), weights=1, compute=1, products=0, side=32)
     closed = watch_closing(monkeypatch)
     with pytest.raises(ModelLoadError, match="mmproj: "):
         build_engine(replace(plan, spec=replace(plan.spec, vision=tower)), StepProfile(), StartProfile())
