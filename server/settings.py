@@ -180,7 +180,7 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         values = {name: getattr(self, name) for name in UserSettings.model_fields}
         if self.mmproj == NO_MMPROJ:
             values["mmproj"] = None
-        elif self.mmproj is None and self.draft_model is None:
+        elif self.mmproj is None:
             values["mmproj"] = find_mmproj(self.model)
         return EngineSettings(**values, **forced)
 

@@ -120,8 +120,6 @@ class Engine:
             raise InvalidPrompt("the prompt is empty; it must have at least one token")
         if len(ids) >= self.context_size:
             raise PromptTooLong(len(ids), self.context_size, exactly=True)
-        if pictures and self.plan.spec.draft is not None:  # its ring of rows is by positions
-            raise InvalidPrompt("pictures are not read beside a draft model; serve without --draft-model")
         prompt = with_pictures(checked_ids(ids, self.vocab.size), pictures)
         if len(prompt) >= self.context_size:
             raise PromptTooLong(len(prompt), self.context_size, exactly=True)

@@ -249,7 +249,7 @@ class PictureSettings(Section, title="pictures"):
 
     mmproj: Path | None = None
     """GGUF file of the model's vision tower, for pictures in chats; what a conversion left beside the model
-    (mmproj-NAME-*.gguf) is found, unless there is a draft_model or this is off. They are refused without"""
+    (mmproj-NAME-*.gguf) is found, unless this is off. They are refused without"""
     mmproj_offload: bool = True
     """put the vision tower on the GPU, if there is one in use"""
     image_min_tokens: int = Field(0, ge=0)
@@ -301,8 +301,6 @@ class UserSettings(
         if self.draft_model is not None and (self.speculation == "off" or self.deterministic):
             other = "deterministic" if self.deterministic else "speculation 'off'"
             raise ValueError(f"draft_model is of no use with {other}; leave one of the two out")
-        if self.draft_model is not None and self.mmproj is not None:
-            raise ValueError("pictures (mmproj) are not read beside a draft_model; leave one of the two out")
         return self
 
     def replace(self, **changes: Any) -> Self:

@@ -53,6 +53,7 @@ class DflashDrafter(HiddenDrafter):
     """
 
     name = "dflash"
+    reads_pictures = False  # rows are kept by positions, of which a picture's share some
     kinds: Mapping[str, float] = {"dflash": 0.85}
     _context: DraftContext
 

@@ -76,6 +76,8 @@ class HiddenDrafter:
     """
 
     instant = False
+    reads_pictures = True
+    """Whether it drafts for sequences with pictures; else it is given no rows of them, and is never ready."""
     most: int
     kinds: Mapping[str, float]
     """Its only kind of drafts; the chance of a first token that is assumed before anything is known."""

@@ -131,19 +131,40 @@ MIXES: dict[str, dict[str, Any]] = {
     "tiny chunks": {"parallel": 8, "ctx_size": 8192, "prefill_budget": 7, "ubatch_size": 16},
     "drafts from the text": {"parallel": 4, "ctx_size": 8192, "speculation": "ngram", "draft_always": True},
     "drafts of the head": {"parallel": 4, "ctx_size": 8192, "speculation": "mtp", "draft_always": True},
+    "drafts of a model": {"parallel": 4, "ctx_size": 8192, "speculation": "draft", "draft_always": True},
     "sampled in the graph": {"parallel": 8, "ctx_size": 8192, "sampling": "device"},
 }
 
 
-@pytest.mark.parametrize("mix", slow_but(["drafts of the head"], MIXES))
-async def test_together_as_alone(mix: str, nano_f32: Path, alone: list[list[int]]) -> None:
-    with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
+@pytest.mark.parametrize("mix", slow_but(["drafts of the head", "drafts of a model"], MIXES))
+async def test_together_as_alone(
+    mix: str, nano_f32: Path, nano_draft_f32: Path, alone: list[list[int]]
+) -> None:
+    beside = {"draft_model": nano_draft_f32} if mix == "drafts of a model" else {}
+    with running(nano_f32, **EXACT, **MIXES[mix], **beside) as engine:
         for _ in range(2):  # then from the prefix cache
             answers = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
             assert [tokens for tokens, _ in answers] == alone
         stats = engine.stats()
         if "drafts" in mix:
             assert sum(one.accepted for one in stats.drafts.values()) > 0
+
+
+async def test_a_draft_model_drafts_for_text_alone(nano_f32: Path, nano_draft_f32: Path) -> None:
+    """Before and behind a prompt with a picture, whose checkpoints it shares."""
+    text, more = random_prompt(random.Random(1), 60), random_prompt(random.Random(2), 30)
+    prompts: list[list[Part]] = [[text + more], [text, picture(1, 16, 16), more], [text + more[:20]]]
+    bare = Bare(nano_f32)
+    expected = [bare.greedy(prompt, N) for prompt in prompts]
+    bare.close()
+    drafted = [0]
+    options: dict[str, Any] = {"speculation": "draft", "draft_always": True, "prefix_interval": 32}
+    with running(nano_f32, **EXACT, **options, draft_model=nano_draft_f32) as engine:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert (await ask(engine, prompt))[0] == answer
+            await idle(engine)
+            drafted.append(engine.stats().drafts["dflash"].drafted)
+    assert drafted[0] < drafted[1] == drafted[2] < drafted[3]
 
 
 async def test_a_preempted_one_reads_its_picture_again(nano_f32: Path) -> None:
