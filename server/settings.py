@@ -81,6 +81,12 @@ class HttpSettings(Section, title="http"):
     watchdog: float = Field(120.0, ge=0, allow_inf_nan=False)
     """seconds for which the event loop may stand still before the process writes where it stood and ends with
     1, for its supervisor to start another; 0: for ever"""
+    image_urls: Literal["off", "https"] = "off"
+    """fetch pictures that requests give by an https address, from image_url_hosts alone and from public
+    addresses alone; off: they are refused, and pictures come in the request"""
+    image_url_hosts: str = ""
+    """names of hosts, with commas between, that pictures may be fetched from; *.example.com for all below it,
+    * for any"""
     page: bool = True
     """serve the chat page at /"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -161,6 +167,14 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
             raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
         return self
 
+    @model_validator(mode="after")
+    def _hosts_to_fetch_from(self) -> Self:
+        if (self.image_urls == "https") != bool(self.image_hosts()):
+            raise ValueError(
+                "image_urls 'https' and image_url_hosts go together: name hosts to fetch from, or * for any"
+            )
+        return self
+
     @property
     def model_id(self) -> str:
         """The name under which the model is listed and, where a request names none, answered."""
@@ -174,6 +188,10 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
     def origins(self) -> list[str]:
         """The origins that browsers may call from."""
         return _split(self.allowed_origins)
+
+    def image_hosts(self) -> list[str]:
+        """The hosts that pictures may be fetched from, or patterns of their names."""
+        return [host.lower() for host in _split(self.image_url_hosts)]
 
     def engine(self, **forced: Any) -> EngineSettings:
         """The part that the engine reads, with values of `ForcedSettings`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +25,9 @@ class ServedInThread:
             target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
         )
 
+    ssl_context: ssl.SSLContext | None = None
+    """That of a server that speaks TLS."""
+
     def make_app(self) -> web.Application:
         raise NotImplementedError
 
@@ -42,8 +46,9 @@ class ServedInThread:
     async def _serve(self) -> None:
         runner = web.AppRunner(self.make_app(), shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", self._port, ssl_context=self.ssl_context).start()
+        scheme = "https" if self.ssl_context else "http"
+        self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         self._started.set()
         await self._stop.wait()
         await runner.cleanup()

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
+from qwen_serve.server.api.picture_urls import fetch
 from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
@@ -164,12 +165,14 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
 async def seen(
     context: RequestContext, work: Callable[[Callable[[], None]], Result], pictures: list[GivenPicture]
 ) -> Result:
-    """`work(interrupt)`, which decodes and encodes pictures that a prepared body has left, on threads of
-    their own; their bytes are counted until then. `interrupt` and what is raised as in `prepared`.
+    """`work(interrupt)`, which decodes and encodes `pictures` that a prepared body has left, on threads of
+    their own; those that are elsewhere are fetched before, in place. Their bytes are counted until then.
+    `interrupt` and what is raised as in `prepared`, and PromptError.
     """
     size = sum(len(picture.url) for picture in pictures)
     context.body.hold(size)
     try:
+        await until_gone(context.http, fetch(context, pictures))
         interrupted = interruptible(work, size, context.service.bodies, PICTURE_WORK)
         return await until_gone(context.http, interrupted)
     finally:

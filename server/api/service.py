@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.limits import Bodies
+from qwen_serve.server.api.picture_urls import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,8 @@ class Service:
         self.started = int(time.time())
         self.in_flight = 0
         self.bodies = Bodies(settings.max_bodies_mib * 1024**2)
+        self.fetching = asyncio.Semaphore(AT_ONCE)
+        """Of those who fetch pictures from elsewhere."""
         self.open: set[TextGeneration] = set()
         """Those that their requests still wait for."""
         self.is_cut = False

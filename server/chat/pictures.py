@@ -104,6 +104,13 @@ class GivenPicture:
     where: str
     detail: str = "auto"
     bounds: PixelBounds = NO_BOUNDS
+    data: bytes | None = None
+    """What was fetched from an address."""
+
+    @property
+    def is_address(self) -> bool:
+        """Whether it is given by a URL that leads elsewhere."""
+        return self.url[:5].lower() != "data:"
 
     @classmethod
     def of_part(cls, part: Mapping[str, Any], where: str) -> GivenPicture:
@@ -130,7 +137,7 @@ class GivenPicture:
             except PromptError:
                 raise
             except Exception as error:  # of any of Pillow's decoders
-                raise self._wrong(f"could not be decoded: {error}") from None
+                raise self.wrong(f"could not be decoded: {error}") from None
 
     def _bounds(self, asked: PixelBounds) -> PixelBounds:
         bounds = self.bounds.within(asked)
@@ -138,45 +145,49 @@ class GivenPicture:
         if self.detail == "low":
             most = min(most or LOW_PIXELS, LOW_PIXELS)
         if least is not None and most is not None and least > most:
-            raise self._wrong(f"has min_pixels {least:,}, which must be at most its max_pixels, {most:,}")
+            raise self.wrong(f"has min_pixels {least:,}, which must be at most its max_pixels, {most:,}")
         return PixelBounds(least, most)
 
     def _data(self) -> bytes:
-        scheme, _, rest = self.url.partition(":")
-        if scheme.lower() != "data":
-            raise self._wrong("must be a data URL (data:image/png;base64,...); addresses are not fetched")
-        head, comma, encoded = rest.partition(",")
+        if self.data is not None:
+            return self.data
+        if self.is_address:
+            raise self.wrong(
+                "must be a data URL (data:image/png;base64,...); addresses are not fetched (--image-urls)"
+            )
+        head, comma, encoded = self.url.partition(",")
         if not comma or not head.lower().endswith(";base64"):
-            raise self._wrong("must be a data URL in base64: data:image/png;base64,...")
+            raise self.wrong("must be a data URL in base64: data:image/png;base64,...")
         if len(encoded) * 3 // 4 > MAX_BYTES + 2:
-            raise self._wrong(f"is larger than {MAX_BYTES // 1024**2} MiB")
+            raise self.wrong(f"is larger than {MAX_BYTES // 1024**2} MiB")
         try:
             return b64decode(encoded.encode("ascii").translate(None, _BLANKS), validate=True)
         except (binascii.Error, ValueError):
-            raise self._wrong("is not valid base64") from None
+            raise self.wrong("is not valid base64") from None
 
     def _decoded(self, data: bytes, bounds: PixelBounds, side: int) -> npt.NDArray[np.uint8]:
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
-            raise self._wrong(f"is no picture of a known format: {', '.join(FORMATS)}") from None
+            raise self.wrong(f"is no picture of a known format: {', '.join(FORMATS)}") from None
         with image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise self._wrong(f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+                raise self.wrong(f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
             if max(width, height) > MAX_RATIO * min(width, height):
-                raise self._wrong(
+                raise self.wrong(
                     f"has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other"
                 )
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-                raise self._wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
+                raise self.wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
             image.load()
             turned = _eight_bits(ImageOps.exif_transpose(image))
             if (size := bounds.size(*turned.size, side)) != turned.size:
                 turned = turned.resize(size, Image.Resampling.BICUBIC)
             return np.array(turned, np.uint8)
 
-    def _wrong(self, what: str) -> PromptError:
+    def wrong(self, what: str) -> PromptError:
+        """That its field is so."""
         return PromptError(f"{self.where} {what}", self.where)
 
 

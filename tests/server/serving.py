@@ -97,10 +97,10 @@ class ServerProcess:
         self.process.wait()
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A new one for 127.0.0.1, and its key."""
+def certificate(folder: Path, *names: str) -> tuple[Path, Path]:
+    """A new one for 127.0.0.1 and hosts of these names, and its key."""
     pem, key = folder / "certificate.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subject = ["-subj", "/CN=localhost", "-addext", ",".join(["subjectAltName=IP:127.0.0.1", *names])]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
     subprocess.run([*command, "-keyout", key, "-out", pem], check=True, capture_output=True)
     return pem, key

@@ -1,0 +1,184 @@
+"""Pictures by address: fetched from the hosts that the settings name, where these are at public addresses.
+
+A name is resolved once, what it resolves to is checked, and that address is connected to, so that it cannot
+mean another one the second time. Each step of a redirect is checked alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from ipaddress import IPv4Address, IPv6Network, ip_address
+from typing import TYPE_CHECKING, Any
+
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.chat.pictures import MAX_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import ClientSession
+    from yarl import URL
+
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.chat.pictures import GivenPicture
+
+SECONDS = 10.0
+"""For a picture, redirects included."""
+
+REDIRECTS = 3
+AT_ONCE = 8
+"""Pictures that the server fetches at the same time."""
+
+PIECE = 2**16
+HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qwen-serve"}
+
+_NAT64 = IPv6Network("64:ff9b::/96")
+
+
+class NotPublic(Exception):
+    """A name resolves to an address that is not to be asked."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the Internet's, and wraps no other."""
+    ip = ip_address(address.partition("%")[0])
+    wrapped: list[Any] = []
+    if ip.version == 6:
+        wrapped = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+        if ip in _NAT64:
+            wrapped.append(IPv4Address(int(ip) & 0xFFFFFFFF))
+    return all(one.is_global and not one.is_multicast for one in (ip, *wrapped) if one is not None)
+
+
+@cache
+def trust() -> ssl.SSLContext:
+    """Whose certificates are believed."""
+    return ssl.create_default_context()
+
+
+async def lookup(host: str, port: int, family: int) -> list[tuple[int, int, str]]:
+    """What a name resolves to: address families, protocols, addresses. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
+    return [(kind, protocol, str(place[0])) for kind, _, protocol, _, place in found]
+
+
+async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
+    """Put those that are given by address in place with their bytes, which count as the request's body does;
+    with `image_urls` off none. Raises PromptError and ApiError 429."""
+    settings = context.service.settings
+    wanted = [n for n, picture in enumerate(pictures) if picture.is_address]
+    if settings.image_urls == "off" or not wanted:
+        return
+    from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+
+    connector = TCPConnector(resolver=_resolver(), use_dns_cache=False, ssl=trust(), force_close=True)
+    async with ClientSession(
+        connector=connector,
+        cookie_jar=DummyCookieJar(),
+        auto_decompress=False,
+        timeout=ClientTimeout(total=SECONDS),
+        headers=HEADERS,
+    ) as session:
+
+        async def one(n: int) -> None:
+            async with context.service.fetching:
+                data = await _fetched(session, pictures[n], settings.image_hosts(), context.body.grow)
+            pictures[n] = replace(pictures[n], data=data)
+
+        try:
+            async with asyncio.TaskGroup() as group:  # with the first that fails, the others end
+                for n in wanted:
+                    group.create_task(one(n))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
+async def _fetched(
+    session: ClientSession, picture: GivenPicture, hosts: list[str], count: Callable[[int], None]
+) -> bytes:
+    from aiohttp import ClientError
+
+    try:
+        async with asyncio.timeout(SECONDS):
+            return await _followed(session, picture, hosts, count)
+    except TimeoutError:
+        raise picture.wrong(f"could not be fetched within {SECONDS:.0f} s") from None
+    except NotPublic as error:
+        raise picture.wrong(f"{error} is not a public address") from None
+    except (ClientError, OSError, ValueError) as error:
+        if isinstance(error, PromptError):
+            raise
+        raise picture.wrong(f"could not be fetched: {type(error).__name__}") from None
+
+
+async def _followed(
+    session: ClientSession, picture: GivenPicture, hosts: list[str], count: Callable[[int], None]
+) -> bytes:
+    from yarl import URL
+
+    url = URL(picture.url)
+    for _ in range(REDIRECTS + 1):
+        _check(picture, url, hosts)
+        async with session.get(url, allow_redirects=False) as response:
+            if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
+                url = url.join(URL(response.headers["Location"]))
+                continue
+            if response.status != 200:
+                raise picture.wrong(f"could not be fetched: {url.host} answered {response.status}")
+            data = bytearray()
+            async for piece in response.content.iter_chunked(PIECE):
+                count(len(piece))
+                data += piece
+                if len(data) > MAX_BYTES:
+                    raise picture.wrong(f"is larger than {MAX_BYTES // 1024**2} MiB")
+            return bytes(data)
+    raise picture.wrong(f"is redirected more than {REDIRECTS} times")
+
+
+def _check(picture: GivenPicture, url: URL, hosts: list[str]) -> None:
+    if url.scheme != "https" or not url.host:
+        raise picture.wrong(f"leads to {url.scheme or 'no'}://; only https:// is fetched, or a data URL read")
+    host = url.host.lower().rstrip(".")
+    if not any(fnmatchcase(host, pattern) for pattern in hosts):
+        raise picture.wrong(f"is of the host {host}, which is not one of --image-url-hosts")
+    try:
+        public = is_public(host)
+    except ValueError:  # a name, which is resolved when it is connected to
+        return
+    if not public:
+        raise NotPublic(host)
+
+
+def _resolver() -> Any:
+    """aiohttp's, of public addresses alone. (It is not asked about addresses.)"""
+    from aiohttp.abc import AbstractResolver, ResolveResult
+
+    class PublicResolver(AbstractResolver):
+        async def resolve(
+            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+        ) -> list[ResolveResult]:
+            addresses = await lookup(host, port, family)
+            if not all(is_public(address) for _, _, address in addresses):
+                raise NotPublic(host)
+            return [
+                ResolveResult(
+                    hostname=host,
+                    host=address,
+                    port=port,
+                    family=kind,
+                    proto=protocol,
+                    flags=socket.AI_NUMERICHOST,
+                )
+                for kind, protocol, address in addresses
+            ]
+
+        async def close(self) -> None:
+            pass
+
+    return PublicResolver()
