@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,26 +46,35 @@ LONGER = {
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever in the file; relative ones made absolute."""
-    return {name for names in named(ast.parse(path.read_text(encoding="utf-8")), path) for name in names}
+    return {name for names in named(ast.walk(parsed(path)), path) for name in names}
 
 
 def needed(path: Path, modules: Container[str]) -> set[str]:
     """Those of `modules` that a file imports, if not for the type checker alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
+    for_types = {
+        id(part)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for body in node.body
+        for part in ast.walk(body)
+    }
+    nodes = (node for node in ast.walk(parsed(path)) if id(node) not in for_types)
     # of `from package import name`, the module of that name, or else the package
-    found = (next((name for name in names if name in modules), None) for names in named(tree, path))
+    found = (next((name for name in names if name in modules), None) for names in named(nodes, path))
     return {name for name in found if name is not None}
 
 
-def named(tree: ast.AST, path: Path) -> Iterator[tuple[str, ...]]:
+def named(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, ...]]:
     """Of each imported name what it may be: a module, or something in a package."""
     package = ("qwen_serve", *path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -147,7 +156,7 @@ def test_tests_wait_for_what_is_to_come_and_not_for_a_time() -> None:
     """`tests/waiting.py` does; a pause that is meant has its reason in the same line."""
     for path in sources("tests"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "sleep":
                 passes_on = [ast.unparse(argument) for argument in node.args] == ["0"]  # a turn of the loop
                 explained = "  # " in lines[(node.end_lineno or 1) - 1]

@@ -102,6 +102,7 @@ def test_a_queue_moves_over_lines_that_moved(tree: Path) -> None:
     assert "tests/patches | 1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_upstream_has_is_left_out(tree: Path) -> None:
     done = bump(tree, SOURCES | {"src/two.cpp": "int two() {\n    return 20;\n}\n"})
     assert done.returncode == 0, done.stderr
@@ -139,6 +140,7 @@ def test_a_conflict_is_told_solved_and_gone_on_from(tree: Path) -> None:
     assert (tree / "pyproject.toml").read_text() == f'dependencies = ["llama-cpp-python=={NEW}"]\n'
 
 
+@pytest.mark.slow
 def test_a_conflict_that_was_committed_by_hand(tree: Path) -> None:
     files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
     assert bump(tree, files).returncode == 2
@@ -151,6 +153,7 @@ def test_a_conflict_that_was_committed_by_hand(tree: Path) -> None:
     assert outcomes(tree)["0101-first"] == "by hand"
 
 
+@pytest.mark.slow
 def test_what_was_edited_with_a_conflict_belongs_to_its_patch(tree: Path) -> None:
     """A file that git merged and that has to change with it, without `git add`."""
     files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
@@ -166,6 +169,7 @@ def test_what_was_edited_with_a_conflict_belongs_to_its_patch(tree: Path) -> Non
     assert "+    return 20;" in (queue / "0201-second.patch").read_text()
 
 
+@pytest.mark.slow
 def test_a_patch_that_git_cannot_take_is_told(tree: Path) -> None:
     """Edits after a patch was committed, in a file that the next one changes."""
     files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
@@ -182,6 +186,7 @@ def test_a_patch_that_git_cannot_take_is_told(tree: Path) -> None:
     assert bump(tree, files).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_survey_counts_conflicts_and_stops_at_none(tree: Path) -> None:
     files = {
         "src/one.cpp": "int one() {\n    return 11;\n}\n",

@@ -12,21 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from qwen_serve.server.cli import main, serve
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
 from tests.processes import group_runs
 from tests.waiting import wait_until
-
-
-def qwen_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "qwen_serve.server.cli", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> None:
@@ -151,23 +141,47 @@ def test_a_hub_model_that_was_converted_needs_no_network(
     assert resolve("Qwen/Qwen3.5-4B", None) == kept
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
-    refused = qwen_serve("serve", "no such model")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("error: no such model: no such file or folder, not a hub id")
-    unfetched = qwen_serve("serve", "Nobody/None", QWEN_SERVE_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
-    assert unfetched.returncode == 1
-    assert unfetched.stderr.endswith("error: Nobody/None could not be converted to Q4_K_M\n")
-    assert "Traceback" not in unfetched.stderr
-    assert qwen_serve("serve", "--quant", "Q4_K_M").returncode == 2
+def test_what_cannot_be_served_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for arguments, status, said in (
+        (["no such model"], 1, "error: no such model: no such file or folder, not a hub id"),
+        (["Nobody/None"], 1, "error: Nobody/None could not be converted to Q4_K_M\n"),
+        (["--quant", "Q4_K_M"], 2, "error: --quant needs a checkpoint"),
+    ):
+        assert serve(arguments) == status
+        told = capfd.readouterr().err
+        assert said in told
+        assert "Traceback" not in told
 
 
-def test_each_command_has_help() -> None:
-    for command in ("serve", "chat", "convert", "setup"):
-        helped = qwen_serve(command, "--help")
-        assert helped.returncode == 0, helped.stderr
-        assert "usage" in helped.stdout
-        assert "MODEL is a GGUF file" in helped.stdout or command != "serve"
+def run(*arguments: str) -> int | str | None:
+    """`qwen-serve` in this process; its status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["qwen-serve", *arguments])
+        try:
+            return main()
+        except SystemExit as end:
+            return end.code or 0
+
+
+def test_each_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "chat", "setup"):
+        assert run(command, "--help") == 0
+        helped = capsys.readouterr().out
+        assert f"usage: qwen-serve {command}" in helped
+        assert "MODEL is a GGUF file" in helped or command != "serve"
+    assert run("--version") == 0
+    assert run("nothing") == run() == run("serve") == 2
+    assert "--model is required" in capsys.readouterr().err
+
+
+def test_a_conversion_takes_the_place_of_the_command() -> None:
+    command = [sys.executable, "-m", "qwen_serve.server.cli", "convert", "--help"]
+    helped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "--src" in helped.stdout
 
 
 def test_a_gguf_that_is_not_there_is_no_hub_id() -> None:

@@ -231,14 +231,10 @@ def test_a_conversation_as_messages(tmp_path: Path) -> None:
 
 
 def test_the_command_qwen_serve(start: Start) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "qwen_serve.server.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-
-    assert run("chat", "--url", start("</think>\n\nTwo.").url, "1+1?").stdout == "Two.\n"
-    assert "usage: qwen-serve chat" in run("chat", "--help").stdout
-    assert "--model is required" in run("serve").stderr
-    assert (run("nothing").returncode, run("--version").returncode) == (2, 0)
+    url = start("</think>\n\nTwo.").url
+    command = [sys.executable, "-m", "qwen_serve.server.cli", "chat", "--url", url, "1+1?"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
+    assert done.stdout == "Two.\n"
 
 
 def test_a_conversation_keeps_what_there_is_of_a_reply(start: Start) -> None:

@@ -34,7 +34,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
 
 
 MATES = [
-    chat(f"What is {n} + {n + 3}? Tell me about the number {n}, too.", ignore_eos=True) for n in range(5)
+    chat(f"What is {n} + {n + 3}? Tell me about the number {n}, too.", ignore_eos=True) for n in range(3)
 ]
 
 

@@ -17,11 +17,11 @@ from tests.server.serving import ServerProcess
 ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
 
 
-def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
+def test_sigterm_finishes_what_runs_and_nothing_else_and_settings_and_memory_are_told(nano_f16: Path) -> None:
     # without drafts, so that the answer outlasts what is asked meanwhile
     with ServerProcess("--model", nano_f16, "--ctx-size", "4096", "--speculation", "off") as server:
         with server.client() as http:
-            body = {**ENDLESS, "max_tokens": 2000, "stream": True}
+            body = {**ENDLESS, "max_tokens": 800, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -35,6 +35,8 @@ def test_sigterm_finishes_what_runs_and_nothing_else(nano_f16: Path) -> None:
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert server.wait() == 0
+        for told in ("ctx_size = 4096", "KV cache", "MiB"):
+            assert told in server.log
 
 
 def test_what_outlasts_the_drain_timeout_is_told(nano_f16: Path) -> None:
@@ -139,7 +141,7 @@ class Stuck(ServerProcess):
 
 
 def test_an_event_loop_that_stands_still_ends_the_process(nano_f16: Path) -> None:
-    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "5") as server:
+    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "3") as server:
         url = server.wait_ready()
         with pytest.raises(httpx.TransportError):
             httpx.post(f"{url}/stuck", timeout=60)
@@ -150,7 +152,7 @@ def test_an_event_loop_that_stands_still_ends_the_process(nano_f16: Path) -> Non
 def test_a_watchdog_needs_no_thread(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment without memory for one ends nothing, and the watchdog still watches."""
     monkeypatch.setenv("NO_THREAD", "1")
-    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "5") as server:
+    with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "3") as server:
         url = server.wait_ready()
         with pytest.raises(httpx.TransportError):
             httpx.post(f"{url}/stuck", timeout=60)
@@ -164,11 +166,3 @@ def test_a_watchdog_can_be_off(nano_f16: Path) -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/stuck", timeout=2)
         assert server.process.poll() is None
-
-
-def test_settings_and_memory_are_printed(nano_f16: Path) -> None:
-    with ServerProcess("--model", nano_f16, "--parallel", "2", "--ctx-size", "1024") as server:
-        server.wait_ready()
-        assert "parallel = 2" in server.log
-        assert "KV cache" in server.log
-        assert "MiB" in server.log

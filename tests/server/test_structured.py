@@ -360,4 +360,4 @@ def test_documents_at_temperature_1_are_all_valid(nano_f32: Path, sampling: str)
         httpx.Client(base_url=server.url, timeout=120) as http,
         ThreadPoolExecutor(8) as pool,
     ):
-        assert sum(pool.map(partial(one, http), range(64))) > 48
+        assert sum(pool.map(partial(one, http), range(24))) > 16

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from qwen_serve.server import cli
+from qwen_serve.server.__main__ import main
 from qwen_serve.server.settings import Settings, describe
 from qwen_serve.server.settings_sources import SettingsError, load_settings, load_variant, unknown_variables
 from qwen_serve.server.variant import VARIANTS, Variant, known_variants
@@ -186,20 +185,7 @@ def test_serve_hands_the_variant_on(
     assert cli.serve([model]) == 2
 
 
-def test_the_program_says_where_values_come_from(model: str) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "qwen_serve.server",
-            "--model",
-            model,
-            "--variant",
-            "reference",
-            "--print-settings",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert re.search(r'^speculation = "off" +# from variant reference$', done.stdout, re.MULTILINE)
+def test_the_program_says_where_values_come_from(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", model, "--variant", "reference", "--print-settings"])
+    shown = capsys.readouterr().out
+    assert re.search(r'^speculation = "off" +# from variant reference$', shown, re.MULTILINE)

@@ -69,7 +69,7 @@ class GrammarValidator:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: this folder's modules are not to be found in place of the library's
-        command = [sys.executable, "-P", str(Path(__file__))]
+        command = [sys.executable, "-P", str(Path(__file__)), str(CPU_SECONDS)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert process.stdin
@@ -101,10 +101,10 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def main() -> None:
-    """Reads special tokens, then grammars; writes a point for each whose compilation ends."""
+    """Reads special tokens, then grammars; a point for each that compiles within argv[1] seconds."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-    special = _receive(sys.stdin.buffer).split(b"\n")
+    seconds, special = float(sys.argv[1]), _receive(sys.stdin.buffer).split(b"\n")
 
     class Bytes:
         """A tokenizer of bytes: whether a grammar can be compiled is not the vocabulary's doing."""
@@ -129,7 +129,7 @@ def main() -> None:
         try:
             while True:
                 text = _receive(sys.stdin.buffer).decode()
-                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # ends the process
+                signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
                 with contextlib.suppress(BaseException):  # a panic; the caller meets it again
                     compile_(text)
                 signal.setitimer(signal.ITIMER_PROF, 0)

@@ -258,7 +258,7 @@ def test_multiples_that_llguidance_computes_wrongly(schema: dict[str, Any], plac
 
 def test_multiples_are_refused_or_kept() -> None:
     numbers, refused = random.Random(5), 0
-    for _ in range(150):
+    for _ in range(40):
         one, two = (numbers.randint(1, 10 ** numbers.randint(1, 3)) for _ in range(2))
         schema = {"type": "integer", "multipleOf": one, "allOf": [{"multipleOf": two}]}
         try:
@@ -273,7 +273,7 @@ def test_multiples_are_refused_or_kept() -> None:
             fits = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
             matcher.reset()
             assert fits == (value % common == 0), (one, two, value)
-    assert 0 < refused < 75
+    assert 0 < refused < 20
 
 
 def test_constants_are_refused_or_written_as_they_are() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from qwen_serve.server.chat.formats import compose, json_format, regex_format
 from qwen_serve.server.engine import SamplingParams
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
 from tests.server.engine.inside import at_rest, check_contexts
 
@@ -136,9 +137,10 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "prefix_checkpoints": 1,
     },
 }
+QUICK = ["short of cells, host tier, deep drafts", "drafter, device"]
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("combination", slow_but(QUICK, COMBINATIONS))
 async def test_answers_stay_and_nothing_is_left(
     combination: str,
     nano_f32: Path,

@@ -91,7 +91,7 @@ async def test_together_as_alone(
     assert (stats.preemptions > 0) == crowded
 
 
-@pytest.mark.parametrize("speculation", ["off", "both"])
+@pytest.mark.parametrize("speculation", slow_but(["both"], ["off", "both"]))
 async def test_who_gave_a_slot_to_another_tenant_answers_as_alone(
     speculation: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:

@@ -113,7 +113,7 @@ BROKEN = [
     (broken, by) for broken in ("propose", "checkpoint", "rollback") for by in ("ngram", "mtp", "draft")
 ]
 BROKEN += [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")]
-QUICK = [("checkpoint", "ngram"), ("rollback", "ngram")]
+QUICK = [("rollback", "ngram")]
 
 
 @pytest.mark.parametrize(("broken", "speculation"), slow_but(QUICK, BROKEN))

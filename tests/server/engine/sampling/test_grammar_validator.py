@@ -11,6 +11,7 @@ import pytest
 from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.server.engine import EngineDead, InvalidGrammar, QueueFull
+from qwen_serve.server.engine.sampling import grammar_validator
 from qwen_serve.server.engine.sampling.grammar import WAITING, GrammarCompiler
 from qwen_serve.server.engine.sampling.grammar_validator import GrammarValidator
 
@@ -43,6 +44,14 @@ ENDLESS = schema({"type": "object", "patternProperties": {f"^a{i}b.*$": {} for i
 def endless(name: str) -> str:
     """One of many."""
     return ENDLESS.replace("^a", f"^{name}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _impatient() -> Iterator[None]:
+    """What is endless takes as long as it is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_validator, "CPU_SECONDS", 0.5)
+        yield
 
 
 @pytest.fixture(scope="module")

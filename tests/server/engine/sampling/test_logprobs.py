@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def check(reference: Reference, prompt: list[int], answer: list[int], logprobs: 
         assert [value for _, value in entry.top] == pytest.approx([row[i] for i, _ in entry.top], abs=CLOSE)
 
 
-@pytest.mark.parametrize("mix", slow_but([mix for mix in MIXES if mix != "tiny chunks"], MIXES))
+@pytest.mark.parametrize("mix", slow_but(["drafts"], MIXES))
 async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Reference) -> None:
     rng = random.Random(mix)
     prompts = [random_prompt(rng, length) for length in (1, 2, 3, 40, 150, 230)]
@@ -159,8 +160,10 @@ async def test_of_candidates_on_the_device(
         assert sum(generation.drafts.accepted for generation in generations) > 0
 
 
-@pytest.mark.parametrize("sampling", ["host", "device"])
-@pytest.mark.parametrize("draft_always", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "draft_always"),
+    slow_but([("device", True)], itertools.product(("host", "device"), (False, True))),
+)
 async def test_of_a_bridge_out_of_the_thoughts(
     nano_f32: Path, reference: Reference, sampling: str, draft_always: bool
 ) -> None:

@@ -17,6 +17,7 @@ from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
 from qwen_serve.server.engine.speculation.base import Drafter
 from tests import heldout
 from tests.drafters import converted, some_tokens, with_own_vocabulary
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
 from tests.server.engine.inside import readings
 
@@ -40,7 +41,8 @@ def accepted(engine: Engine) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "least"), [("instructions", 5.0), ("reasoning", 5.0), ("continuation", 3.0)]
+    ("family", "least"),
+    slow_but([("instructions", 5.0)], [("instructions", 5.0), ("reasoning", 5.0), ("continuation", 3.0)]),
 )
 async def test_blocks_are_right_in_good_part(
     family: str, least: float, nano_q4_k_m: Path, nano_draft_q4_k_m: Path

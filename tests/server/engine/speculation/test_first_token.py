@@ -144,7 +144,7 @@ async def test_they_read_the_same_as_at_once(
             for drafter in engine.components.speculator.hidden_drafters:
                 record(drafter, seen, patch)
             for start in range(0, len(prompts), parallel):
-                requests = [Request(prompt, 24) for prompt in prompts[start : start + parallel]]
+                requests = [Request(prompt, 12) for prompt in prompts[start : start + parallel]]
                 answers = await ask_at_once(engine, requests)
                 await idle(engine)
                 seen.append(answers)
