@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -71,9 +72,10 @@ def test_one_server_with_its_dashboard() -> None:
     """compose.single.yaml: the image that make builds, its port, its scraper, files that are there."""
     services = load("compose.single.yaml")["services"]
     server = services["server"]
-    makefile = (DEPLOY.parent / "Makefile").read_text(encoding="utf-8")
-    assert "IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)" in makefile
-    assert server["image"] == "${IMAGE:-qwen-serve-cpu}"
+    make = ["make", "-n", "image", "CUDA=0"]
+    built = subprocess.run(make, cwd=DEPLOY.parent, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(built.replace("\\\n", " ").splitlines()[-1])
+    assert server["image"] == f"${{IMAGE:-{words[words.index('-t') + 1]}}}"
     for name in ("Dockerfile.cpu", "Dockerfile.cuda"):
         text = (DEPLOY.parent / name).read_text(encoding="utf-8")
         assert f"\nCMD {json.dumps(server['command'])}\n" in text

@@ -1,14 +1,10 @@
-"""A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed.
-
-`python -m tests.server.engine.speculation.card` prints what the policy gains there, by acceptance.
-"""
+"""A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from statistics import fmean, harmonic_mean
 from typing import Any, cast
 
 import numpy as np
@@ -341,38 +337,3 @@ class World:
 def on_h200(n: int = 1, **changes: Any) -> World:
     """A world where a graph takes time to build, and there may be snapshots."""
     return World(n, **{"table": h200, "build": BUILD, "snapshots": 8, "deepest": 16, **changes})
-
-
-def main() -> None:
-    """Print the gain by acceptance, from the first step on; and where it changes every 5,000 steps."""
-    for right in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0):
-        gains = []
-        for seed in range(4):
-            world = on_h200(snapshots=2, seed=seed)
-            world.head.right = right
-            gains.append(world.gain(1000))
-        print(f"acceptance {right}: {fmean(gains):.3f}  ({min(gains):.3f} to {max(gains):.3f})")
-    for seed in range(2):
-        world, drift = on_h200(snapshots=2, seed=seed), []
-        for right in (0.1, 0.9, 0.1):
-            world.head.right = right
-            drift.append(world.gain(5000))
-        print("acceptance 0.1, 0.9, 0.1:", ", ".join(f"{gain:.3f}" for gain in drift))
-    for name, table in (("h200", h200), ("faster", faster)):
-        for bad in (0.0, 0.3, 0.5):
-            world = on_h200(snapshots=2, table=table, capture=3e-3, draft=0.9e-3)
-            world.head.right = bad
-            before = fmean(world.answer(128) for _ in range(40))
-            world.head.right = 1.0
-            after = " ".join(f"{world.answer(128):.2f}" for _ in range(8))
-            print(f"{name}: 40 answers at acceptance {bad}: {before:.3f}; then at 1.0: {after}")
-        world, die = on_h200(snapshots=2, table=table, capture=3e-3, draft=0.9e-3), random.Random(0)
-        gains = []
-        for _ in range(200):
-            world.head.right = die.choice((0.0, 0.3, 0.9, 1.0))
-            gains.append(world.answer(128))
-        print(f"{name}: each answer at 0, 0.3, 0.9 or 1.0: {harmonic_mean(gains):.3f}")
-
-
-if __name__ == "__main__":
-    main()
