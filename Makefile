@@ -104,12 +104,13 @@ submission: image $(VENV)/.bench ## `make image` with the same arguments, its ru
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
 
-WORKERS  ?= auto
+# one more than there are cores, since a third of the tests wait for a server or a browser
+WORKERS  ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 QUICK    := not slow and not reference and not image
-TOGETHER := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+TOGETHER  = -n $(WORKERS) --dist worksteal
 SINCE    ?= main
 
-test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network), [WORKERS=auto at a time]; the long ones are test-slow's
+test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network), [WORKERS=3 at a time]; the long ones are test-slow's
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
 test-slow: setup $(VENV)/.dev ## the long tests and those that want the machine to themselves, one after the other
