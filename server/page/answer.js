@@ -19,7 +19,11 @@ addEventListener("pageshow", () => { leaving = false; });
 export function request(messages, settings) {
   const body = { messages: [], chat_template_kwargs: { enable_thinking: settings.think } };
   if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  for (const { role, content } of messages) if (content) body.messages.push({ role, content });
+  for (const { role, content, pictures = [] } of messages) {
+    const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+    if (content && parts.length) parts.push({ type: "text", text: content });
+    if (content || parts.length) body.messages.push({ role, content: parts.length ? parts : content });
+  }
   const begun = messages.at(-1);
   if (begun.role === "assistant") {
     if (begun.content) body.messages.pop();

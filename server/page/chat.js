@@ -7,13 +7,15 @@ import { $, download, element, iconButton, notify } from "./elements.js";
 import { MessageView } from "./message.js";
 import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, watchSettings } from "./settings.js";
 import { conversations, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
-import { model } from "./stream.js";
+import { attached, readAll, watchPictures } from "./pictures.js";
+import { model, sees } from "./stream.js";
 
 const input = $("input"), log = $("log"), scroll = $("scroll");
 
 let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
 let draft = draftOf(null); // what is typed for it
+let seeing = false; // whether the model sees pictures
 const opened = new Map(); // conversations of which this tab has the messages, by id
 const elsewhere = new Map(); // when another tab last said that a message grows there, by the message's id
 
@@ -107,18 +109,19 @@ async function answer(question) {
 
 async function send() {
   const content = input.value.trim();
-  if (!content || busy()) return;
+  const { pictures, before: typed, kept } = draft;
+  if (!(content || pictures.length) || busy()) return;
   const edited = current?.messages.get(draft.editing);
-  const typed = draft.before;
   keepDraft(current, null);
   if (!current) {
     current = Conversation.begin(content);
     opened.set(current.id, current);
     keepShown(current);
   }
-  type({ text: typed });
+  type({ text: typed, pictures: kept });
   keepDraft(current, draft);
-  const question = current.add(edited ? edited.parent : current.leaf, { role: "user", content });
+  const shown = pictures.length ? { pictures } : {};
+  const question = current.add(edited ? edited.parent : current.leaf, { role: "user", content, ...shown });
   keep(current, [question]);
   await answer(question);
 }
@@ -150,22 +153,47 @@ function turn(message) {
 
 /** Puts a draft into the composer. */
 function type(changes) {
-  draft = { text: "", editing: null, before: "", ...changes };
+  draft = { text: "", pictures: [], editing: null, before: "", kept: [], ...changes };
   input.value = draft.text;
   $("editing").hidden = !draft.editing;
+  showAttached();
+}
+
+function showAttached() {
+  $("pictures").hidden = !draft.pictures.length;
+  $("pictures").replaceChildren(...attached(draft.pictures, (index) => {
+    attach(draft, current, draft.pictures.toSpliced(index, 1));
+    input.focus();
+  }));
+  buttons();
+}
+
+/** Makes these the pictures of a conversation's draft. */
+function attach(to, conversation, pictures) {
+  to.pictures = pictures;
+  keepDraft(conversation, to);
+  if (to === draft) showAttached();
+}
+
+/** Adds pictures' files to what is typed. */
+async function take(files) {
+  const [to, conversation] = [draft, current];
+  await readAll(files, () => to.pictures.length, (url) => attach(to, conversation, [...to.pictures, url]));
+  input.focus();
 }
 
 /** Takes a question into the composer; it stays where it is, and what is sent becomes another version of it. */
 function edit(message) {
   const before = draft.editing ? draft.before : input.value;
-  type({ text: message.content, editing: message.id, before });
+  const kept = draft.editing ? draft.kept : draft.pictures;
+  type({ text: message.content, pictures: message.pictures ?? [], editing: message.id, before, kept });
   keepDraft(current, draft);
   show();
   input.focus();
 }
 
 function cancelEdit() {
-  type({ text: draft.before });
+  type({ text: draft.before, pictures: draft.kept });
   keepDraft(current, draft);
   show();
   input.focus();
@@ -316,10 +344,11 @@ function buttons() {
   else document.documentElement.dataset.theme = settings.theme;
   $("theme").title = `Colours: ${settings.theme}`;
   $("think").setAttribute("aria-pressed", settings.think);
+  $("attach").hidden = !seeing;
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
   const send = $("send");
-  send.disabled = !busy() && !input.value.trim();
+  send.disabled = !busy() && !input.value.trim() && !draft.pictures.length;
   send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
   send.setAttribute("aria-label", busy() ? "Stop" : "Send");
   send.querySelector("use").setAttribute("href", busy() ? "#i-stop" : "#i-send");
@@ -400,9 +429,11 @@ async function identify() {
   const status = $("status");
   try {
     const card = await model(settings.key);
+    seeing = await sees(settings.key);
     $("model").textContent = card.id;
     $("about").textContent = `${card.id} · up to ${card.max_model_len.toLocaleString("en")} tokens`;
     status.textContent = "";
+    buttons();
   } catch (error) {
     status.textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;
     if (error.status === 401) askForKey(error.message);
@@ -411,6 +442,7 @@ async function identify() {
 }
 
 watchSettings(buttons, () => { identify(); input.focus(); });
+watchPictures(() => seeing, take);
 whenChanged(hear);
 whenBlocked(() => notify("Another tab has an older version of this page. Close it, and your conversations are here."));
 buttons();

@@ -13,7 +13,7 @@ export class Conversation {
   }
 
   static begin(text) {
-    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null });
+    return new Conversation({ id: newId(), title: text.slice(0, 80) || "Picture", changed: Date.now(), leaf: null });
   }
 
   get record() {
@@ -73,7 +73,10 @@ export class Conversation {
 
   /** The branch that is shown, as a text to keep. */
   get markdown() {
-    const said = this.branch.map(({ role, content }) => `## ${role === "user" ? "You" : "Model"}\n\n${content.trim()}\n`);
+    const said = this.branch.map(({ role, content, pictures = [] }) => {
+      const shown = pictures.map((_, index) => `[Picture ${index + 1}]`).join(" ");
+      return `## ${role === "user" ? "You" : "Model"}\n\n${[shown, content.trim()].filter(Boolean).join("\n\n")}\n`;
+    });
     return [`# ${this.title}\n`, ...said].join("\n");
   }
 }

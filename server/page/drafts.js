@@ -2,7 +2,8 @@
 
 import { settings, set } from "./settings.js";
 
-const EMPTY = { text: "", editing: null, before: "" };
+const EMPTY = { text: "", pictures: [], editing: null, before: "", kept: [] };
+const withoutPictures = (name, value) => (name === "pictures" || name === "kept" ? undefined : value); // there is no room
 
 function put(name, value) {
   try {
@@ -20,14 +21,15 @@ function stored() {
 
 const drafts = stored();
 
-/** `text`; the id of the message that is being edited, or null; and the text from `before` that began. */
+/** `text` and `pictures`; the id of the message that is being edited, or null; and from before that began the text
+ * (`before`) and the pictures (`kept`). Pictures do not outlive a reload. */
 export const draftOf = (conversation) => ({ ...EMPTY, ...drafts[conversation?.id ?? ""] });
 
 export function keepDraft(conversation, draft) {
   const id = conversation?.id ?? "";
-  if (draft?.text || draft?.editing) drafts[id] = draft;
+  if (draft?.text || draft?.editing || draft?.pictures.length) drafts[id] = draft;
   else delete drafts[id];
-  put("drafts", JSON.stringify(drafts));
+  put("drafts", JSON.stringify(drafts, withoutPictures));
 }
 
 export const shownId = () => sessionStorage.getItem("current") ?? settings.current;

@@ -2,6 +2,7 @@
 
 import { copy, element, icon, iconButton, seconds } from "./elements.js";
 import { render } from "./markdown.js";
+import { shown } from "./pictures.js";
 
 export class MessageView {
   /** `actions`: what its buttons do, each called with the message. */
@@ -11,7 +12,9 @@ export class MessageView {
     this.root.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
     this.foot = element("div", "foot");
     if (message.role === "user") {
-      this.root.append(element("div", "text", message.content), this.foot);
+      if (message.pictures) this.root.append(shown(message.pictures));
+      if (message.content) this.root.append(element("div", "text", message.content));
+      this.root.append(this.foot);
       return;
     }
     this.thinking = element("details", "thinking");

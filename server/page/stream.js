@@ -27,6 +27,13 @@ export async function model(key) {
   return (await response.json()).data[0];
 }
 
+/** Whether the model sees pictures. Throws as `model` does. */
+export async function sees(key) {
+  const response = await fetch("/props", { headers: headers(key) });
+  if (!response.ok) throw await refusal(response);
+  return (await response.json()).modalities.vision;
+}
+
 /** The chunks of a streamed chat completion. Throws ServerError, TypeError, and AbortError on `signal`. */
 export async function* chat(body, key, signal) {
   const response = await fetch("/v1/chat/completions", {

@@ -64,7 +64,8 @@ class Pictures(ServedInThread):
             response = web.StreamResponse()
             await response.prepare(request)
             await response.write(PICTURE[:1])
-            await asyncio.Event().wait()  # and no more
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.1)  # and no more, until the server has given up
         if what == "endless":
             response = web.StreamResponse()
             await response.prepare(request)

@@ -1,0 +1,101 @@
+// Pictures of a message: from files to data URLs, and as they are shown.
+
+import { $, element, iconButton, notify } from "./elements.js";
+
+const MOST = 16; // that the server reads of a request
+const KINDS = ["image/jpeg", "image/png", "image/webp", "image/gif"]; // that it reads
+const MAX_BYTES = 3 * 2 ** 20; // each request brings those of the whole conversation, and may have 8 MiB
+const MAX_PIXELS = 2 ** 22; // what the model looks at: 4,096 tokens of 32 x 32
+
+function dataUrl(blob) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(blob);
+  });
+}
+
+/** A file as a data URL, made smaller only where it is too large. Throws where the browser cannot read it. */
+async function read(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, Math.sqrt(MAX_PIXELS / (bitmap.width * bitmap.height)));
+  if (scale === 1 && file.size <= MAX_BYTES && KINDS.includes(file.type)) return dataUrl(file);
+  const [width, height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.floor(side * scale)));
+  const canvas = new OffscreenCanvas(width, height);
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white"; // behind what is transparent
+  context.fillRect(0, 0, width, height);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(bitmap, 0, 0, width, height);
+  return dataUrl(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.9 }));
+}
+
+/** Calls `add` with the data URL of each file that is a picture; `room` says how many there are by then. */
+export async function readAll(files, room, add) {
+  for (const file of files) {
+    if (room() >= MOST) return void notify(`A message has at most ${MOST} pictures.`);
+    try {
+      add(await read(file));
+    } catch {
+      notify(`“${file.name}” is no picture that this browser can read.`);
+    }
+  }
+}
+
+/** Calls `take` with pictures that are chosen, pasted or dropped; says so where `ready` is false. */
+export function watchPictures(ready, take) {
+  const given = (files) => {
+    const pictures = [...files].filter(({ type }) => type.startsWith("image/"));
+    if (!pictures.length) return false;
+    if (ready()) take(pictures);
+    else notify("This model sees no pictures.");
+    return true;
+  };
+  $("attach").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", ({ target }) => {
+    given(target.files);
+    target.value = ""; // the same may be chosen again
+  });
+  addEventListener("paste", (event) => {
+    if (!event.target.closest("dialog") && given(event.clipboardData.files)) event.preventDefault();
+  });
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    addEventListener(kind, (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault(); // or the browser would show the file in place of the page
+      document.body.classList.toggle("dropping", kind === "dragover" && ready());
+      if (kind === "drop" && !given(event.dataTransfer.files)) notify("Only pictures can be added.");
+    });
+  }
+}
+
+function image(url, number) {
+  const made = element("img");
+  made.src = url;
+  made.alt = `Picture ${number}`;
+  return made;
+}
+
+/** Pictures of a message that was sent: each becomes large, and small again, when it is clicked. */
+export function shown(urls) {
+  const row = element("div", "pictures");
+  row.append(...urls.map((url, index) => {
+    const button = element("button", "picture");
+    button.type = "button";
+    button.setAttribute("aria-expanded", "false");
+    button.append(image(url, index + 1));
+    button.addEventListener("click", () => button.setAttribute("aria-expanded", button.classList.toggle("large")));
+    return button;
+  }));
+  return row;
+}
+
+/** Pictures that are going to be sent; `drop` is called with the index of one that is not, after all. */
+export function attached(urls, drop) {
+  return urls.map((url, index) => {
+    const root = element("span", "picture");
+    root.append(image(url, index + 1), iconButton("close", `Remove picture ${index + 1}`, () => drop(index)));
+    return root;
+  });
+}
