@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import difflib
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,6 +26,12 @@ DIM, RESET = "\x1b[2m", "\x1b[0m"
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """What no reply may send to a terminal: escape sequences move the cursor and worse."""
 
+PICTURE = re.compile(r"(?<!\S)@(?:\"([^\"]+)\"|(\S+))")
+KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
+"""File names' ends of what is a picture, and their kinds."""
+
+Content = str | list[dict[str, Any]]
+
 PING_S = 0.5
 CONNECT_S = 5
 
@@ -38,6 +46,7 @@ COMMANDS = {
 HELP = (
     "\n".join([f"{name:9}{what}" for name, what in COMMANDS.items()])
     + """
+@FILE    in a message: show that picture (.png, .jpg, .webp, .gif); with blanks in its name @"my cat.png"
 Ctrl-C   stop the reply
 \"\"\"      begins and ends a message of several lines; a \\ at the end of a line goes on with the next
 A message that begins with / is sent where a space stands before it."""
@@ -58,7 +67,7 @@ class Conversation:
     think: bool
     system: str | None = None
     max_tokens: int | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """Without the system message."""
     figures: str = ""
     """What the last reply cost, where it came to its end."""
@@ -79,7 +88,7 @@ class Conversation:
         return str(response.json()["data"][0]["id"])
 
     @property
-    def _system(self) -> list[dict[str, str]]:
+    def _system(self) -> list[dict[str, Any]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     def save(self, path: Path) -> None:
@@ -88,18 +97,20 @@ class Conversation:
         if path.suffix == ".json":
             text = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
         else:
-            parts = [f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages]
+            parts = [
+                f"## {message['role']}\n\n{spoken(message['content']).strip()}\n" for message in messages
+            ]
             text = "\n".join(parts)
         write_text(path, text)
 
-    def ask(self, text: str) -> Generator[tuple[str, str], None, None]:
+    def ask(self, content: Content) -> Generator[tuple[str, str], None, None]:
         """Sends a user's message; yields ("reasoning" | "content", text) as the reply comes.
 
         What came of the answer joins the conversation, however the reply ends; a question without an answer
         leaves it as it was. Raises ServerError.
         """
-        question = {"role": "user", "content": text}
-        body = {
+        question = {"role": "user", "content": content}
+        body: dict[str, Any] = {
             "messages": [*self._system, *self.messages, question],
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -112,9 +123,9 @@ class Conversation:
             for delta in self._stream(body):
                 if reasoning := delta.get("reasoning_content"):
                     yield "reasoning", reasoning
-                if content := delta.get("content"):
-                    answer += content
-                    yield "content", content
+                if text := delta.get("content"):
+                    answer += text
+                    yield "content", text
         finally:
             if answer:
                 self.messages += [question, {"role": "assistant", "content": answer}]
@@ -140,6 +151,34 @@ class Conversation:
                         yield choice["delta"]
         except requests.RequestException as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
+
+
+def with_pictures(text: str) -> Content:
+    """A message as it was typed, `@FILE` replaced by the picture that the file is. Raises ServerError."""
+    parts: list[dict[str, Any]] = []
+    done = 0
+    for found in PICTURE.finditer(text):
+        path = Path(found[1] or found[2]).expanduser()
+        if (kind := KINDS.get(path.suffix.lower())) is None:
+            continue  # another word that begins with @
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise ServerError(f"{path}: {error.strerror or error}") from None
+        parts.append({"type": "text", "text": text[done : found.start()]})
+        parts.append({"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}})
+        done = found.end()
+    if not parts:
+        return text
+    parts.append({"type": "text", "text": text[done:]})
+    return [part for part in parts if part.get("text", "x").strip()]
+
+
+def spoken(content: Content) -> str:
+    """A message's text, with a mark for each picture."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"].strip() if part["type"] == "text" else "[picture]" for part in content)
 
 
 def figures_of(usage: dict[str, Any], timings: dict[str, Any]) -> str:
@@ -203,7 +242,7 @@ def reported_status(response: requests.Response) -> str:
         return f"{response.status_code} {response.reason}"
 
 
-def show(conversation: Conversation, question: str, *, terminal: bool) -> bool:
+def show(conversation: Conversation, question: Content, *, terminal: bool) -> bool:
     """Prints one reply as it comes; Ctrl-C ends the reply, not the program. Whether it came to an end.
 
     Reasoning and figures are for people: what is not a `terminal` gets the answer alone.
@@ -323,7 +362,10 @@ def converse(conversation: Conversation) -> None:
     with line_editing():
         for line in questions("> "):
             if not line.startswith("/"):
-                show(conversation, line, terminal=sys.stdout.isatty())
+                try:
+                    show(conversation, with_pictures(line), terminal=sys.stdout.isatty())
+                except ServerError as error:
+                    print(f"error: {error}", file=sys.stderr)
             elif not obey(conversation, line):
                 break
 
@@ -350,9 +392,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
     options = parser.parse_args(argv)
     conversation = Conversation(options.url.rstrip("/"), options.think, options.system, options.max_tokens)
     try:
-        question = " ".join(options.question)
-        if not sys.stdin.isatty():
-            question = "\n\n".join(filter(None, (question, sys.stdin.read().strip())))
+        question = with_pictures(" ".join(options.question))
+        if not sys.stdin.isatty():  # what is piped in names no files
+            piped = sys.stdin.read().strip()
+            if isinstance(question, str):
+                question = "\n\n".join(filter(None, (question, piped)))
+            elif piped:
+                question.append({"type": "text", "text": f"\n\n{piped}"})
         wait_for(conversation.url, options.wait)
         if question:
             return 0 if show(conversation, question, terminal=sys.stdout.isatty()) else 1

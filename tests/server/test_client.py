@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.api import Backend
-from qwen_serve.server.client import Conversation, ServerError
+from qwen_serve.server.client import Conversation, ServerError, spoken, with_pictures
 from tests.server.api.conftest import Server, Start, starter
+from tests.server.seeing import needs_vision, noise
+from tests.server.serving import Served
 from tests.waiting import wait_until
 
 THOUGHT = "Hmm, 🤔.\n</think>\n\nTwo."
@@ -255,3 +257,45 @@ def test_a_question_without_an_answer_is_forgotten(start: Start) -> None:
     with pytest.raises(ServerError, match="the prompt has"):
         list(conversation.ask("x" * 500))
     assert conversation.messages == []
+
+
+def test_a_picture_is_named_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"one")
+    (tmp_path / "my cat.JPG").write_bytes(b"two")
+    told = with_pictures(f'Look @{tmp_path}/a.png and @"{tmp_path}/my cat.JPG": who is @her, a@b.png?')
+    assert isinstance(told, list)
+    url = "data:image/{};base64,{}".format
+    assert told == [
+        {"type": "text", "text": "Look "},
+        {"type": "image_url", "image_url": {"url": url("png", "b25l")}},
+        {"type": "text", "text": " and "},
+        {"type": "image_url", "image_url": {"url": url("jpeg", "dHdv")}},
+        {"type": "text", "text": ": who is @her, a@b.png?"},
+    ]
+    assert spoken(told) == "Look [picture] and [picture] : who is @her, a@b.png?"
+    assert with_pictures("an @property") == "an @property"
+    with pytest.raises(ServerError, match=r"none\.png: No such file"):
+        with_pictures("@none.png")
+
+
+@needs_vision
+def test_a_picture_is_asked_about(seeing: Served, tmp_path: Path) -> None:
+    noise(1).save(tmp_path / "a.png")
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    before = encoder.encoded
+    arguments = [
+        "--url",
+        seeing.url,
+        "--max-tokens",
+        "4",
+        "--no-think",
+        f"What is @{tmp_path}/a.png",
+        "here?",
+    ]
+    output, errors = client(*arguments).communicate("and @this.png?", timeout=60)
+    assert output.strip()
+    assert not errors
+    assert encoder.encoded == before + 1
+    _, errors = client("--url", seeing.url, "@none.png").communicate("", timeout=60)
+    assert "none.png: No such file" in errors
