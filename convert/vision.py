@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.safetensors import StoredTensor, TensorSource
+    from qwen_serve.convert.safetensors import TensorSource
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import Shape
 
@@ -202,9 +202,7 @@ class VisionTower:
                     f"{list(shape)}"
                 )
             check_weight_type(stored)
-            for place, part in _parts(target, stored):
-                kind = _type(place, part.shape, outtype)
-                planned.append(PlannedTensor(place, part, part.shape, kind, None, None))
+            planned += planned_tensors(target, stored, outtype)
         if expected:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: tensor {VISION_PREFIX}{next(iter(expected))} is missing"
@@ -240,7 +238,13 @@ def expected_tensors(c: VisionConfig) -> Iterator[tuple[str, tuple[str, Shape]]]
         yield f"{source}.bias", (f"{target}.bias", shape[:1])
 
 
-def _parts(target: str, stored: StoredTensor) -> Iterator[tuple[str, TensorSource]]:
+def planned_tensors(target: str, stored: TensorSource, outtype: VisionType) -> Iterator[PlannedTensor]:
+    """What a tensor of `expected_tensors` becomes in the GGUF."""
+    for name, part in _parts(target, stored):
+        yield PlannedTensor(name, part, part.shape, _type(name, part.shape, outtype), None, None)
+
+
+def _parts(target: str, stored: TensorSource) -> Iterator[tuple[str, TensorSource]]:
     """GGUF names and what they are read from: a convolution over two frames is one for each frame there."""
     if len(stored.shape) != 5:
         yield target, stored
@@ -268,9 +272,17 @@ def write_mmproj(path: Path, tower: VisionTower, source: Source, outtype: Vision
 
     Raises: CheckpointError: as `VisionTower.plan`, or a weight is not finite or does not fit its type.
     """
-    plan, config = tower.plan(outtype), tower.config
+    plan = tower.plan(outtype)
     writer = gguf.GGUFWriter(path=None, arch=ARCH)
     add_general(writer, tower.checkpoint.folder, source, plan, gguf.GGUFType.MMPROJ)
+    add_hyperparameters(writer, tower.config, tower.rms_norm_eps, outtype)
+    write_file(path, writer, plan, tower.checkpoint.config)
+
+
+def add_hyperparameters(
+    writer: gguf.GGUFWriter, config: VisionConfig, norm_eps: float, outtype: VisionType
+) -> None:
+    """`clip.*`, and what the file's type is."""
     writer.add_file_type(FILE_TYPES[outtype])
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.out_hidden_size)
@@ -285,7 +297,6 @@ def write_mmproj(path: Path, tower: VisionTower, source: Source, outtype: Vision
     writer.add_clip_projector_type(gguf.VisionProjectorType.QWEN3VL)
     writer.add_vision_use_gelu(True)
     writer.add_vision_spatial_merge_size(MERGE)
-    writer.add_vision_attention_layernorm_eps(tower.rms_norm_eps)
+    writer.add_vision_attention_layernorm_eps(norm_eps)
     writer.add_vision_is_deepstack_layers([False] * config.depth)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    write_file(path, writer, plan, tower.checkpoint.config)

@@ -86,6 +86,7 @@ class Cell:
     ``make``: the jobs of a round; round 0 is the warm-up. They are sent by so many ``clients``, or at a
     ``rate`` (then ``clients`` is the concurrency of the warm-up). ``kept``: what is recorded of a request.
     ``load``: rates of the whole cell are recorded, too. ``spot_checks``: sums asked during the warm-up.
+    ``prime``: what is asked, untimed, before a round's jobs.
     """
 
     workload: str
@@ -103,12 +104,16 @@ class Cell:
     load: bool = False
     spot_checks: int = 0
     limits: Limits | None = None
+    prime: Callable[[int], Awaitable[Sequence[Job]]] | None = None
     _jobs: list[Sequence[Job]] = field(default_factory=list)
+    _primes: list[Sequence[Job]] = field(default_factory=list)
     _wrong: dict[str, list[str]] = field(default_factory=dict)
 
     async def prepare(self) -> None:
         """Make every prompt, so that nothing but requests happens while time is taken."""
         self._jobs = [await self.make(round) for round in range(self.rounds + 1)]
+        if self.prime is not None:
+            self._primes = [await self.prime(round) for round in range(self.rounds + 1)]
 
     @property
     def requests(self) -> int:
@@ -146,6 +151,8 @@ class Cell:
     async def measure(self, target: Target, round: int, bar: Bar) -> Measured:
         """Round ``round``, from 1. A request that fails is recorded, whatever the reason."""
         sender, jobs = self._sender(target), self._jobs[round]
+        if self._primes:
+            await closed_loop(sender, self._primes[round])
 
         def advance(one: Sent) -> None:
             bar.advance(note=f"{1000 * (one.ended - one.planned):,.0f} ms")

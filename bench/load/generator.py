@@ -32,12 +32,14 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One client's errand: its turns are sent one after the other, in a chat each with all that was said
-    before, from the messages ``before`` the first on. ``fields`` stand in every request."""
+    before, from the messages ``before`` the first on. ``fields`` stand in every request, ``pictures`` (data
+    URLs) before the first turn's text."""
 
     turns: tuple[str, ...]
     chat: bool
-    before: tuple[Mapping[str, str], ...] = ()
+    before: tuple[Mapping[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Sender:
     def path(self, job: Job) -> str:
         return self.endpoint or (CHAT if job.chat else COMPLETIONS)
 
-    def body(self, job: Job, history: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    def body(self, job: Job, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The request that has the last of ``history`` as its prompt."""
         asked = {"messages": list(history)} if job.chat else {"prompt": history[-1]["content"]}
         body = {**asked, "max_tokens": self.max_tokens, "temperature": 0.0, **job.fields}
@@ -99,7 +101,7 @@ class Sender:
         for turn, text in enumerate(job.turns):
             now = perf_counter() - began
             due = now if planned is None or turn else planned
-            history.append({"role": "user", "content": text})
+            history.append({"role": "user", "content": shown(job.pictures, text) if turn == 0 else text})
             try:
                 answer = await send(self.path(job), self.body(job, history))
             except BenchError as failure:
@@ -113,6 +115,14 @@ class Sender:
             if sent[-1].error is not None:
                 break
         return sent
+
+
+def shown(pictures: Sequence[str], text: str) -> str | list[dict[str, Any]]:
+    """A message's content: the text, behind pictures where there are any."""
+    if not pictures:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+    return [*parts, {"type": "text", "text": text}]
 
 
 async def closed_loop(

@@ -1,8 +1,8 @@
 """Latency of one request at a time, under both protocols."""
 
 import random
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
 
 from qwen_serve.bench.arguments import (
     Natural,
@@ -14,12 +14,26 @@ from qwen_serve.bench.arguments import (
     positive_number,
 )
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import STREAMED, WHOLE, Cell, Supply, measure_alone, measuring
+from qwen_serve.bench.load.cell import LOADED, STREAMED, WHOLE, Cell, Supply, measure_alone, measuring
 from qwen_serve.bench.load.generator import Job
-from qwen_serve.bench.load.protocol import ALL_CATEGORIES, CATEGORIES, DISTINCT, OFFICIAL, Category, category
+from qwen_serve.bench.load.images import DEFAULT_SIZE, Resolution, data_url
+from qwen_serve.bench.load.protocol import (
+    ALL_CATEGORIES,
+    CATEGORIES,
+    DISTINCT,
+    IMAGES,
+    OFFICIAL,
+    Category,
+    category,
+)
 from qwen_serve.bench.report.views import show
 
-Protocol = Literal["both", "official", "distinct"]
+Protocol = Literal["both", "official", "distinct", "images"]
+QUESTION_TOKENS, ANSWER_TOKENS = 32, 16
+"""Of questions about pictures: what a picture costs is before the first token."""
+QUESTIONS = ("first question", "second question")
+ImageSizes = Annotated[tuple[Resolution, ...], comma_separated(Resolution.read)]
+IMAGE_SIZES = (DEFAULT_SIZE,)
 Categories = Annotated[tuple[Category, ...], comma_separated(category)]
 
 
@@ -65,6 +79,39 @@ def latency_cell(
     )
 
 
+def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int) -> list[Cell]:
+    """A picture a round, which is new, and another question about it, which is behind the picture like the
+    first: streamed, for the time to the first token."""
+
+    async def ask(round: int, number: int) -> list[Job]:
+        rng = random.Random(f"{supply.options.seed}/{IMAGES}/{size}/{QUESTIONS[number]}/{round}")
+        question = await (await supply.prompts()).make(QUESTION_TOKENS, rng)
+        shown = random.Random(f"{supply.options.seed}/{IMAGES}/{size}/{round}")
+        return [Job((question,), chat=True, pictures=(data_url(size, shown),))]
+
+    def make(number: int) -> Callable[[int], Awaitable[list[Job]]]:
+        async def jobs(round: int) -> list[Job]:
+            return await ask(round, number) if round or warmup else []
+
+        return jobs
+
+    return [
+        Cell(
+            workload=IMAGES,
+            name=f"{size}, {name}",
+            rounds=rounds,
+            make=make(number),
+            supply=supply,
+            max_tokens=ANSWER_TOKENS,
+            ignore_eos=not supply.options.stop_at_eos,
+            stream=True,
+            kept=LOADED,
+            prime=make(0) if number else None,
+        )
+        for number, name in enumerate(QUESTIONS)
+    ]
+
+
 def latency_cells(
     categories: Sequence[Category],
     protocol: Protocol,
@@ -74,9 +121,14 @@ def latency_cells(
     warmup: int,
     rounds: tuple[int, int],
     counts: tuple[int, int] = (1, 1),
+    images: Sequence[Resolution] = (),
 ) -> list[Cell]:
     """Of every category and protocol a cell of whole answers and one of streamed ones, where any are wanted;
-    endpoints, rounds and counts are of either."""
+    endpoints, rounds and counts are of either. Of pictures those of `picture_cells`."""
+    if protocol == IMAGES:
+        return [
+            cell for size in images for cell in picture_cells(size, supply, warmup=warmup, rounds=rounds[1])
+        ]
     return [
         latency_cell(
             one,
@@ -113,13 +165,14 @@ async def latency(
     endpoint: str = "/invocations",
     stream_endpoint: str = "/v1/completions",
     baseline: str = "official",
+    image_resolution: ImageSizes = IMAGE_SIZES,
 ) -> int:
-    """Latency of one request at a time: the same prompt again (official), and another one each time
-    (distinct).
+    """Latency of one request at a time: the same prompt again (official), another one each time (distinct),
+    or questions about pictures (images).
 
     The official protocol sends the same repeated filler every time, so prompt caches and lossless speculation
     decide it; the distinct one sends another prompt of the exact same length every time. Both are always
-    shown.
+    shown. images asks two questions about each of --stream-runs pictures: the second finds the picture read.
 
     Parameters
     ----------
@@ -137,9 +190,11 @@ async def latency(
         Where TTFT and ITL are taken.
     baseline
         What speed-ups are against: official (BF16 on an A10G), none, or short=MS,medium=MS,long=MS.
+    image_resolution
+        images: WIDTHxHEIGHT of pictures, in pixels; several with commas.
     """
     streams = runs if stream_runs is None else stream_runs
-    settings = {
+    settings: dict[str, Any] = {
         "runs": runs,
         "warmup": warmup,
         "stream_runs": streams,
@@ -147,7 +202,10 @@ async def latency(
         "stream_endpoint": stream_endpoint,
         "baseline": read_baseline(baseline),
     }
-    async with measuring("latency", server, store, prompts, settings, chat=False) as (run, target, supply):
+    if protocol == IMAGES:
+        settings |= {"input_tokens": QUESTION_TOKENS, "output_tokens": ANSWER_TOKENS}
+    chat = protocol == IMAGES
+    async with measuring("latency", server, store, prompts, settings, chat=chat) as (run, target, supply):
         cells = latency_cells(
             categories,
             protocol,
@@ -155,6 +213,7 @@ async def latency(
             endpoints=(endpoint, stream_endpoint),
             warmup=warmup,
             rounds=(runs, streams),
+            images=image_resolution,
         )
         try:
             errors = await measure_alone(run, target, cells)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 FILLER = "The quick brown fox jumps over the lazy dog. "
 FILLER_TOKENS = 10
 
-OFFICIAL, DISTINCT = "official", "distinct"
+OFFICIAL, DISTINCT, IMAGES = "official", "distinct", "images"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,14 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.cell import LOADED, Cell, Supply, measure_alone, measuring
 from qwen_serve.bench.load.generator import Job
 from qwen_serve.bench.load.goodput import Limits, read_limits
+from qwen_serve.bench.load.images import DEFAULT_SIZE, Resolution, data_url
 from qwen_serve.bench.load.protocol import REQUESTS, TOKENS, WARM_UPS, WEIGHTS, at_concurrency, at_rate
 from qwen_serve.bench.load.tenants import TenantOptions, measure_tenants
 from qwen_serve.bench.report.views import show
 
-Kind = Literal["random", "distinct", "shared-prefix", "chat"]
-CHATS = ("shared-prefix", "chat")
+Kind = Literal["random", "distinct", "shared-prefix", "chat", "images"]
+CHATS = ("shared-prefix", "chat", "images")
+ImageSize = Annotated[Resolution, parsed_by(Resolution.read)]
 AT_A_RATE = 8
 """Requests at once in the warm-up of an open loop, whose concurrency is not known before."""
 LEAST_REQUESTS = 4
@@ -51,15 +53,19 @@ class LoadOptions:
     warmup: Natural | None = None
     """Untimed requests before each, as many at once as the load will be (the level; 8 for a rate)."""
     input_tokens: Positive | None = None
-    """Of a prompt, question or turn (1,024; 100 for shared-prefix and chat)."""
+    """Of a prompt, question or turn (1,024; 100 for shared-prefix, chat and images)."""
     output_tokens: Positive | None = None
-    """Of an answer (1,024; 128 for shared-prefix and chat)."""
+    """Of an answer (1,024; 128 for shared-prefix, chat and images)."""
     prefix_tokens: Positive = 2000
     """shared-prefix: of each prefix."""
     prefixes: Positive = 4
     """shared-prefix: different prefixes."""
     turns: Positive = 4
     """chat: turns of a conversation."""
+    image_resolution: ImageSize = DEFAULT_SIZE
+    """images: WIDTHxHEIGHT of each, in pixels."""
+    image_count: Positive = 1
+    """images: in each request, before its question."""
     spot_checks: Natural = 2
     """Sums asked during the first warm-up of each level or rate, to see that answers are still answers."""
     endpoint: str | None = None
@@ -81,7 +87,11 @@ class LoadOptions:
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
         """What a manifest records of it."""
         names = ["requests", "waves", "warmup", "spot_checks", "stream", "predict_replicas"]
-        names += {"shared-prefix": ["prefix_tokens", "prefixes"], "chat": ["turns"]}.get(kind, [])
+        names += {
+            "shared-prefix": ["prefix_tokens", "prefixes"],
+            "chat": ["turns"],
+            "images": ["image_count"],
+        }.get(kind, [])
         tokens_in, tokens_out = self.lengths(kind)
         return {
             "levels": self.chosen_levels(default),
@@ -89,6 +99,7 @@ class LoadOptions:
             "goodput": str(self.goodput) if self.goodput is not None else None,
             "input_tokens": tokens_in,
             "output_tokens": tokens_out,
+            **({"image_resolution": str(self.image_resolution)} if kind == "images" else {}),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -143,6 +154,15 @@ class LoadOptions:
                 Job((f"{prefixes[index * count // requests]}\n\n{question}",), chat=True)
                 for index, question in enumerate(questions)
             ]
+        if kind == "images":
+            return [
+                Job(
+                    (await prompts.make(tokens, rng),),
+                    chat=True,
+                    pictures=tuple(data_url(self.image_resolution, rng) for _ in range(self.image_count)),
+                )
+                for _ in range(requests)
+            ]
         return [Job((await prompts.make(tokens, rng),), chat=False) for _ in range(requests)]
 
 
@@ -162,8 +182,9 @@ async def throughput(
     (--rate) sends at Poisson arrivals whatever is under way, so that queueing shows, and times a request from
     its arrival. Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests
     a level, a score); distinct sends natural prompts; shared-prefix questions behind long prefixes, as
-    few-shot benchmarks do; chat holds conversations that grow turn by turn. tenants sends requests of ten API
-    keys (--keys), and says who waits for whom; of the options for a load it takes its own alone.
+    few-shot benchmarks do; chat holds conversations that grow turn by turn; images asks about pictures, each
+    a new one (with one in a request, req/s are images a second). tenants sends requests of ten API keys
+    (--keys), and says who waits for whom; of the options for a load it takes its own alone.
 
     Parameters
     ----------

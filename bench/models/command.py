@@ -6,11 +6,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
 from qwen_serve.bench.arguments import Natural, Positive, comma_separated
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.models.drafter import Drafter
-from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.shapes import SHAPES, tower
 from qwen_serve.bench.models.synthetic import Synthetic
+from qwen_serve.bench.models.tower import write_tower
 from qwen_serve.common.files import replacing
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import duration, size
@@ -27,9 +30,10 @@ def synthetic(
     block_lengths: Annotated[tuple[float, ...], comma_separated(float)] | None = None,
     words: Natural = WORDS,
     threads: Positive = CORES,
-    shape: Literal["4b", "35b-a3b", "small", "small-moe"] = "4b",
+    shape: Literal["4b", "9b", "35b-a3b", "small", "small-moe"] = "4b",
     outtype: Literal["F16", "BF16", "F32"] = "F16",
     routing_zipf: float = 0.0,
+    vision: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
 
@@ -54,11 +58,14 @@ def synthetic(
     threads
         That make and write tensors.
     shape
-        Those of Qwen3.5-4B (8.7 GB in F16) or of Qwen3.5-35B-A3B (71 GB), or a few megabytes for tests.
+        Those of Qwen3.5-4B (8.7 GB in F16), -9B (19 GB) or -35B-A3B (71 GB), or a few megabytes for tests.
     outtype
         Type of matrices.
     routing_zipf
         Exponent with which the use of experts falls with their rank, as trained routers' does; 0: all alike.
+    vision
+        Write a vision tower of the model's shape too: mmproj-NAME-F16.gguf for NAME-F16.gguf, which the
+        server finds.
     """
     began = perf_counter()
     shares = read_shares(mtp_acceptance)
@@ -72,6 +79,9 @@ def synthetic(
         if block_lengths is not None:
             drafter = Drafter.make(model.config, model.vocab.vocab, model.chain, block_lengths, seed)
             drafter.write(draft_path(out), threads, outtype)
+        if vision:
+            path = tower_path(out, outtype)
+            write_tower(path, tower(shape), model.config, seed=seed, threads=threads, outtype=outtype)
         for region, text in texts.items():
             with replacing(text) as part:
                 part.write_text(model.words_text(region, words), encoding="utf-8")
@@ -83,6 +93,8 @@ def synthetic(
     print(f"  its filler has {len(model.vocab.filler)} tokens, its chain {chain:,} words")
     if block_lengths is not None:
         print(f"wrote {draft_path(out)}: {size(draft_path(out).stat().st_size)}")
+    if vision:
+        print(f"wrote {tower_path(out, outtype)}: {size(tower_path(out, outtype).stat().st_size)}")
     for text in texts.values():
         print(f"wrote {text}: {words:,} words, one token each")
     return 0
@@ -90,6 +102,12 @@ def synthetic(
 
 def draft_path(out: Path) -> Path:
     return out.with_name(f"{out.stem}-dflash.gguf")
+
+
+def tower_path(out: Path, outtype: str) -> Path:
+    """Where the server looks for the tower of `out`: both are named after the model, then their types."""
+    name = out.stem.removesuffix(f"-{outtype}")
+    return out.with_name(f"mmproj-{name}-{outtype}.gguf")
 
 
 def text_path(out: Path, share: str, *, alone: bool) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qwen_serve.convert.config import FULL, LINEAR, ModelConfig
+from qwen_serve.convert.vision import VisionConfig
 
 
 def layer_types(layers: int) -> list[str]:
@@ -49,6 +50,14 @@ def qwen35_4b() -> dict[str, Any]:
         "vision_config": {"model_type": "qwen3_5"},
         "tie_word_embeddings": True,
     }
+
+
+def qwen35_9b() -> dict[str, Any]:
+    """`config.json` of a model with the shapes of Qwen3.5-9B, without the vision tower."""
+    config = qwen35_4b()
+    config["tie_word_embeddings"] = False
+    config["text_config"] |= {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False}
+    return config
 
 
 def qwen35_35b_a3b() -> dict[str, Any]:
@@ -101,7 +110,21 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 
 SHAPES = {
     "4b": ModelConfig.from_json(qwen35_4b()),
+    "9b": ModelConfig.from_json(qwen35_9b()),
     "35b-a3b": ModelConfig.from_json(qwen35_35b_a3b()),
     "small": ModelConfig.from_json(small(qwen35_4b())),
     "small-moe": ModelConfig.from_json(small(qwen35_35b_a3b())),
 }
+
+
+def tower(name: str) -> VisionConfig:
+    """The vision tower of a model of `SHAPES`: the 4B has a smaller one than larger models."""
+    size = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+    if name == "4b":
+        size = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
+    elif name.startswith("small"):
+        size = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+    width = SHAPES[name].hidden_size
+    config = {**size, "patch_size": 16, "num_position_embeddings": 48**2, "out_hidden_size": width}
+    half = [0.5] * 3
+    return VisionConfig.from_json(config, {"image_mean": half, "image_std": half}, width)

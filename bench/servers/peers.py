@@ -14,8 +14,14 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.gate import NANO_FOLDER
 from qwen_serve.bench.load.cell import Cell, Supply
 from qwen_serve.bench.load.generator import Target
-from qwen_serve.bench.load.latency import Categories, Protocol, latency_cells
-from qwen_serve.bench.load.protocol import ALL_CATEGORIES, WARM_UPS
+from qwen_serve.bench.load.latency import (
+    ANSWER_TOKENS,
+    QUESTION_TOKENS,
+    Categories,
+    Protocol,
+    latency_cells,
+)
+from qwen_serve.bench.load.protocol import ALL_CATEGORIES, IMAGES, WARM_UPS
 from qwen_serve.bench.load.tasks import task_cells
 from qwen_serve.bench.load.throughput import Kind, LoadOptions
 from qwen_serve.bench.report.views import show
@@ -96,12 +102,15 @@ class Work:
 
     def size(self, load: LoadOptions) -> tuple[int, int]:
         """(tokens of the longest request with its answer, most requests at once)."""
+        if self.workload == "latency" and self.protocol == IMAGES:
+            return load.image_resolution.tokens + QUESTION_TOKENS + ANSWER_TOKENS + TEMPLATE_TOKENS, 1
         if self.workload == "latency":
             return max(one.prompt_tokens + one.max_tokens for one in self.categories) + TEMPLATE_TOKENS, 1
         if self.workload == "tasks":
             return LONGEST_TASK + self.max_tokens, 1
         turn = sum(load.lengths(self.workload)) + TEMPLATE_TOKENS
         turn += load.prefix_tokens if self.workload == "shared-prefix" else 0
+        turn += load.image_count * load.image_resolution.tokens if self.workload == IMAGES else 0
         most = max(*load.chosen_levels(LEVELS), *([SLOTS_AT_A_RATE] if load.rate else []), 1)
         return turn * (load.turns if self.workload == "chat" else 1), most
 
@@ -111,6 +120,9 @@ class Work:
         if self.workload == "latency":
             categories = [one.name for one in self.categories]
             made |= {"protocol": self.protocol, "categories": categories, "runs": self.runs}
+            if self.protocol == IMAGES:
+                made |= {"image_resolution": str(load.image_resolution)}
+                made |= {"input_tokens": QUESTION_TOKENS, "output_tokens": ANSWER_TOKENS}
             return {**made, "stream_runs": self.stream_runs, "warmup": load.warmup}
         if self.workload == "tasks":
             return {**made, "items": self.items, "max_tokens": self.max_tokens}
@@ -132,6 +144,7 @@ class Work:
             warmup=WARM_UPS if load.warmup is None else load.warmup,
             rounds=(self.rounds, self.rounds),
             counts=(self.runs, self.stream_runs),
+            images=(load.image_resolution,),
         )
 
 

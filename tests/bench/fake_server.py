@@ -269,7 +269,7 @@ def thinks(body: Body) -> bool:
 
 def text_of(content: Any) -> str:
     """A message's text, from a string or from content parts."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
 
 
 def _common(left: list[int], right: list[int]) -> int:

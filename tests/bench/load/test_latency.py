@@ -150,6 +150,24 @@ def test_a_server_of_500s_is_not_measured(tmp_path: Path, capsys: pytest.Capture
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_question_follows_the_first_one_about_its_picture(tmp_path: Path) -> None:
+    sizes = ["--protocol", "images", "--image-resolution", "48x32,64x64"]
+    with FakeServer() as server:
+        results = measure(server, tmp_path, "--stream-runs", "2", *sizes)
+        asked = [body["messages"][0]["content"] for path, body in server.requests if "messages" in body]
+    assert [len(parts) for parts in asked] == [2] * len(asked)
+    shown, questions = ([parts[place] for parts in asked] for place in (0, 1))
+    # for each size a warm-up and two first questions, then a warm-up and each picture's first and second
+    for at in (0, 8):
+        _, first, other, _, *again = shown[at : at + 8]
+        assert first != other
+        assert again == [first, first, other, other]
+        assert questions[at + 4] == questions[at + 1] != questions[at + 5]
+    assert len(asked) == 16
+    for cell in ("48x32, first question", "48x32, second question", "64x64, second question"):
+        assert len(results.of(metric="ttft", cell=cell)) == 2, "what is asked before is not timed"
+
+
 def test_nothing_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["latency", "--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 1
     assert "error: http://127.0.0.1:9: cannot connect" in capsys.readouterr().err

@@ -1,11 +1,14 @@
 """The throughput command keeps its concurrency or rate, verifies tokens, and never hides a failure."""
 
+import base64
 import random
+from io import BytesIO
 from itertools import count, islice, pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from PIL import Image
 
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.load.client import Completion, Usage
@@ -178,6 +181,30 @@ def test_conversations_grow(tmp_path: Path) -> None:
     assert max(roles, key=len) == ["user", "assistant", "user", "assistant", "user"]
 
 
+def pictures_of(body: Body) -> list[Image.Image]:
+    """Those in the last message of a chat, in front of its one text."""
+    *pictures, text = body["messages"][-1]["content"]
+    assert text["type"] == "text"
+    urls = [part["image_url"]["url"] for part in pictures]
+    return [
+        Image.open(BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,")))) for url in urls
+    ]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    options = ("--workload", "images", "--image-resolution", "40x30", "--image-count", "2", "--levels", "2")
+    with FakeServer() as server:
+        results = measure(server, tmp_path, *options, "--warmup", "0", "--spot-checks", "0")
+        shown = [
+            picture for _, body in server.requests if "messages" in body for picture in pictures_of(body)
+        ]
+    assert {picture.size for picture in shown} == {(40, 30)}
+    assert len({picture.tobytes() for picture in shown}) == len(shown) == 16
+    (rate,), (seconds,) = (cell(results, what, "2 concurrent") for what in ("request_rate", "seconds"))
+    assert rate == pytest.approx(8 / seconds)
+    assert len(cell(results, "ttft", "2 concurrent")) == 8
+
+
 def test_a_wrong_sum_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def wrong(body: Body) -> FakeReply:
         reply = reply_to(body)
@@ -229,7 +256,16 @@ def test_a_server_of_500s_is_no_table_of_zeros(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "options", [["--levels", "0"], ["--rate", "0"], ["--goodput", "x=1"], ["--requests", "-1"], ["--nope"]]
+    "options",
+    [
+        ["--levels", "0"],
+        ["--rate", "0"],
+        ["--goodput", "x=1"],
+        ["--requests", "-1"],
+        ["--image-resolution", "640"],
+        ["--image-resolution", "0x480"],
+        ["--nope"],
+    ],
 )
 def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -22,8 +22,9 @@ from qwen_serve.bench.load.prompts import TextPrompts
 from qwen_serve.bench.load.protocol import CATEGORIES, FILLER, FILLER_TOKENS
 from qwen_serve.bench.load.vocabulary import GgufVocabulary
 from qwen_serve.bench.models.chain import make_chain
-from qwen_serve.bench.models.shapes import SHAPES
+from qwen_serve.bench.models.shapes import SHAPES, tower
 from qwen_serve.bench.models.synthetic import Synthetic
+from qwen_serve.bench.models.tower import plan_tower
 from qwen_serve.convert import kld
 from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.calibration.prompts import load_prompts
@@ -37,6 +38,8 @@ from qwen_serve.convert.tensors import expected_tensors
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.vision import VisionTower, has_vision
+from qwen_serve.server.settings import find_mmproj
 from tests.marks import slow_but
 
 ACCEPTANCE, SEED = 0.6, 3
@@ -65,6 +68,26 @@ def f16(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
     assert main(["build", "synthetic", *command]) == 0
     return path
+
+
+@pytest.mark.skipif(not has_vision(), reason="llama.cpp was built without libmtmd")
+def test_a_tower_beside_it_makes_rows_that_it_reads(tmp_path: Path) -> None:
+    out = tmp_path / "Small-F16.gguf"
+    assert (
+        main(["build", "synthetic", "--out", str(out), "--shape", "small", "--words", "0", "--vision"]) == 0
+    )
+    path = find_mmproj(out)
+    assert path == tmp_path / "mmproj-Small-F16.gguf"
+    with RUNTIME.load(out) as model, VisionTower(path, model, threads=1, warm_up=False) as loaded:
+        pixels = np.random.default_rng(0).integers(0, 256, (128, 96, 3), np.uint8)
+        rows = loaded.encode(loaded.prepare(pixels))
+    assert rows.shape == (3 * 4, SHAPES["small"].hidden_size)
+    assert 0.1 < rows.std() < 10
+
+
+@pytest.mark.parametrize(("name", "millions"), [("4b", 334), ("9b", 456), ("35b-a3b", 447)])
+def test_towers_have_the_sizes_of_the_real_ones(name: str, millions: int) -> None:
+    assert round(plan_tower(tower(name), 0, "F16").n_elements / 1e6) == millions
 
 
 @pytest.fixture(scope="module")
