@@ -184,6 +184,24 @@ async def test_fields_of_our_own_pass_and_a_known_prompt_goes_where_it_is_cached
             assert min(cached[1:]) > answers[0]["usage"]["prompt_tokens"] / 2, (subject, cached)
 
 
+@pytest.mark.slow
+async def test_a_chat_with_pictures_goes_by_load_alone(cluster: ClusterProcess) -> None:
+    """The router asks the replicas for the tokens of a text, and not of pictures; these see none."""
+
+    def rendered() -> float:
+        pages = [httpx.get(f"http://127.0.0.1:{cluster.port + 1 + i}/metrics").text for i in range(REPLICAS)]
+        return sum(float(n) for page in pages for n in re.findall(r'/render",status="200"\} (\S+)', page))
+
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for parts, asks in ([{"type": "text", "text": "What?"}], True), ([picture], False):
+        before = rendered()
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+            answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == (200 if asks else 400), answer.text
+        assert (rendered() > before) is asks
+
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
