@@ -4,8 +4,11 @@
 - Two tenants that ask for the same.
 - Ten tenants that ask for the same, then with one of them asking for hundreds more.
 
-What is written in a window of time counts, also of answers that end after it. One server is measured: with
-another `--scheduling-policy`, its rates and its share of cached prompts are what to compare with.
+What is written in a window of time counts, also of answers that end after it. First answers are of all lengths
+up to the usual one: asked for at once and equally long, they would end together, and so would those after them,
+so that a window would hold one round of prompts more or less. One server is measured: with another
+`--scheduling-policy`, its rates and its share of cached prompts are what to compare with. Where the machine is
+busy, its steps and their tokens are: what a policy costs beyond them is time of a step.
 """
 
 import asyncio
@@ -30,7 +33,7 @@ from qwen_serve.bench.load.cell import Supply, measuring
 from qwen_serve.bench.load.client import Client, read_usage
 from qwen_serve.bench.load.generator import COMPLETIONS
 from qwen_serve.bench.report.views import show
-from qwen_serve.bench.servers.counters import read_counters
+from qwen_serve.bench.servers.counters import read_counters, record_growth
 from qwen_serve.bench.store import Results, Run
 from qwen_serve.bench.terminal import Cell, Table
 
@@ -153,8 +156,9 @@ class Tenant:
         except (BenchError, ValueError) as error:
             self.failures.append(str(error))
 
-    async def keep_asking(self, max_tokens: int) -> None:
-        """One request after the other."""
+    async def keep_asking(self, max_tokens: int, rng: random.Random) -> None:
+        """One request after the other; the first answer has any length up to that of the others."""
+        await self.ask(rng.randint(1, max_tokens))
         while len(self.failures) < 3:
             await self.ask(max_tokens)
 
@@ -176,17 +180,21 @@ class Stage:
     options: TenantOptions
     admin: Client
     make: Callable[[int, Sequence[int]], Coroutine[Any, Any, Tenant]]
+    rng: random.Random
     errors: list[str] = field(default_factory=list)
 
     async def measure(self, cell: str, tenants: dict[str, Tenant], loads: Sequence[Any]) -> None:
         """Let them ask for a while, then for a window of time; what came in that is recorded."""
         tasks = [asyncio.create_task(load) for load in loads]
         await asyncio.sleep(RAMP * self.options.window)
+        counters = await read_counters(self.admin)
         before = {who: replace(tenant, ttfts=[*tenant.ttfts]) for who, tenant in tenants.items()}
         began = perf_counter()
         await asyncio.sleep(self.options.window)
         seconds = perf_counter() - began
         after = {who: replace(tenant, ttfts=[*tenant.ttfts]) for who, tenant in tenants.items()}
+        later = await read_counters(self.admin)
+        record_growth(self.run, self.name, WORKLOAD, cell, 1, counters, later)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -232,7 +240,7 @@ async def measure_tenants(
             rng = random.Random(f"{prompts.seed} {number} {tokens[0]}")
             return await Tenant.of(clients[number], supply, tokens[0], numbers, rng)
 
-        stage = Stage(run, target.name, options, target.client, make)
+        stage = Stage(run, target.name, options, target.client, make, random.Random(prompts.seed))
         try:
             await _short_beside_long(stage)
             await _two(stage)
@@ -256,7 +264,7 @@ async def _short_beside_long(stage: Stage) -> None:
     for at_once in (options.beside, options.flood):
         long = await stage.make(0, options.long_tokens)
         short = await stage.make(1, options.short_tokens)
-        loads = [long.keep_asking(options.long_tokens[1]) for _ in range(at_once)]
+        loads = [long.keep_asking(options.long_tokens[1], stage.rng) for _ in range(at_once)]
         loads.append(short.ask_every(options.every, options.short_tokens[1]))
         await stage.measure(f"short beside {at_once} long", {"short": short, "long": long}, loads)
 
@@ -265,7 +273,7 @@ async def _two(stage: Stage) -> None:
     options = stage.options
     both = {f"tenant {number}": await stage.make(number, options.even_tokens) for number in (0, 1)}
     each = max(1, options.flood // 2)
-    loads = [one.keep_asking(options.even_tokens[1]) for one in both.values() for _ in range(each)]
+    loads = [one.keep_asking(options.even_tokens[1], stage.rng) for one in both.values() for _ in range(each)]
     await stage.measure("two equal", both, loads)
 
 
@@ -275,7 +283,7 @@ async def _ten(stage: Stage) -> None:
         ten = {f"tenant {number}": await stage.make(number, options.even_tokens) for number in range(TENANTS)}
         at_once = [most, *[options.clients] * (TENANTS - 1)]
         pairs = zip(ten.values(), at_once, strict=True)
-        loads = [one.keep_asking(options.even_tokens[1]) for one, n in pairs for _ in range(n)]
+        loads = [one.keep_asking(options.even_tokens[1], stage.rng) for one, n in pairs for _ in range(n)]
         await stage.measure(cell, ten, loads)
 
 
