@@ -1,8 +1,8 @@
 """Which tokens go into the next step: continuous batching with chunked prefill and lossless preemption.
 
 Up to `slots` requests run at once, the rest wait in a queue, whose policy says who is next: first come, first
-served, by priority, or fairly by tenant (`request_queue.py`). One that waits and has the better claim takes
-the slot of one that runs, if the prefix cache can keep that one's state until it has a slot again.
+served, by priority, or fairly by tenant (`scheduling_policy.py`). One that waits and has the better claim
+takes the slot of one that runs, if the prefix cache can keep that one's state until it has a slot again.
 
 Steps that decode take what is pending of every sequence that decodes; while there are prompts to read, they
 take turns with steps of at most `prefill_budget` prompt tokens, so that no running answer waits longer than
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
-    from .request_queue import SchedulingPolicy
     from .sampling import SampleResult
+    from .scheduling_policy import SchedulingPolicy
     from .sequence import FinishReason, Sequence
     from .states import StateStore
 
@@ -132,7 +132,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        if self.waiting.counters.crowded(sequence):
+        if self.waiting.crowded(sequence):
             sequence.timings.waited_for = "its tenant's others"
         elif len(self._free_slots) <= len(self.waiting):
             sequence.timings.waited_for = "a slot"
@@ -162,7 +162,7 @@ class Scheduler:
     def preempt_youngest(self) -> None:
         """Put the sequence that came last, of those with the worst claim, back into the queue; it will read
         its tokens again."""
-        self._preempt(self.waiting.youngest())
+        self._preempt(self.waiting.policy.youngest())
 
     def _preempt(self, sequence: Sequence) -> None:
         self._last = None
@@ -196,7 +196,7 @@ class Scheduler:
 
     def decoded(self, batch: Batch, seconds: float) -> None:
         """A step that decoded took so long: what a written token costs its tenant."""
-        self.waiting.counters.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
+        self.waiting.policy.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
 
     def reserve(self, batch: Batch) -> None:
         """llama.cpp has begun to compute the batch: count its cells."""
@@ -393,7 +393,7 @@ class Scheduler:
         counts = dict.fromkeys(prompts, 0)
         counts[oldest] = min(wanted[oldest], -(-budget // 2))
         budget -= counts[oldest]
-        nearest = self.waiting.nearest(prompts[1:])
+        nearest = self.waiting.policy.nearest(prompts[1:])
         shorter = [sequence for sequence in nearest if sequence.pending < oldest.pending]
         for i, sequence in enumerate(shorter):
             if budget < wanted[sequence] and (i or budget < least):

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .planning.hardware import physical_cores
-from .request_queue import SchedulingPolicy
+from .scheduling_policy import SchedulingPolicy
 
 FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]

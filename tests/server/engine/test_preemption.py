@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_serve.server.engine.scheduling_policy import WRITTEN
 from qwen_serve.server.engine.sequence import TIERS, SchedulingParams
-from qwen_serve.server.engine.virtual_tokens import WRITTEN
 from tests.server.engine.inside import held
 from tests.server.engine.prefix_cache.world import ANSWER, World
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine.request_queue import SchedulingPolicy
+    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
     from qwen_serve.server.engine.sequence import Sequence
 
 
@@ -153,9 +153,9 @@ def test_what_was_served_never_falls_where_a_prompt_is_found_in_the_cache() -> N
     for _ in range(3):
         world.add(range(100), 4)
         while world.scheduler.running or world.scheduler.waiting:
-            served.append(world.scheduler.waiting.counters.served["default"])
-            world.scheduler.waiting.counters.charge((*world.scheduler.running, *world.scheduler.waiting)[0])
+            served.append(world.scheduler.waiting.policy.served["default"])
+            world.scheduler.waiting.policy.charge((*world.scheduler.running, *world.scheduler.waiting)[0])
             world.step()
-    counters = world.scheduler.waiting.counters
+    counters = world.scheduler.waiting.policy
     assert served == sorted(served)
     assert counters.served["default"] == 100 + 2 * 1 + 3 * 4 * WRITTEN

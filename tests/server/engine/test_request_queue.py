@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.server.engine.request_queue import AGEING, RequestQueue
+from qwen_serve.server.engine.request_queue import RequestQueue
+from qwen_serve.server.engine.scheduling_policy import AGEING, WRITTEN
 from qwen_serve.server.engine.sequence import TIERS
-from qwen_serve.server.engine.virtual_tokens import WRITTEN
 from tests.server.engine.scheduling import sequence
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine.request_queue import SchedulingPolicy
+    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
     from qwen_serve.server.engine.sequence import Sequence
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
         simulation.advance(1)
     simulation.advance(10)
     simulation.add("last")
-    assert len(simulation.queue.counters._tenants) <= 20  # noqa: SLF001 - memory
+    assert len(simulation.queue.policy._tenants) <= 20  # noqa: SLF001 - memory
 
 
 def test_a_stream_of_newcomers_leaves_nothing_behind_and_keeps_nobody_waiting_for_ever() -> None:
@@ -223,7 +223,7 @@ def test_a_stream_of_newcomers_leaves_nothing_behind_and_keeps_nobody_waiting_fo
         simulation.advance(1)
     assert newcomers > 1000
     assert late.generated == 8
-    assert len(simulation.queue.counters._tenants) <= 100  # noqa: SLF001 - memory
+    assert len(simulation.queue.policy._tenants) <= 100  # noqa: SLF001 - memory
 
 
 def test_who_used_what_others_left_owes_nothing_for_it() -> None:
@@ -285,7 +285,7 @@ def test_a_better_tier_takes_the_slot_of_a_worse_one_and_not_the_other_way_round
     assert {*simulation.running} == {better, best}
     simulation.advance(100)
     assert all(one.generated == 40 for one in (*flex, better, best))
-    assert [simulation.queue.counters.served[tier] for tier in TIERS] == [84, 84, 180]
+    assert [simulation.queue.policy.served[tier] for tier in TIERS] == [84, 84, 180]
 
 
 def test_first_come_first_served_knows_neither_tenants_nor_priorities() -> None:
@@ -305,9 +305,9 @@ def test_first_come_first_served_knows_neither_tenants_nor_priorities() -> None:
 def test_a_written_token_costs_what_steps_have_shown() -> None:
     simulation = Simulation("fair", slots=1)
     for _ in range(1000):
-        simulation.queue.counters.decoded(
+        simulation.queue.policy.decoded(
             tokens=8, seconds=0.004, each=0.0001
         )  # 0.5 ms a token, 0.1 ms in a prompt
     simulation.add("a", 10, 10)
     simulation.advance(10)
-    assert simulation.queue.counters.served["default"] == pytest.approx(10 + 10 * 5, rel=0.01)
+    assert simulation.queue.policy.served["default"] == pytest.approx(10 + 10 * 5, rel=0.01)

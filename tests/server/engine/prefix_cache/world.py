@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.request_queue import SchedulingPolicy
+    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 
 
 ANSWER = 7

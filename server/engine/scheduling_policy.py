@@ -1,0 +1,200 @@
+"""The scheduling policies: whose turn it is, who has to make room, and what each tenant has had.
+
+- `fcfs`: first come, first served.
+- `priority`: by service tier, then by `priority`, the lower number first, then in order, as in vLLM.
+- `fair`: of the best tier that waits the tenant that has had least, within a tenant as `priority`. With one
+  tenant and no priorities this is `fcfs`.
+
+Ageing: every `AGEING`th admission to a free slot looks at no tier, and every `AGEING`th of a tenant takes the
+one that waits longest, so that a stream of better ones keeps nobody waiting for ever.
+
+What a tenant has had is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024), divided by its share: prompt tokens that were computed, and written ones, each as many as
+a step takes for it rather than for one of a prompt. Whoever has nobody waiting begins at the lowest counter
+of those who have: nothing is saved up, and who used what others left owes nothing for it. It begins no lower
+than an average tenant has got, the virtual time of weighted fair queueing: so a stream of newcomers keeps
+nobody waiting for ever. Charged is when somebody asks, and not in every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from .sequence import TIERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as ListLike
+
+    from .sequence import Sequence
+
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+AGEING = 8
+WRITTEN, MOST_WRITTEN = 2.0, 100.0
+"""What a written token costs in prompt tokens before steps have shown it (VTC's weight), and at most."""
+
+Rank = tuple[bool, int, int]
+"""Suspects come first, then the better tier, then the lower priority."""
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """Whoever shares the server with others."""
+
+    counter: float = 0.0
+    share: float = 1.0
+    requests: int = 0
+    """Those that wait or run."""
+    admitted: int = 0
+    waiting: list[tuple[Rank, int, Sequence]] = field(default_factory=list)
+    """By rank, then by arrival."""
+
+    def turn(self, *, tiers: bool = True) -> tuple[bool, int, float, int]:
+        """The tenant with the least is next."""
+        (rest, tier, _), arrival, _ = self.waiting[0]
+        return rest, tier if tiers else 0, self.counter, arrival
+
+    def first(self) -> Sequence:
+        """Whose turn it is among its own."""
+        if (self.admitted + 1) % AGEING or self.waiting[0][2].suspect:
+            return self.waiting[0][2]
+        return min(self.waiting, key=lambda entry: entry[1])[2]
+
+
+class Policy:
+    """Order and counters; `running`, those that have a slot in order of admission, is only read."""
+
+    def __init__(self, policy: SchedulingPolicy, running: ListLike[Sequence]) -> None:
+        self.ranked, self.apart = policy != "fcfs", policy == "fair"
+        self.served = dict.fromkeys(TIERS, 0.0)
+        """What requests of each tier have cost so far, in prompt tokens."""
+        self._running = running
+        self._tenants: dict[str, Tenant] = {}
+        self._active, self._shares = 0, 0.0
+        """Tenants that have requests, and the sum of their shares."""
+        self._average = 0.0
+        """The counter of a tenant that was never idle and always got its share."""
+        self.last: Tenant | None = None
+        """Whose last waiting request left the queue last."""
+        self._written = WRITTEN
+
+    def name(self, sequence: Sequence) -> str:
+        return sequence.scheduling.tenant if self.apart else ""
+
+    def of(self, sequence: Sequence) -> Tenant:
+        """The tenant of a request that waits or runs."""
+        return self._tenants[self.name(sequence)]
+
+    def rank(self, sequence: Sequence) -> Rank:
+        asked = sequence.scheduling
+        ranks = (TIERS.index(asked.service_tier), asked.priority) if self.ranked else (0, 0)
+        return not sequence.suspect, *ranks
+
+    # --- who makes room, and who reads its prompt ----------------------------------------------------------
+
+    def preemption(
+        self, heads: Iterable[Sequence], can_go: Callable[[Sequence], bool]
+    ) -> tuple[Sequence, Sequence] | None:
+        """The first of the `heads`, who wait, for whom one that runs makes room, and that one. It can go, and
+        is of a worse tier, of a worse priority of the same tenant, or of a tenant that has had no less and
+        would still run as many for its share. The worst rank goes first, then who runs most for its share,
+        then the youngest."""
+        runs = Counter(map(self.name, self._running))
+        able = sorted(
+            (self.rank(one), runs[self.name(one)] / one.scheduling.share, index)
+            for index, one in enumerate(self._running)
+            if not one.suspect and not one.aged
+        )
+        for head in heads:
+            rank, name, tenant = self.rank(head), self.name(head), self.of(head)
+            after = (runs[name] + 1) / head.scheduling.share
+            for theirs, most, index in reversed(able) if rank[0] else ():
+                other = self._running[index]
+                if self.name(other) == name or theirs[1] != rank[1]:
+                    gives = theirs > rank
+                else:
+                    gives = most - 1 / other.scheduling.share >= after
+                    gives = gives and self.of(other).counter >= tenant.counter
+                if gives and can_go(other):
+                    return head, other
+        return None
+
+    def youngest(self) -> Sequence:
+        """Who makes room for the growth of others: of the worst rank, then of the tenant that has had most,
+        the last that was admitted. Never the first, so that somebody always comes to an end."""
+        self.settle()
+        claims = ((self.rank(one), self.of(one).counter, i) for i, one in enumerate(self._running))
+        return self._running[max([*claims][1:], default=(0, 0, 0))[2]]
+
+    def nearest(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """By how near they are to their first token, each tenant's nearest before anybody's second."""
+        before = Counter[str]()
+        turns: dict[Sequence, tuple[int, float, int]] = {}
+        for sequence in sorted(sequences, key=lambda one: one.pending):
+            name = self.name(sequence)
+            turns[sequence] = before[name], self.of(sequence).counter, sequence.pending
+            before[name] += 1
+        return sorted(turns, key=turns.__getitem__)
+
+    # --- what each tenant has had --------------------------------------------------------------------------
+
+    def arrived(self, sequence: Sequence) -> None:
+        """A new request."""
+        name = self.name(sequence)
+        if not self._active:  # nobody is owed anything
+            self._tenants, self._shares, self._average, self.last = {}, 0.0, 0.0, None
+        tenant = self._tenants.get(name)
+        if tenant is None or not tenant.waiting:
+            self.settle()
+            waiting = (one.counter for one in self._tenants.values() if one.waiting)
+            floor = max(self._average, min(waiting, default=self.last.counter if self.last else 0.0))
+            if len(self._tenants) > 2 * self._active:
+                tenants = self._tenants.items()
+                self._tenants = {key: one for key, one in tenants if one.requests or one.counter > floor}
+            tenant = self._tenants.setdefault(name, Tenant())
+            tenant.counter = max(tenant.counter, floor)
+        if not tenant.requests:
+            self._active += 1
+            tenant.share = sequence.scheduling.share
+            self._shares += tenant.share
+        tenant.requests += 1
+
+    def left(self, sequence: Sequence) -> None:
+        """A request is over."""
+        self.settle()  # by the shares as they were
+        self.charge(sequence)
+        self._count(sequence)
+        tenant = self.of(sequence)
+        tenant.requests -= 1
+        if not tenant.requests:
+            self._active -= 1
+            self._shares -= tenant.share
+
+    def settle(self) -> None:
+        """Charge for what was computed since the last time, unless all are one tenant's."""
+        for sequence in self._running if self.apart else ():
+            self.charge(sequence)
+
+    def charge(self, sequence: Sequence) -> None:
+        """For what it has cost since the last time. A prompt counts from the admission on."""
+        prompt, written = sequence.charged
+        if sequence.slot is not None or prompt:
+            sequence.charged = sequence.prompt_length - (sequence.reused or 0), sequence.generated
+        cost = sequence.charged[0] - prompt + self._written * (sequence.charged[1] - written)
+        tenant = self.of(sequence)
+        tenant.counter += cost / tenant.share
+        self._average += cost / max(self._shares, tenant.share)  # rounded, a sum may be below a part
+        sequence.uncounted += cost
+        if sequence.reused is not None:  # before, a part may turn out to be in the prefix cache
+            self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
+        self.served[sequence.scheduling.service_tier] += sequence.uncounted
+        sequence.uncounted = 0.0
+
+    def decoded(self, tokens: int, seconds: float, each: float) -> None:
+        """A step wrote so many tokens; `each`: seconds that a prompt token takes, 0 if nobody knows."""
+        if each:
+            self._written += (min(max(seconds / tokens / each, 1.0), MOST_WRITTEN) - self._written) / 64
