@@ -56,13 +56,14 @@ def scheduling_of(context: RequestContext, request: GenerationRequest) -> Schedu
     if policy == "fcfs" and request.priority:
         message = "priority: needs a server with --scheduling-policy priority or fair; this one's is fcfs"
         raise bad_request(message, "priority", "unsupported_parameter")
-    best: ServiceTier = key.service_tier if key else "default" if service.keys else "priority"
+    anybody = policy == "priority" and not service.keys  # trusted, as in vLLM
+    best: ServiceTier = key.service_tier if key else "priority" if anybody else "default"
     asked = request.service_tier
     if asked is None or asked == "auto":
         tier: ServiceTier = key.service_tier if key else "default"
     else:
         tier = asked
-    if policy == "fcfs":
+    if policy == "fcfs" or (not service.keys and TIERS.index(tier) < TIERS.index(best)):
         tier = "default"
     elif TIERS.index(tier) < TIERS.index(best):
         may = " and ".join(f'"{one}"' for one in TIERS[TIERS.index(best) :])

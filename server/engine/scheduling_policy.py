@@ -12,8 +12,7 @@ What a tenant has had is a virtual token counter (VTC; Sheng et al., "Fairness i
 Models", OSDI 2024), divided by its share: prompt tokens that were computed, and written ones, each as many as
 a step takes for it rather than for one of a prompt. Whoever has nobody waiting begins at the lowest counter
 of those who have: nothing is saved up, and who used what others left owes nothing for it. It begins no lower
-than an average tenant has got, the virtual time of weighted fair queueing: so a stream of newcomers keeps
-nobody waiting for ever. Charged is when somebody asks, and not in every step.
+than an average tenant (weighted fair queueing's virtual time): so newcomers keep nobody waiting for ever.
 """
 
 from __future__ import annotations
@@ -163,17 +162,18 @@ class Policy:
 
     def left(self, sequence: Sequence) -> None:
         """A request is over."""
-        self.settle()  # by the shares as they were
-        self.charge(sequence)
-        self._count(sequence)
         tenant = self.of(sequence)
         tenant.requests -= 1
+        if not tenant.requests:  # by the shares as they were
+            self.settle()
+        self.charge(sequence)
+        self._count(sequence)
         if not tenant.requests:
             self._active -= 1
             self._shares -= tenant.share
 
     def settle(self) -> None:
-        """Charge for what was computed since the last time, unless all are one tenant's."""
+        """Charge for what was computed since, when somebody asks; not where all are one tenant's."""
         for sequence in self._running if self.apart else ():
             self.charge(sequence)
 

@@ -118,11 +118,11 @@ class SchedulerSettings(Section, title="scheduler"):
     max_queue: int = Field(256, ge=0)
     """requests that may wait beyond those that run; one more gets 429, unless its API key, else its address,
     has no more than an even part of them"""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """who is next where requests wait: first come, first served ("fcfs"); by the requests' service_tier and
-    `priority`, the lower first ("priority"); or between API keys, else addresses, so that each gets its share
-    and nobody waits behind another's bulk job ("fair"). With the last two an answer may lose its slot for a
-    while: its state waits in the prefix cache"""
+    scheduling_policy: SchedulingPolicy = "fair"
+    """who is next where requests wait: between API keys, else addresses, so that each gets its share and
+    nobody waits behind another's bulk job ("fair"; first come, first served for one alone); by the requests'
+    service_tier and `priority`, the lower first ("priority"); or who came first, whoever it is ("fcfs"). With
+    the first two an answer may lose its slot for a while: its state waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
     """most tokens in one step; 0: four passes (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)

@@ -108,7 +108,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id"),
     ({"return_token_ids": True}, "return_token_ids"),
     ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
-    ({"priority": 1}, "priority"),
     ({"timings_per_token": "yes"}, "timings_per_token"),
     ({"stop_regex": "a+"}, "stop_regex"),
     ({"mirostat": 3}, "mirostat"),

@@ -140,7 +140,7 @@ def test_an_unknown_tier_is_refused(keyed: Server) -> None:
 
 
 def test_first_come_first_served_refuses_priorities_and_serves_every_tier_as_default(start: Start) -> None:
-    server = start("Hello")
+    server = start("Hello", scheduling_policy="fcfs")
     error = error_of(server.chat(priority=1), 400)
     assert error["param"] == "priority"
     assert "--scheduling-policy" in error["message"]
@@ -154,6 +154,14 @@ def test_without_keys_an_address_is_a_tenant_and_every_tier_open(start: Start) -
         server.http.post("/v1/chat/completions", json=CHAT, headers={"X-Api-Key": key})
     assert {one.scheduling.tenant for one in server.engine.submissions} == {"127.0.0.1"}
     assert NETWORK == 64
+
+
+def test_without_keys_nobody_is_served_first_for_saying_so(start: Start) -> None:
+    """By the policy unless set, which is fair between addresses; behind others one may go."""
+    server = start("Hello")
+    for asked, served in (("priority", "default"), ("auto", "default"), ("flex", "flex")):
+        assert server.chat(service_tier=asked).json()["service_tier"] == served
+    assert server.chat(priority=-3).status_code == 200, "before others of the same address"
 
 
 def test_a_proxy_on_this_machine_says_whose_address_it_is(start: Start) -> None:
