@@ -4,11 +4,11 @@
 - Two tenants that ask for the same.
 - Ten tenants that ask for the same, then with one of them asking for hundreds more.
 
-What is written in a window of time counts, also of answers that end after it. First answers are of all lengths
-up to the usual one: asked for at once and equally long, they would end together, and so would those after them,
-so that a window would hold one round of prompts more or less. One server is measured: with another
-`--scheduling-policy`, its rates and its share of cached prompts are what to compare with. Where the machine is
-busy, its steps and their tokens are: what a policy costs beyond them is time of a step.
+What is written in a window of time counts, also of answers that end after it. First answers are of all
+lengths up to the usual one: asked for at once and equally long, they and all behind them would end together,
+and a window would hold one round of prompts more or less. One server is measured: with another
+`--scheduling-policy`, its rates and its share of cached prompts are what to compare with, and where the
+machine is busy its steps and their tokens.
 """
 
 import asyncio
