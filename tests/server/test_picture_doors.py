@@ -241,6 +241,16 @@ async def test_pixels_are_bounded_as_qwens_processors_do_it(case: str, seeing: S
         assert (await post(seeing, "/tokenize", request))["count"] == told["usage"]["prompt_tokens"]
 
 
+async def test_every_format_bounds_pixels(seeing: Served) -> None:
+    bounds = {"mm_processor_kwargs": {"max_pixels": 12 * SIDE**2}}
+    told = await ask(seeing, {**CHAT, **bounds, "max_tokens": 1})
+    assert told["usage"]["prompt_tokens_details"]["image_tokens"] == 3 * 4 * 3
+    count = await post(seeing, "/v1/messages/count_tokens", {**MESSAGES, **bounds})
+    assert count == {"input_tokens": told["usage"]["prompt_tokens"]}
+    rendered = await post(seeing, "/v1/responses/render", {**RESPONSES, **bounds})
+    assert len(rendered["token_ids"]) == told["usage"]["prompt_tokens"]
+
+
 async def test_little_detail_is_few_tokens(seeing: Served) -> None:
     told = await ask(seeing, body(part(noise(6, 1600, 800), detail="low"), max_tokens=1))
     assert told["usage"]["prompt_tokens_details"]["image_tokens"] == 45 * 22

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from qwen_serve.server.api.page import FOLDER
+from qwen_serve.server.chat.pictures import MAX_IMAGES
 from tests.server.api.conftest import Start
 from tests.server.page.driving import bodies
 from tests.server.seeing import encoded, needs_vision, noise
@@ -125,6 +127,11 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
     page.get_by_text("“c.png” is no picture that this browser can read.").wait_for()
     give(page, "drop", ("d.txt", "text/plain", b"x"))
     page.get_by_text("Only pictures can be added.").wait_for()
+
+
+def test_it_attaches_as_many_as_are_read() -> None:
+    source = (FOLDER / "pictures.js").read_text(encoding="utf-8")
+    assert f"const MOST = {MAX_IMAGES};" in source
 
 
 def test_where_nothing_sees(start: Start, page: Any) -> None:
