@@ -72,9 +72,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`start`, for a server that all tests of a module share."""
+    """`start`, for servers that tests of a module share: asked for the same once more, it is the same one."""
     with starter(tmp_path_factory.mktemp("models")) as start:
-        yield start
+        servers: dict[Any, Server] = {}
+
+        def start_once(script: Script | str, **options: Any) -> Server:
+            said = script if isinstance(script, str) else script.__code__
+            key = said, repr(sorted(options.items()))
+            if key not in servers:
+                servers[key] = start(script, **options)
+            return servers[key]
+
+        yield start_once
 
 
 @contextmanager

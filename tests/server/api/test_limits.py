@@ -207,14 +207,14 @@ def test_work_ends_with_its_client(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_no_more_tokens_than_a_context_at_once(start_shared: Start, path: str) -> None:
-    server = start_shared("x")
-
+def test_no_more_tokens_than_a_context_at_once(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def tokenize(text: str, *, special: bool, check: Any) -> list[int]:
         check(2**18 + 1)
         return []
 
-    server.engine.vocab.tokenize = tokenize  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(server.engine.vocab, "tokenize", tokenize)
     response = server.post(path, content="x" * 5000, tokens=[1] * (2**18 + 1))
     assert "262,144" in error_of(response, 400)["message"]
 
