@@ -44,10 +44,10 @@ async def no_seed(target: Target) -> None:
 
 @check("frequency_penalty and presence_penalty change repeating text")
 async def additive_penalties(target: Target) -> None:
-    text = await target.text(max_tokens=200, ignore_eos=True)
+    text = await target.text(max_tokens=100, ignore_eos=True)
     for fields in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0, "frequency_penalty": 1.0}):
-        penalised = await target.text(max_tokens=200, ignore_eos=True, **fields)
-        expect(penalised != text, f"{fields} changed nothing in 200 tokens of repeating text")
+        penalised = await target.text(max_tokens=100, ignore_eos=True, **fields)
+        expect(penalised != text, f"{fields} changed nothing in 100 tokens of repeating text")
 
 
 @check("repetition_penalty and repeat_penalty are two names of one thing, which changes repeating text")

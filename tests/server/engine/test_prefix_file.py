@@ -12,6 +12,7 @@ import pytest
 
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
 from tests.server.engine.test_deterministic import requests
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 N = 24
 
 
-@pytest.mark.parametrize("speculation", ["off", "both"])
+@pytest.mark.parametrize("speculation", slow_but(["both"], ["off", "both"]))
 async def test_a_restart_finds_what_the_engine_before_had(
     speculation: str, nano_f32: Path, tmp_path: Path
 ) -> None:

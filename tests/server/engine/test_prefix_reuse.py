@@ -217,6 +217,7 @@ async def test_a_checkpoint_from_the_host_drafts_as_one_that_stayed(nano_f32: Pa
     assert same_counts == counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["q4_k_m"])
 async def test_in_other_types_they_differ_by_no_more_than_the_noise_of_shapes(
     quant: str, request: pytest.FixtureRequest

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.server.engine import GenerationError, SamplingParams
+from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, running
 from tests.waiting import until
 
@@ -73,7 +74,7 @@ def broken(request: pytest.FixtureRequest, nano_f32: Path, tmp_path_factory: Any
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("sampling", ["host", "device"])
+@pytest.mark.parametrize("sampling", slow_but(["device"], ["host", "device"]))
 def test_every_way_to_choose_a_token_says_so(broken: Path, sampling: str) -> None:
     with running(broken, sampling=sampling, speculation="off", remember=False) as engine:
         if sampling == "device":
@@ -158,7 +159,7 @@ def poisonous(nano_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 BAD = [*PROMPT[:10], POISON, *range(330, 350)]
 
 
-@pytest.mark.parametrize("speculation", ["off", "mtp"])
+@pytest.mark.parametrize("speculation", slow_but(["mtp"], ["off", "mtp"]))
 async def test_what_one_leaves_in_the_cache_spoils_nobody(poisonous: Path, speculation: str) -> None:
     """Neither those beside it nor those who get its cells: attention takes 0 times what is masked."""
     others = [[*range(start, start + 40)] for start in (300, 500, 600)]
