@@ -77,7 +77,7 @@ async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
         return
     from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
-    connector = TCPConnector(resolver=_resolver(), use_dns_cache=False, ssl=trust(), force_close=True)
+    connector = TCPConnector(resolver=public_resolver(), use_dns_cache=False, ssl=trust(), force_close=True)
     async with ClientSession(
         connector=connector,
         cookie_jar=DummyCookieJar(),
@@ -88,7 +88,7 @@ async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
 
         async def one(n: int) -> None:
             async with context.service.fetching:
-                data = await _fetched(session, pictures[n], settings.image_hosts(), context.body.grow)
+                data = await fetched(session, pictures[n], settings.image_hosts(), context.body.grow)
             pictures[n] = replace(pictures[n], data=data)
 
         try:
@@ -99,9 +99,11 @@ async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
             raise errors.exceptions[0] from None
 
 
-async def _fetched(
+async def fetched(
     session: ClientSession, picture: GivenPicture, hosts: list[str], count: Callable[[int], None]
 ) -> bytes:
+    """What stands at a picture's address, on one of `hosts`; `count` is told of bytes as they come. The
+    session has the `public_resolver`. Raises PromptError, and what `count` raises."""
     from aiohttp import ClientError
 
     try:
@@ -142,20 +144,20 @@ async def _followed(
 
 
 def _check(picture: GivenPicture, url: URL, hosts: list[str]) -> None:
-    if url.scheme != "https" or not url.host:
+    if url.scheme != "https" or not url.raw_host:
         raise picture.wrong(f"leads to {url.scheme or 'no'}://; only https:// is fetched, or a data URL read")
-    host = url.host.lower().rstrip(".")
+    host = url.raw_host.lower().rstrip(".")
     if not any(fnmatchcase(host, pattern) for pattern in hosts):
         raise picture.wrong(f"is of the host {host}, which is not one of --image-url-hosts")
     try:
         public = is_public(host)
     except ValueError:  # a name, which is resolved when it is connected to
-        return
+        public = not host.replace(".", "").isdigit()  # 127.1 passes for an address: no resolver is asked
     if not public:
         raise NotPublic(host)
 
 
-def _resolver() -> Any:
+def public_resolver() -> Any:
     """aiohttp's, of public addresses alone. (It is not asked about addresses.)"""
     from aiohttp.abc import AbstractResolver, ResolveResult
 

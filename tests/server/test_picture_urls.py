@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, TCPConnector, web
 from pydantic import ValidationError
 
 from qwen_serve.server.api import picture_urls
 from qwen_serve.server.api.picture_urls import is_public
+from qwen_serve.server.chat import PromptError
+from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.settings import Settings
 from tests.in_thread import ServedInThread
 from tests.server.seeing import ask, body, encoded, needs_vision, noise, post, text
@@ -216,3 +218,18 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 def test_hosts_are_named(fields: dict[str, Any], nano_f32: Path) -> None:
     with pytest.raises(ValidationError, match="image_urls 'https' and image_url_hosts go together"):
         Settings(model=nano_f32, **fields)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.1", "2130706433", "127.0.0.1.", "127.1.", "[::1]", "[::ffff:7f00:1]", "１２７.１"],
+)
+async def test_no_spelling_of_an_address_passes_for_a_name(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp connects to what looks like an address without asking a resolver."""
+    monkeypatch.setattr(picture_urls, "is_public", is_public)
+    picture = GivenPicture(f"https://{host}:1/a", "image_url")
+    async with ClientSession(connector=TCPConnector(resolver=picture_urls.public_resolver())) as session:
+        with pytest.raises(PromptError, match=r"is not a public address|could not be fetched: InvalidUrl"):
+            await picture_urls.fetched(session, picture, ["*"], lambda _: None)
