@@ -79,6 +79,12 @@ CLIENTS: Mapping[str, ClientProgram] = {
         },
         environment={"LLM_USER_PATH": "llm", "OPENAI_API_KEY": "none"},
     ),
+    "llama-server": ClientProgram(
+        pip=("requests",),
+        checks={
+            "completion": "assert answer['content'] and answer['stop'] and answer['timings']['predicted_n']"
+        },
+    ),
     "lm-eval": ClientProgram(
         pip=("lm-eval[api]==0.4.11",),
         checks={

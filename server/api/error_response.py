@@ -35,7 +35,7 @@ def unknown_path(http: Request) -> ApiError:
     """Whether other servers have something there, or what there is here."""
     asked = f"{http.method} {shown_path(http.scope)}"
     if what := unsupported_endpoint(http.scope["path"]):
-        return ApiError(501, f"{asked}: {what}: not supported by this server", code="not_supported")
+        return ApiError(501, f"{asked}: {what}", code="not_supported")
     return ApiError(404, f"{asked}: there is no such path; there are {', '.join(http.app.state.paths)}")
 
 

@@ -14,14 +14,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from qwen_serve.server.api import tokens
 from qwen_serve.server.api.context import context_of
 from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.formats.chat import ChatRequest, chat
 from qwen_serve.server.api.formats.completions import CompletionRequest, complete
+from qwen_serve.server.api.formats.llama_completion import LlamaCompletionRequest, llama_complete
 from qwen_serve.server.api.formats.messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from qwen_serve.server.api.formats.responses import ResponsesRequest, respond
 from qwen_serve.server.api.limits import stopped
 from qwen_serve.server.api.openapi import AnthropicErrorAnswer, ErrorAnswer, documented, errors
 from qwen_serve.server.api.request import read_request
 from qwen_serve.server.api.service import Service, service_of
+from qwen_serve.server.api.slots import slots
 from qwen_serve.server.engine import EngineDead
 
 if TYPE_CHECKING:
@@ -126,6 +129,7 @@ def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
 
 
 _post("/v1/completions", complete, CompletionRequest, choose=completed)
+_post("/completion /completions", llama_complete, LlamaCompletionRequest)
 _post("/v1/chat/completions /chat/completions", chat, ChatRequest)
 _post("/v1/responses /responses", respond, ResponsesRequest)
 _post("/v1/messages", messages, MessagesRequest, error=AnthropicErrorAnswer)
@@ -186,16 +190,7 @@ async def props(http: Request) -> dict[str, Any]:
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
-    defaults = backend.defaults.of("instruct")
-    params = {
-        "temperature": defaults.temperature,
-        "top_k": defaults.top_k,
-        "top_p": defaults.top_p,
-        "min_p": defaults.min_p,
-        "repeat_penalty": defaults.repetition_penalty,
-        "presence_penalty": defaults.presence_penalty,
-        "frequency_penalty": defaults.frequency_penalty,
-    }
+    params = llama_settings(backend.defaults.of("instruct"))
     return {
         "default_generation_settings": {"n_ctx": engine.context_size, "params": params},
         "total_slots": engine.settings.parallel,
@@ -208,8 +203,14 @@ async def props(http: Request) -> dict[str, Any]:
         "build_info": f"qwen-serve {http.app.version}",
         "endpoint_metrics": True,
         "endpoint_props": False,
-        "endpoint_slots": False,
+        "endpoint_slots": True,
     }
+
+
+@others.get("/slots", responses=errors(401, 403, 503))
+async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
+    """What each slot does, as llama-server tells it; with `fail_on_no_slot` 503 where none is idle."""
+    return slots(service_of(http).backend.engine, fail_without=bool(fail_on_no_slot))
 
 
 @others.get("/models", include_in_schema=False)

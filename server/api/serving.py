@@ -19,7 +19,7 @@ from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
 from qwen_serve.server.api.tenant import scheduling_of, sharing_of
 from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
-from qwen_serve.server.engine import InvalidGrammar, TokenBudget
+from qwen_serve.server.engine import InvalidGrammar, Progress, TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
@@ -60,7 +60,7 @@ class ServedRequest:
         self.include_usage = request.include_usage
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
         salt = sharing_of(context, request)
-        params = sampling_of(service, request)
+        self.params = params = sampling_of(service, request)
         scheduling = scheduling_of(context, request)
         self.service_tier = scheduling.service_tier
         """The one that it is served in."""
@@ -80,6 +80,7 @@ class ServedRequest:
                         constraint=constrain() if constrain else None,
                         thinking=thinking,
                         scheduling=scheduling,
+                        progress=Progress() if request.stream and request.reports_progress else None,
                     )
                     spell_control = request.skip_special_tokens is False
                     detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control)
@@ -173,22 +174,7 @@ class ServedRequest:
         """llama-server's `timings` extension, for requests with a single answer."""
         if len(self.generations) != 1:
             return {}
-        [generation] = self.generations
-        timings = generation.generation.timings
-        prompt_n = generation.prompt_tokens - generation.cached_tokens
-        # the first token falls out of the prefill
-        predicted_n = max(0, generation.completion_tokens - 1)
-        figures = {
-            "cache_n": generation.cached_tokens,
-            "queue_ms": timings.queue_ms,
-            "prompt_n": prompt_n,
-            "prompt_ms": timings.prefill_ms,
-            "prompt_per_second": _rate(prompt_n, timings.prefill_ms),
-            "predicted_n": generation.completion_tokens,
-            "predicted_ms": timings.decode_ms,
-            "predicted_per_second": _rate(predicted_n, timings.decode_ms),
-        }
-        return {"timings": figures}
+        return {"timings": timings_of(self.generations[0])}
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields that every response and every chunk has."""
@@ -213,6 +199,29 @@ def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
         logprobs=request.answer_logprobs,
         prompt_logprobs=request.scored_prompt,
     )
+
+
+def timings_of(generation: TextGeneration) -> dict[str, Any]:
+    """llama-server's, and how long it waited."""
+    timings, drafts = generation.generation.timings, generation.generation.drafts
+    prompt_n = generation.prompt_tokens - generation.cached_tokens
+    # the first token falls out of the prefill
+    predicted_n = max(0, generation.completion_tokens - 1)
+    figures = {
+        "cache_n": generation.cached_tokens,
+        "queue_ms": timings.queue_ms,
+        "prompt_n": prompt_n,
+        "prompt_ms": timings.prefill_ms,
+        "prompt_per_token_ms": timings.prefill_ms / max(1, prompt_n),
+        "prompt_per_second": _rate(prompt_n, timings.prefill_ms),
+        "predicted_n": generation.completion_tokens,
+        "predicted_ms": timings.decode_ms,
+        "predicted_per_token_ms": timings.decode_ms / max(1, predicted_n),
+        "predicted_per_second": _rate(predicted_n, timings.decode_ms),
+    }
+    if drafts.drafted:
+        figures |= {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted}
+    return figures
 
 
 async def compiled(

@@ -20,9 +20,24 @@ UNSUPPORTED = {
 }
 """What -> the paths that are for it, unless an endpoint of ours has one of them."""
 
+INSTEAD = {
+    "embeddings": "serve a model of embeddings beside it, such as Qwen3-Embedding "
+    "(`llama-server --embeddings`)",
+    "reranking, scoring and classification": "serve a reranker beside it, such as Qwen3-Reranker "
+    "(`llama-server --reranking`)",
+    "infilling": "llama.vim and llama.vscode complete code with a model that was trained for it; serve one, "
+    "such as Qwen2.5-Coder, beside it with llama-server, and give them that address",
+}
+"""Some of these -> what to do."""
+
 _PATTERNS = [(compile_path(path)[0], what) for what, paths in UNSUPPORTED.items() for path in paths.split()]
 
 
 def unsupported_endpoint(path: str) -> str | None:
-    """What a path without an endpoint is for on other servers; None where they have nothing there either."""
-    return next((what for pattern, what in _PATTERNS if pattern.match(path)), None)
+    """What a path without an endpoint is for on other servers, and what to do instead; None where they have
+    nothing there either."""
+    what = next((what for pattern, what in _PATTERNS if pattern.match(path)), None)
+    if what is None:
+        return None
+    instead = f"; {INSTEAD[what]}" if what in INSTEAD else ""
+    return f"{what}: not supported by this server{instead}"

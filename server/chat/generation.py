@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class TextGeneration:
     """A running generation as text: `async for delta in generation`, once.
 
-    Deltas are non-empty and never hold a part of a stop string. The sequence is freed when a stop string is
+    Deltas are non-empty, but where the prompt's progress is told, and never hold a part of a stop string. The
+    sequence is freed when a stop string is
     completed, when the loop is left early or its task is cancelled, and on `cancel`. Raises what the engine's
     iterator raises.
     """
@@ -26,11 +27,13 @@ class TextGeneration:
         self._exhausted = False
         self._scored = 0
         """Tokens whose log-probabilities were given out."""
+        self.tokens: list[int] | None = None
+        """All that came, where somebody wants them: they are to be kept in a list that is put here."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
             async for tokens in self.generation:
-                if delta := self.feed(tokens):
+                if (delta := self.feed(tokens)) or not tokens:
                     yield delta
                 if self.stopped:
                     break
@@ -41,6 +44,8 @@ class TextGeneration:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that is certain with these tokens, which come next; it may be empty."""
+        if self.tokens is not None:
+            self.tokens += tokens
         return self._detokenizer.feed(tokens)
 
     def flush(self) -> str:
@@ -87,6 +92,11 @@ class TextGeneration:
     def completion_tokens(self) -> int:
         """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
         return self._detokenizer.completion_tokens
+
+    @property
+    def certain_tokens(self) -> int:
+        """Those of them that no stop string can take back any more."""
+        return self._detokenizer.certain_tokens
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -39,12 +39,14 @@ from .sequence import (
     CacheMiss,
     DraftCounts,
     FinishReason,
+    Progress,
     Prompt,
     SchedulingParams,
     ServiceTier,
     Timings,
 )
 from .settings import EngineSettings
+from .slots import SlotState, slot_states
 from .stats import EngineStats
 from .vocab import TokenBudget, Vocab
 
@@ -73,6 +75,7 @@ __all__ = [
     "MemoryPlan",
     "ModelLoadError",
     "NoTokenLeft",
+    "Progress",
     "Prompt",
     "PromptTooLong",
     "QueueFull",
@@ -80,9 +83,11 @@ __all__ = [
     "SamplingParams",
     "SchedulingParams",
     "ServiceTier",
+    "SlotState",
     "ThinkingLimits",
     "Timings",
     "TokenBudget",
     "TokenLogprobs",
     "Vocab",
+    "slot_states",
 ]

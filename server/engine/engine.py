@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .profile import Kind
     from .sampling import Constraint, SamplingParams, ThinkingLimits
     from .sampling.thinking import ThinkingWatch
-    from .sequence import FinishReason, Prompt
+    from .sequence import FinishReason, Progress, Prompt
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class Engine:
         salt: str = "",
         thinking: ThinkingLimits | None = None,
         scheduling: SchedulingParams = ANYBODY,
+        progress: Progress | None = None,
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
@@ -171,6 +172,7 @@ class Engine:
                 logprobs=logprobs,
                 thinking=watch,
                 scheduling=scheduling,
+                progress=progress,
             )
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
@@ -368,6 +370,7 @@ class Engine:
             pictures=prompt.pictures,
             salt=salt,
             scheduling=scheduling,
+            progress=generation.progress,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # without room for any, the prompt is read all the same

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     from .sampling import Logprobs
     from .sampling.thinking import ThinkingWatch
-    from .sequence import CacheMiss, FinishReason, SchedulingParams, Timings
+    from .sequence import CacheMiss, FinishReason, Progress, SchedulingParams, Timings
 
 
 class Generation:
     """`async for tokens in generation` yields what was generated since the last time it was asked.
 
-    The lists hold neither the end-of-generation token nor anything after it, and are never empty. A caller
+    The lists hold neither the end-of-generation token nor anything after it, and are never empty, but where
+    `progress` is wanted: an empty one says that more of the prompt has been read. A caller
     that stops listening must `cancel`. Raises GenerationError from the iterator when the engine, or this
     sequence in it, fails. One listener, on the event loop that submitted the request.
     """
@@ -39,6 +40,7 @@ class Generation:
         logprobs: Logprobs | None = None,
         thinking: ThinkingWatch | None = None,
         scheduling: SchedulingParams = ANYBODY,
+        progress: Progress | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.image_tokens = image_tokens
@@ -50,7 +52,7 @@ class Generation:
         self.missed: CacheMiss | None = None
         """Why the others had to be; None where none had, or that is not known yet."""
         self.timings = timings
-        self.scheduling = scheduling
+        self.scheduling, self.progress = scheduling, progress
         self.logprobs = logprobs
         """What was asked for of the tokens beside them: at least that of those that have arrived."""
         self.thinking = thinking
@@ -62,6 +64,7 @@ class Generation:
         self._cancel = cancel
         self._arrived: list[int] = []
         self._done: FinishReason | Exception | None = None
+        self._progressed = False
         self._waiter: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
@@ -74,6 +77,9 @@ class Generation:
 
     async def __anext__(self) -> list[int]:
         while not self._arrived:
+            if self._progressed:
+                self._progressed = False
+                return []
             if isinstance(self._done, Exception):
                 if isinstance(self._done, GenerationError):
                     raise type(self._done)(*self._done.args) from self._done
@@ -89,6 +95,7 @@ class Generation:
     def receive(self, tokens: list[int], done: FinishReason | Exception | None) -> None:
         """Take what a step produced. Called by the output queue, on the event loop."""
         self._arrived += tokens
+        self._progressed = not tokens and done is None
         if done is not None and self._done is None:
             self._done = done
         if self._waiter is not None and not self._waiter.done():

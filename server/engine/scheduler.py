@@ -223,6 +223,9 @@ class Scheduler:
                 sequence.suspect, usable = True, False
             elif not chunk.samples:
                 self._cache.cache_unfinished(sequence)
+                if (progress := sequence.progress) is not None:
+                    progress.cached, progress.processed = sequence.reused or 0, computed
+                    outputs.append(Output(sequence, [], None))
                 continue
             # where taking a draft back failed, it reads everything again
             sequence.status = DECODE if computed else PREFILL

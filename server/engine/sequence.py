@@ -104,6 +104,16 @@ class DraftCounts:
         self.accepted += accepted
 
 
+@dataclass(slots=True)
+class Progress:
+    """How much of a prompt has been read, for a listener that wants to be told before the first token."""
+
+    cached: int = 0
+    """Tokens that the prefix cache had."""
+    processed: int = 0
+    """All that have been read, those among them."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheMiss:
     """Why a part of a prompt had to be computed.
@@ -160,6 +170,7 @@ class Sequence:
     salt: str = ""
     """Only sequences with the same one share prefixes."""
     scheduling: SchedulingParams = ANYBODY
+    progress: Progress | None = None
     arrival: int = field(init=False, default=0)
     """Its number in the queue's order of arrival; 0 before it came and once it is over."""
     charged: tuple[int, int] = field(init=False, default=(0, 0))

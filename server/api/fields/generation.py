@@ -141,6 +141,11 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
         return self.n or 1
 
     @property
+    def reports_progress(self) -> bool:
+        """Whether a stream tells how much of the prompt has been read."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
         return not self.stream and not self.stop

@@ -275,6 +275,23 @@ class SamplingFields(BaseModel):
         return rules
 
 
+def llama_settings(params: SamplingParams) -> dict[str, Any]:
+    """The same in llama-server's words, as it tells them."""
+    return {
+        "seed": 0xFFFFFFFF if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "ignore_eos": params.ignore_eos,
+        **{name: getattr(params, name) for name in (*LLAMA_CPP, "dry_sequence_breakers")},
+        "repeat_last_n": -1 if params.repeat_last_n is None else params.repeat_last_n,
+    }
+
+
 def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     """For the answer number `choice`: its seed is moved on, so that the n answers to one prompt differ."""
     return params if params.seed is None or not choice else replace(params, seed=params.seed + choice)

@@ -113,6 +113,27 @@ class CompletionRequest(GenerationRequest):
 
 async def complete(context: RequestContext, request: CompletionRequest) -> Response:
     """Continue a prompt: no template, no thinking."""
+    served, prompts, echoes = await begin(context, request, "cmpl-")
+    starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
+    answers = [
+        Answer(
+            generation,
+            echo,
+            ChatLogprobs(request, served.vocab, generation)
+            if request.by_n_probs
+            else CompletionLogprobs(request, served.vocab, generation, prompt.ids),
+        )
+        for generation, (prompt, echo) in zip(served.generations, starts, strict=True)
+    ]
+    writer = CompletionWriter(served, answers)
+    return await served.respond(served.generations, writer, partial(collect, served, answers))
+
+
+async def begin(
+    context: RequestContext, request: CompletionRequest, prefix: str
+) -> tuple[ServedRequest, list[Prompt], list[str]]:
+    """Submits prompts, whatever the format that they came in: with them, as tokens, what each answer's text
+    begins with. `prefix` is that of the response's id."""
     backend = context.service.backend
     check_count(context, request, len(request.prompt))
 
@@ -143,20 +164,7 @@ async def complete(context: RequestContext, request: CompletionRequest) -> Respo
 
     prompts, echoes, stops, wanted = await prepared(context, prepare)
     constrain = await compiled(context, request, wanted)
-    served = ServedRequest(context, request, prompts, stops, "cmpl-", constrain)
-    starts = [start for start in zip(prompts, echoes, strict=True) for _ in range(request.choices)]
-    answers = [
-        Answer(
-            generation,
-            echo,
-            ChatLogprobs(request, served.vocab, generation)
-            if request.by_n_probs
-            else CompletionLogprobs(request, served.vocab, generation, prompt.ids),
-        )
-        for generation, (prompt, echo) in zip(served.generations, starts, strict=True)
-    ]
-    writer = CompletionWriter(served, answers)
-    return await served.respond(served.generations, writer, partial(collect, served, answers))
+    return ServedRequest(context, request, prompts, stops, prefix, constrain), prompts, echoes
 
 
 class CompletionLogprobs:

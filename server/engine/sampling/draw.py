@@ -49,7 +49,7 @@ class Sampler:
         dry: DrySampler | None = None,
     ) -> None:
         """`dry` is this answer's alone, which is needed where the request wants one."""
-        self._params, self._n_real = params, vocab.n_real
+        self.params, self._n_real = params, vocab.n_real
         self._constraint, self._thinking = constraint, thinking
         self.forces = constraint is not None or thinking is not None
         """Whether `forced` may find any tokens."""
@@ -99,7 +99,7 @@ class Sampler:
         """
         kind = rows.kinds[row]
         if self._forced:
-            if kind is DeviceSampler.ROW or self._params.logprobs is None:
+            if kind is DeviceSampler.ROW or self.params.logprobs is None:
                 return self._forced.popleft()
             self.need = DeviceSampler.ROW  # its log-probability is not among the candidates'
             return None
@@ -170,7 +170,7 @@ class Sampler:
                 each.accept(token)
 
     def _take_forced(self) -> list[int]:
-        if self._params.logprobs is not None:
+        if self.params.logprobs is not None:
             return []
         forced = list(self._forced)
         self._forced.clear()
@@ -215,7 +215,7 @@ class Sampler:
                     logits = each.applied(ids, logits)
         if self._banned and not self._banned.isdisjoint(ids.tolist()):
             logits = np.where(np.isin(ids, list(self._banned)), np.float32(-np.inf), logits)
-        return choose_among(ids, logits, lowest, self._params, self._chain, self._constraint)
+        return choose_among(ids, logits, lowest, self.params, self._chain, self._constraint)
 
     def _from_row(self, real: npt.NDArray[np.float32]) -> int:
         """The choice from a whole row; with a constraint from the best tokens where they do, without looking
@@ -226,7 +226,7 @@ class Sampler:
                 return token
             ids = best_of(real, max(N_CANDIDATES, top_k))
             best = real[ids]
-            found = choose_among(ids, best, float(best.min()), self._params, self._chain, constraint)
+            found = choose_among(ids, best, float(best.min()), self.params, self._chain, constraint)
             if found is not None:
                 return found
         return self._from_allowed(real)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from qwen_serve.server.engine import (
     InvalidGrammar,
     InvalidPrompt,
     Logprobs,
+    Progress,
     PromptTooLong,
     QueueFull,
     SamplingParams,
@@ -140,6 +142,7 @@ class FakeGeneration:
         self.missed: CacheMiss | None = CacheMiss("new", 0)
         self.timings = Timings(submitted=perf_counter(), started=perf_counter())
         self.drafts = DraftCounts()
+        self.progress: Progress | None = None
         self.finish_reason: FinishReason | None = None
         self._entry = entry
         self._arrived: list[int] = []
@@ -247,6 +250,7 @@ class FakeEngine:
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     dries: FakeDries = field(default_factory=FakeDries)
     encoder: None = None
+    components: Any = field(default_factory=lambda: SimpleNamespace(scheduler=SimpleNamespace(running=[])))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def text(self, prompt: Sequence[int]) -> str:
@@ -280,6 +284,7 @@ class FakeEngine:
         constraint: Any = None,
         thinking: Any = None,
         scheduling: SchedulingParams = ANYBODY,
+        progress: Progress | None = None,
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
@@ -293,6 +298,7 @@ class FakeEngine:
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
         generation = FakeGeneration(entry, None if thinking is None else thinking.begin(self.vocab))
+        generation.progress = progress
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

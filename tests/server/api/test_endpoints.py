@@ -50,6 +50,14 @@ def test_what_is_not_offered_is_said_to_be_so(server: Server, path: str) -> None
         assert error is None or (error["type"], error["code"]) == ("not_supported_error", "not_supported")
 
 
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [("/infill", "Qwen2.5-Coder"), ("/v1/embeddings", "Qwen3-Embedding"), ("/rerank", "Qwen3-Reranker")],
+)
+def test_a_model_that_does_it_is_named(server: Server, path: str, model: str) -> None:
+    assert model in error_of(server.post(path, input_prefix="a", input_suffix="b"), 501)["message"]
+
+
 def test_an_unknown_path_is_named_with_those_that_there_are(server: Server) -> None:
     for method, path in (("POST", "/v1/chat/completion"), ("GET", "/v2/models"), ("DELETE", "/nothing")):
         message = error_of(server.http.request(method, path), 404)["message"]

@@ -1,0 +1,223 @@
+"""llama-server's own completions: /completion, and /completions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from qwen_serve.server.api.fields.sampling import llama_settings, of_choice
+from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of, text_of_ids
+from qwen_serve.server.api.limits import in_thread
+from qwen_serve.server.api.logprobs import TokenNames
+from qwen_serve.server.api.serving import timings_of
+from qwen_serve.server.api.sse import EventWriter, Lazily, encode, event
+from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS
+
+if TYPE_CHECKING:
+    from fastapi import Response
+
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.serving import ServedRequest
+    from qwen_serve.server.chat import TextGeneration
+    from qwen_serve.server.engine import Prompt, SamplingParams, Vocab
+
+LAST_N = 64
+"""Tokens that llama-server's penalties look back on."""
+
+MAX_FIELDS = 1024
+
+
+class LlamaCompletionRequest(CompletionRequest):
+    """Text in, text out: no template, no thinking; samplers in llama.cpp's order. The text ends where the
+    model ends it, or the context."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **{
+            name: values
+            for name, values in CompletionRequest.unsupported.items()
+            if name not in ("return_tokens", "return_progress", "response_fields", "n_cmpl")
+        },
+        "echo": (False,),
+        "prompt_logprobs": (),
+    }
+
+    n_cmpl: int | None = Field(None, ge=1, le=128)
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    response_fields: list[str] | None = Field(None, fail_fast=True, max_length=MAX_FIELDS)
+
+    @property
+    def choices(self) -> int:
+        return self.n_cmpl or super().choices
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return self.n_probs or self.logprobs or None
+
+    @property
+    def reports_progress(self) -> bool:
+        return bool(self.return_progress)
+
+    def sampling_params(self, defaults: SamplingParams, vocab: Vocab, **asked: Any) -> SamplingParams:
+        """As everywhere, with llama.cpp's order and the tokens that its penalties look back on."""
+        last_n = LAST_N if defaults.repeat_last_n is None else defaults.repeat_last_n
+        defaults = replace(defaults, samplers=LLAMA_CPP_SAMPLERS, repeat_last_n=last_n)
+        return super().sampling_params(defaults, vocab, **asked)
+
+
+async def llama_complete(context: RequestContext, request: LlamaCompletionRequest) -> Response:
+    """Continue a prompt, as llama-server does at this path: an object for each answer, or events."""
+    served, prompts, _ = await begin(context, request, "cmpl-")
+    answers = [
+        LlamaAnswer(served, request, generation, index, prompts[index // request.choices])
+        for index, generation in enumerate(served.generations)
+    ]
+    writer = LlamaCompletionWriter(served, answers)
+    return await served.respond(served.generations, writer, partial(collect, answers))
+
+
+async def collect(answers: list[LlamaAnswer]) -> bytes:
+    texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
+
+    def written() -> bytes:
+        found = [answer.final(text) for answer, text in zip(answers, texts, strict=True)]
+        return encode(found[0] if len(found) == 1 else found)
+
+    return await in_thread(written, 0)
+
+
+class LlamaAnswer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        served: ServedRequest,
+        request: LlamaCompletionRequest,
+        generation: TextGeneration,
+        index: int,
+        prompt: Prompt,
+    ) -> None:
+        self._served, self._request = served, request
+        self.generation = generation
+        self._index, self._prompt = index, prompt
+        self._names = TokenNames(served.vocab)
+        self._new_line = False
+        self._given = 0
+        """Tokens that were given out."""
+        generation.tokens = [] if request.return_tokens or request.stream else None
+        self._read = generation.generation.progress is None
+        """Whether nothing is to be told of the prompt any more."""
+
+    def partial(self, text: str) -> list[dict[str, Any]]:
+        """What is told of more text; of the prompt's progress, where it is empty."""
+        self._new_line = self._new_line or "\n" in text
+        found: list[dict[str, Any]] = []
+        if not self._read:
+            self._read = bool(text)
+            found.append({**self._so_far(""), "prompt_progress": self._progress()})
+        if text:
+            found.append({**self._so_far(text), **self._probabilities()})
+        return found
+
+    def final(self, text: str) -> dict[str, Any]:
+        """The whole answer, which is complete; of one that was streamed, what comes last. Raises ApiError 503
+        where the server cut it short."""
+        generation, request = self.generation, self._request
+        reason = self._served.check(generation.finish_reason)
+        stopped_by = generation.stop_string
+        params = of_choice(self._served.params, self._index % request.choices)
+        limit = -1 if request.token_limit is None else request.token_limit
+        whole = {
+            **self._so_far(text),
+            "tokens": [] if request.stream or not request.return_tokens else self._new_tokens(),
+            "stop": True,
+            "model": self._served.model,
+            "generation_settings": {
+                **llama_settings(params),
+                "n_predict": limit,
+                "max_tokens": limit,
+                "stop": request.stop,
+                "stream": bool(request.stream),
+                "n_probs": request.answer_logprobs or 0,
+                "logit_bias": [{"token": token, "bias": bias} for token, bias in params.logit_bias],
+            },
+            "prompt": text_of_ids(self._served.vocab, [token for token in self._prompt.ids if token >= 0]),
+            "has_new_line": self._new_line or "\n" in text,
+            "truncated": False,
+            "stop_type": "word" if stopped_by else "eos" if reason == "stop" else "limit",
+            "stopping_word": stopped_by or "",
+            "tokens_cached": generation.prompt_tokens + generation.completion_tokens,
+            "timings": timings_of(generation),
+            **({} if request.stream else self._probabilities()),
+        }
+        return nested(whole, request.response_fields) if request.response_fields else whole
+
+    def _so_far(self, text: str) -> dict[str, Any]:
+        timed = {"timings": timings_of(self.generation)} if self._request.timings_per_token else {}
+        return {
+            "index": self._index,
+            "content": text,
+            "tokens": self._new_tokens() if text and self._request.stream else [],
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self.generation.completion_tokens,
+            "tokens_evaluated": self.generation.prompt_tokens,
+            **timed,
+        }
+
+    def _new_tokens(self) -> list[int]:
+        start, self._given = self._given, self.generation.certain_tokens
+        return (self.generation.tokens or [])[start : self._given]
+
+    def _probabilities(self) -> dict[str, Any]:
+        n_top = self._request.answer_logprobs
+        if n_top is None:
+            return {}
+        write = partial(self._names.scored, n_top=n_top, with_id=True)
+        return {"completion_probabilities": Lazily(write, self.generation.new_logprobs())}
+
+    def _progress(self) -> dict[str, Any]:
+        generation = self.generation.generation
+        progress, started = generation.progress, generation.timings.started
+        total = self.generation.prompt_tokens
+        return {
+            "total": total,
+            "cache": self.generation.cached_tokens,
+            "processed": total if self._read or progress is None else progress.processed,
+            "time_ms": int(1000 * (perf_counter() - started)),
+        }
+
+
+class LlamaCompletionWriter(EventWriter):
+    """The answers as events; the last of each says `"stop": true`, and nothing comes after them."""
+
+    def __init__(self, served: ServedRequest, answers: list[LlamaAnswer]) -> None:
+        self._served, self._answers = served, answers
+
+    async def write(self, index: int, part: str | None) -> bytes:
+        answer = self._answers[index]
+        if part is None:
+            return await in_thread(lambda: event(answer.final("")), 0)
+        return b"".join(map(event, answer.partial(part)))
+
+    async def end(self) -> bytes:
+        return b""
+
+
+def nested(whole: dict[str, Any], paths: list[str]) -> dict[str, Any]:
+    """What is at paths like `timings/prompt_n`, each under its path; what there is not is left out."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        value: Any = whole
+        for name in path.split("/"):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            found[path] = value
+    return found

@@ -1,0 +1,44 @@
+"""How far a prompt has been read, told while it is read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from qwen_serve.server.engine import Progress, SamplingParams
+from tests.server.engine.helpers import EXACT, random_prompt, running
+
+
+class Recorded(Progress):
+    """Remembers how it went: a listener that is late is told of several chunks at once."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        super().__init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "processed" and value:
+            self.steps.append(value)
+
+
+async def test_a_listener_is_told_while_a_prompt_is_read(nano_f32: Path) -> None:
+    ids = random_prompt(random.Random(3), 400)
+    with running(nano_f32, **{**EXACT, "batch_size": 64, "ubatch_size": 64}) as engine:
+        for again in (False, True):
+            progress = Recorded()
+            generation = engine.submit(engine.prompt(ids), SamplingParams(), 4, progress=progress)
+            news = [new async for new in generation]
+            told = news.index(next(filter(None, news)))
+            assert all(news[told:]), "nothing is told of the prompt behind the first token"
+            if not again:
+                assert told > 0
+                assert progress.steps == sorted(set(progress.steps))
+                assert len(progress.steps) >= 5
+                assert progress.steps[-1] < len(ids)
+                assert progress.cached == 0
+            elif progress.steps:
+                assert progress.cached > 0
+        plain = [new async for new in engine.submit(engine.prompt(ids[::-1]), SamplingParams(), 4)]
+        assert all(plain), "nobody else is told"

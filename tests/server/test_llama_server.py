@@ -1,0 +1,89 @@
+"""What clients of llama-server ask for, with a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.serving import Served, serving
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+@pytest.fixture(scope="module")
+def server(nano_f32: Path) -> Iterator[Served]:
+    with serving(nano_f32, parallel=2, batch_size=64, ubatch_size=64) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        yield http
+
+
+def completed(http: httpx.Client, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
+    answer = http.post("/completion", json={"prompt": prompt, "n_predict": 24, "ignore_eos": True, **fields})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_an_answer_whole_and_streamed(http: httpx.Client) -> None:
+    whole = completed(http)
+    assert (whole["tokens_predicted"], whole["stop_type"], whole["prompt"]) == (24, "limit", PROMPT)
+    body = {"prompt": PROMPT, "n_predict": 24, "ignore_eos": True, "stream": True, "cache_prompt": False}
+    with http.stream("POST", "/completion", json={**body, "return_progress": True}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line]
+    progress = [each["prompt_progress"] for each in events if "prompt_progress" in each]
+    assert progress
+    assert progress[-1]["processed"] == progress[-1]["total"] == whole["tokens_evaluated"]
+    assert "".join(each["content"] for each in events) == whole["content"]
+    tokens = [token for each in events for token in each["tokens"]]
+    assert len(tokens) == 24
+    assert completed(http, return_tokens=True)["tokens"] == tokens
+
+
+def test_samplers_act(http: httpx.Client) -> None:
+    """Each by itself changes what is drawn; the same seed draws the same again."""
+    base: dict[str, Any] = {"prompt": "Once upon", "temperature": 1.2, "top_k": 0, "seed": 7, "n_predict": 40}
+    changes: dict[str, Any] = {
+        "DRY": {"prompt": PROMPT, "dry_multiplier": 5, "dry_allowed_length": 1},
+        "XTC": {"xtc_probability": 1, "xtc_threshold": 0.05},
+        "typical": {"typical_p": 0.3},
+        "sigma": {"top_n_sigma": 0.5},
+        "mirostat": {"mirostat": 2, "mirostat_tau": 9},
+        "dynamic": {"dynatemp_range": 1},
+        "penalty": {"repeat_penalty": 2, "repeat_last_n": 8},
+    }
+    for name, fields in changes.items():
+        plain = completed(http, **{**base, "prompt": fields.get("prompt", base["prompt"])})["content"]
+        changed = [completed(http, **{**base, **fields})["content"] for _ in range(2)]
+        assert changed[0] == changed[1] != plain, name
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "seed": 7, **changes["XTC"]}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_slots(http: httpx.Client) -> None:
+    idle = http.get("/slots").json()
+    assert [slot["id"] for slot in idle] == [0, 1]
+    assert not any(slot["is_processing"] for slot in idle)
+    body = {"prompt": "Once", "n_predict": 4000, "ignore_eos": True, "stream": True, "top_k": 7}
+    with http.stream("POST", "/completion", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=http.base_url, timeout=60) as other:
+            busy = [slot for slot in other.get("/slots").json() if slot["is_processing"]]
+            assert other.get("/slots", params={"fail_on_no_slot": 1}).status_code == 200
+    [slot] = busy
+    assert slot["params"]["top_k"] == 7
+    assert slot["n_prompt_tokens"] > 0
+    [following] = slot["next_token"]
+    assert following["n_decoded"] > 0
+    assert following["n_decoded"] + following["n_remain"] == 4000
+    assert "Once" not in json.dumps(slot)
