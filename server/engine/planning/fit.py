@@ -354,6 +354,9 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         ),
     ]
     found = [said for there, said, changes in switches if there and does_with(**changes)]
+    blind = replace(plan.spec, vision=None)
+    if plan.spec.vision and does(replace(plan, spec=blind).rearranged(settings)):
+        found.append("mmproj=off")
     if cells := _most_cells(plan, does):
         if settings.deterministic:  # of the running sequences
             cells = cells // len(SequenceIds.of(settings)) * settings.parallel
