@@ -67,9 +67,21 @@ CLIENTS: Mapping[str, ClientProgram] = {
     "pydantic-ai": ClientProgram(pip=("pydantic-ai-slim[openai]",), checks={"output_type": IS_CITY}),
     "litellm": ClientProgram(
         pip=("litellm",),
-        checks={"chat": "assert reply.choices[0].message.content and reply.usage.completion_tokens"},
+        checks={
+            "chat": "assert reply.choices[0].message.content and reply.usage.completion_tokens",
+            "ollama": "assert reply.choices[0].message.content and reply.usage.completion_tokens",
+        },
         environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     ),
+    "ollama": ClientProgram(
+        pip=("ollama",),
+        checks={
+            "chat": "message = reply.message\nassert reply.done and reply.eval_count\n"
+            "assert message.content or message.thinking, message",
+            "structured": IS_CITY,
+        },
+    ),
+    "ollama-js": ClientProgram(npm=("ollama",), checks={"chat": SAYS_SOMETHING}),
     "llm": ClientProgram(
         pip=("llm",),
         checks={

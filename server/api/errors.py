@@ -1,6 +1,7 @@
 """Every failure as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
 
-Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
+Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "message"}}`; under /api Ollama's:
+`{"error": message}`.
 """
 
 from __future__ import annotations
@@ -78,8 +79,14 @@ class ApiError(Exception):
         kind = named.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """Ollama's error object, likewise."""
+        return {"error": self.message}
+
     def body_for(self, path: str) -> dict[str, Any]:
         """The error object that clients of an endpoint know."""
+        if path.startswith("/api/"):
+            return self.ollama_body()
         return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
 
 

@@ -43,6 +43,12 @@ class AnthropicErrorAnswer(BaseModel):
     error: AnthropicError
 
 
+class OllamaErrorAnswer(BaseModel):
+    """Ollama's error object."""
+
+    error: str
+
+
 ERRORS = {
     400: "A field, or the body, is wrong",
     401: "The API key is missing or wrong",
@@ -58,7 +64,7 @@ ERRORS = {
 
 FOR_A_BODY = (400, 401, 403, 413, 415, 429, 500, 503)
 
-_models: list[type[BaseModel]] = [ErrorAnswer, AnthropicErrorAnswer]
+_models: list[type[BaseModel]] = [ErrorAnswer, AnthropicErrorAnswer, OllamaErrorAnswer]
 
 
 def documented(*schemas: type[BaseModel], error: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:

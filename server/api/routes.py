@@ -19,9 +19,26 @@ from qwen_serve.server.api.formats.chat import ChatRequest, chat
 from qwen_serve.server.api.formats.completions import CompletionRequest, complete
 from qwen_serve.server.api.formats.llama_completion import LlamaCompletionRequest, llama_complete
 from qwen_serve.server.api.formats.messages import CountTokensRequest, MessagesRequest, count_tokens, messages
+from qwen_serve.server.api.formats.ollama import (
+    OLLAMA_VERSION,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+    model_tags,
+    ollama_chat,
+    ollama_generate,
+    running_models,
+    show,
+)
 from qwen_serve.server.api.formats.responses import ResponsesRequest, respond
 from qwen_serve.server.api.limits import stopped
-from qwen_serve.server.api.openapi import AnthropicErrorAnswer, ErrorAnswer, documented, errors
+from qwen_serve.server.api.openapi import (
+    AnthropicErrorAnswer,
+    ErrorAnswer,
+    OllamaErrorAnswer,
+    documented,
+    errors,
+)
 from qwen_serve.server.api.request import read_request
 from qwen_serve.server.api.service import Service, service_of
 from qwen_serve.server.api.slots import slots
@@ -134,6 +151,9 @@ _post("/v1/chat/completions /chat/completions", chat, ChatRequest)
 _post("/v1/responses /responses", respond, ResponsesRequest)
 _post("/v1/messages", messages, MessagesRequest, error=AnthropicErrorAnswer)
 _post("/v1/messages/count_tokens", count_tokens, CountTokensRequest, error=AnthropicErrorAnswer)
+_post("/api/chat", ollama_chat, OllamaChatRequest, error=OllamaErrorAnswer)
+_post("/api/generate", ollama_generate, OllamaGenerateRequest, error=OllamaErrorAnswer)
+_post("/api/show", show, ShowRequest, error=OllamaErrorAnswer)
 _post("/invocations", invoke, CompletionRequest, ChatRequest, choose=invoked)
 
 TOKENIZED = (tokens.TokenizeRequest, tokens.TokenizePromptRequest, tokens.TokenizeChatRequest)
@@ -211,6 +231,24 @@ async def props(http: Request) -> dict[str, Any]:
 async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
     """What each slot does, as llama-server tells it; with `fail_on_no_slot` 503 where none is idle."""
     return slots(service_of(http).backend.engine, fail_without=bool(fail_on_no_slot))
+
+
+@others.get("/api/tags", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
+async def tags(http: Request) -> dict[str, Any]:
+    """The models that there are, as Ollama lists them: one."""
+    return model_tags(service_of(http))
+
+
+@others.get("/api/ps", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
+async def running(http: Request) -> dict[str, Any]:
+    """The models that are loaded, as Ollama lists them."""
+    return running_models(service_of(http))
+
+
+@others.get("/api/version", responses=errors(401, 403, answer=OllamaErrorAnswer))
+async def ollama_version() -> dict[str, str]:
+    """The version of Ollama whose API this is."""
+    return {"version": OLLAMA_VERSION}
 
 
 @others.get("/models", include_in_schema=False)

@@ -31,6 +31,9 @@ LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u
 """Legal in JSON, but line ends to clients that split a stream with `str.splitlines`."""
 
 
+NEVER_S = 10**9
+
+
 class Lazily(Generic[Item]):
     """A long list in JSON, each value of which is made as it is written: all of them together would take much
     memory, and their encoding in one piece would let no other thread run."""
@@ -68,6 +71,10 @@ def ending(*events: Mapping[str, Any]) -> bytes:
 class EventWriter:
     """A format's way to write one response as events; OpenAI's is what is the same in most."""
 
+    media_type = "text/event-stream"
+    pings = True
+    """Whether there is anything that keeps an idle connection open and says nothing."""
+
     def begin(self) -> bytes:
         """What comes before the first part; may be nothing."""
         return b""
@@ -102,6 +109,8 @@ class EventStream(EventSourceResponse):
     ) -> None:
         super().__init__(
             self._events(answers, writer),
+            media_type=writer.media_type,
+            ping=None if writer.pings else NEVER_S,
             sep="\n",
             headers={"Cache-Control": "no-cache"},
             ping_message_factory=writer.ping,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.routing import compile_path
 
 UNSUPPORTED = {
-    "embeddings": "/v1/embeddings /embeddings /embedding /pooling",
+    "embeddings": "/v1/embeddings /embeddings /embedding /pooling /api/embed /api/embeddings",
     "reranking, scoring and classification": "/v1/rerank /v2/rerank /rerank /v1/reranking /reranking "
     "/v1/score /score /classify",
     "images": "/v1/images/{rest:path}",
@@ -17,10 +17,14 @@ UNSUPPORTED = {
     "kept responses and conversations": "/v1/responses/{rest:path} /v1/conversations "
     "/v1/conversations/{rest:path} /v1/assistants /v1/threads",
     "infilling": "/infill",
+    "pulling, creating, copying, pushing and deleting models": "/api/pull /api/create /api/copy /api/push "
+    "/api/delete /api/blobs/{rest:path}",
 }
 """What -> the paths that are for it, unless an endpoint of ours has one of them."""
 
 INSTEAD = {
+    "pulling, creating, copying, pushing and deleting models": "one server has one model, which it is "
+    "started with: `qwen-serve serve MODEL` takes a GGUF, a checkpoint or a hub id",
     "embeddings": "serve a model of embeddings beside it, such as Qwen3-Embedding "
     "(`llama-server --embeddings`)",
     "reranking, scoring and classification": "serve a reranker beside it, such as Qwen3-Reranker "

@@ -80,12 +80,17 @@ def to_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
         wrong = from_validation(error)
     except ApiError as error:
         wrong = error
-    field, dot, rest = (wrong.param or "").partition(".")
+    raise renamed(wrong, names)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """A complaint about a chat request, with the name that its client knows the field by."""
+    field, dot, rest = (error.param or "").partition(".")
     name = names.get(field)
     if name is None:
-        raise wrong
-    message = wrong.message.replace(field, name, 1)
-    raise ApiError(wrong.status, message, param=name + dot + rest, code=wrong.code)
+        return error
+    message = error.message.replace(field, name, 1)
+    return ApiError(error.status, message, param=name + dot + rest, code=error.code, headers=error.headers)
 
 
 def object_in(value: Any, where: str) -> Mapping[str, Any]:

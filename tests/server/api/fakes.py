@@ -250,7 +250,11 @@ class FakeEngine:
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     dries: FakeDries = field(default_factory=FakeDries)
     encoder: None = None
-    components: Any = field(default_factory=lambda: SimpleNamespace(scheduler=SimpleNamespace(running=[])))
+    components: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            scheduler=SimpleNamespace(running=[]), device_runs_alone=False
+        )
+    )
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def text(self, prompt: Sequence[int]) -> str:

@@ -1,0 +1,117 @@
+"""What Ollama tells of models: of the one that there is."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from fastapi import Response
+
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.service import Service
+
+OLLAMA_VERSION = "0.12.0"
+"""The version of Ollama whose API this is: clients ask, and want one that knows tools and thoughts."""
+
+NEVER = "9999-12-31T23:59:59Z"
+
+
+class ShowRequest(BaseModel):
+    """Which model; any name means the one that there is."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def model_tags(service: Service) -> dict[str, Any]:
+    """The models that there are: one."""
+    return {"models": [{**_entry(service), "modified_at": _started(service)}]}
+
+
+def running_models(service: Service) -> dict[str, Any]:
+    """Those that are loaded: the same, for as long as the server runs."""
+    engine = service.backend.engine
+    about = {
+        "expires_at": NEVER,
+        "size_vram": engine.size_bytes if engine.components.device_runs_alone else 0,
+        "context_length": engine.context_size,
+    }
+    return {"models": [{**_entry(service), **about}]}
+
+
+async def show(context: RequestContext, _: ShowRequest) -> Response:
+    """What there is to know of the model, as Ollama tells it."""
+    service = context.service
+    backend = service.backend
+    engine = backend.engine
+    params = backend.defaults.of("instruct")
+    parameters = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "num_ctx": engine.context_size,
+    }
+    capabilities = ["completion", "tools"]
+    capabilities += ["thinking"] if backend.prompter.can_think else []
+    capabilities += ["vision"] if engine.encoder is not None else []
+    return JSONResponse(
+        {
+            "modelfile": f"# served by qwen-serve\nFROM {service.settings.model.name}\n",
+            "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters.items()),
+            "template": backend.prompter.template,
+            "license": engine.metadata.get("general.license", ""),
+            "details": _details(service),
+            "model_info": {"general.parameter_count": engine.n_params, **_typed(engine.metadata)},
+            "capabilities": capabilities,
+            "modified_at": _started(service),
+        }
+    )
+
+
+def _entry(service: Service) -> dict[str, Any]:
+    name, engine = service.settings.model_id, service.backend.engine
+    identity = f"{name} {engine.description} {engine.size_bytes}"  # the file itself takes long to read
+    return {
+        "name": name,
+        "model": name,
+        "size": engine.size_bytes,
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        "details": _details(service),
+    }
+
+
+def _details(service: Service) -> dict[str, Any]:
+    engine = service.backend.engine
+    family = engine.metadata.get("general.architecture", "")
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{engine.n_params / 1e9:.1f}B"
+        if engine.n_params > 1e8
+        else f"{engine.n_params / 1e6:.1f}M",
+        "quantization_level": engine.description.split(" ", 2)[-1],
+    }
+
+
+def _typed(metadata: dict[str, str]) -> dict[str, str | int]:
+    """Keys of the file, numbers as such; no texts of pages' length."""
+    return {
+        key: int(text) if text.isdecimal() else text
+        for key, text in metadata.items()
+        if not key.startswith("tokenizer.chat_template") and len(text) < 256
+    }
+
+
+def _started(service: Service) -> str:
+    return datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")

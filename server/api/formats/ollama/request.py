@@ -1,0 +1,186 @@
+"""Ollama's requests, and the chat requests and completions that they come to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, ValidationError
+
+from qwen_serve.server.api.errors import bad_request, from_validation
+from qwen_serve.server.api.fields.generation import LONGEST_NAME
+from qwen_serve.server.api.fields.unsupported import Refusing
+from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS
+from qwen_serve.server.api.formats.completions import CompletionRequest
+from qwen_serve.server.api.formats.translation import object_in, refused, text_in, to_chat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from qwen_serve.server.api.formats.chat import ChatRequest
+
+OPTIONS = {
+    "num_predict": "max_tokens",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "repeat_last_n"),
+            *("repeat_penalty", "presence_penalty", "frequency_penalty"),
+            *("mirostat", "mirostat_tau", "mirostat_eta"),
+        )
+    },
+}
+"""Ollama's options -> fields of ours."""
+
+OF_THE_SERVER = (
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
+    *("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock"),
+)
+"""How a model is loaded, which the server was told at its start; the beginning of a context is never dropped
+here. Nothing depends on them."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,), "vocab_only": (False,)}
+"""Options that are refused, but for these values."""
+
+NAMES = {
+    **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "thinking": "think",
+}
+"""Fields of ours, as this protocol calls them."""
+
+MAGIC = {"/9j/": "jpeg", "R0lG": "gif", "UklG": "webp"}
+"""How files of pictures begin, in base64; the others are PNG, or the decoder says what is wrong."""
+
+
+class OllamaRequest(Refusing):
+    """What both have. Unknown fields are ignored, but for `options`."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
+
+    model: str = Field("", max_length=LONGEST_NAME)
+    stream: bool | None = None
+    """A stream, unless it is false."""
+    format: Any = None
+    """"json", or a schema."""
+    think: bool | str | None = None
+    keep_alive: Any = None
+    """Accepted: the model stays for as long as the server runs."""
+    options: dict[str, Any] | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        """What of it any request of ours has."""
+        fields: dict[str, Any] = {"model": self.model or None, "stream": self.stream is not False}
+        for name, value in (self.options or {}).items():
+            if name in OPTIONS:
+                fields[OPTIONS[name]] = value
+            elif name in OF_THE_SERVER or value is None or value in NEUTRAL.get(name, ()):
+                continue
+            else:
+                known = ", ".join(OPTIONS)
+                raise refused(f"options.{name}", f"not supported by this server, which has {known}")
+        limit = fields.get("max_tokens")
+        if limit in (-1, -2):  # to the end of the answer, or of the context
+            del fields["max_tokens"]
+        fields["response_format"] = self._response_format()
+        return fields
+
+    def _response_format(self) -> dict[str, Any] | None:
+        if self.format in (None, ""):
+            return None
+        if self.format == "json":
+            return {"type": "json_object"}
+        if not isinstance(self.format, dict):
+            raise bad_request('format: must be "json" or a JSON schema', "format", "invalid_value")
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": "format", "schema": self.format, "strict": True},
+        }
+
+    def _thinking(self) -> dict[str, Any]:
+        return {"reasoning_effort" if isinstance(self.think, str) else "thinking": self.think}
+
+
+class OllamaChatRequest(OllamaRequest):
+    """A conversation; without messages it asks for the model to be loaded, which it is."""
+
+    messages: list[dict[str, Any]] = Field([], fail_fast=True, max_length=MAX_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
+
+    def chat(self) -> ChatRequest:
+        """The chat request that means the same. Raises ApiError 400."""
+        messages = [_message(message, f"messages[{at}]") for at, message in enumerate(self.messages)]
+        own = {"messages": messages, "tools": self.tools or None}
+        return to_chat({**self._fields(), **self._thinking(), **own}, NAMES)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """A question; with `raw` a text that is continued, without a template."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OllamaRequest.unsupported,
+        "suffix": ("",),
+        "template": ("",),
+        "context": ([],),
+    }
+
+    prompt: str = ""
+    system: str = ""
+    images: list[Any] | None = Field(None, fail_fast=True)
+    raw: bool | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat request that means the same. Raises ApiError 400."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self.prompt, "images": self.images}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        fields = {**self._fields(), **self._thinking()}
+        return to_chat({**fields, "messages": [_message(each, "prompt") for each in messages]}, NAMES)
+
+    def completion(self) -> CompletionRequest:
+        """The completion that means the same, for a raw prompt. Raises ApiError 400."""
+        for name in ("system", "images", "think"):
+            if getattr(self, name):
+                raise refused(name, "not beside raw, which has no template")
+        fields = {**self._fields(), "prompt": self.prompt}
+        try:
+            return CompletionRequest.model_validate(
+                {name: value for name, value in fields.items() if value is not None}
+            )
+        except ValidationError as error:
+            raise from_validation(error) from error
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A chat request's message."""
+    made: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
+    if images := message.get("images"):
+        text = [{"type": "text", "text": made["content"]}] if made["content"] else []
+        made["content"] = [*_pictures(images, f"{where}.images"), *text]
+    if message.get("thinking"):
+        made["reasoning_content"] = text_in(message["thinking"], f"{where}.thinking")
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise bad_request(f"{where}.tool_calls: must be a list", f"{where}.tool_calls", "invalid_value")
+        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]", at) for at, call in enumerate(calls)]
+    if made["role"] == "tool":
+        made["tool_call_id"] = message.get("tool_call_id") or message.get("tool_name") or "call_0"
+    return made
+
+
+def _pictures(images: Any, where: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(images, list):
+        raise bad_request(f"{where}: must be a list of pictures in base64", where, "invalid_value")
+    for at, image in enumerate(images):
+        data = text_in(image, f"{where}[{at}]")
+        kind = MAGIC.get(data[:4], "png")
+        yield {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+
+def _call(call: Any, where: str, at: int) -> dict[str, Any]:
+    given = object_in(object_in(call, where).get("function"), f"{where}.function")
+    function = {
+        "name": text_in(given.get("name"), f"{where}.function.name"),
+        "arguments": dict(object_in(given.get("arguments") or {}, f"{where}.function.arguments")),
+    }
+    return {"id": call.get("id") or f"call_{at}", "type": "function", "function": function}
