@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -16,6 +17,7 @@ from lm_eval.api.registry import register_model
 
 from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
 from qwen_serve.bench.load.client import Client, Completion, Usage
+from qwen_serve.bench.load.generator import shown
 from qwen_serve.bench.terminal import Bar
 
 PATH = "/v1/chat/completions"
@@ -49,6 +51,9 @@ class ChatModel(LM):  # type: ignore[misc]
     ``thinking`` None sends no switch. ``concurrency`` requests are under way at any time. A transient failure
     (no connection, 429, 5xx, a torn stream) is tried ``retries`` more times; anything else raises at once.
     """
+
+    MULTIMODAL = True
+    """What lm-eval asks of a model before it gives it pictures."""
 
     def __init__(
         self,
@@ -143,14 +148,19 @@ class ChatModel(LM):  # type: ignore[misc]
             await asyncio.sleep(min(MAX_DELAY, FIRST_DELAY * 2**attempt))
         raise AssertionError("unreachable")
 
-    def _body(self, messages: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The request of lm-eval's ``messages`` and generation settings, under OpenAI's names."""
+    def _body(
+        self, messages: str, settings: Mapping[str, Any], media: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The request of lm-eval's ``messages`` and generation settings, under OpenAI's names. ``media``:
+        under "visual" the pictures of the last message, as data URLs."""
         rest = dict(settings)
         stop = rest.pop("until", None) or []
         tokens = rest.pop("max_gen_toks", None)
         if not rest.pop("do_sample", False):
             rest["temperature"] = 0.0
-        body = {"model": self.model, "messages": json.loads(messages), **rest}
+        *before, last = json.loads(messages)
+        last["content"] = shown(media.get("visual", ()), last["content"])
+        body = {"model": self.model, "messages": [*before, last], **rest}
         if tokens is not None:
             body["max_tokens"] = tokens
         if stop:

@@ -93,6 +93,8 @@ OFFICIAL = (
 
 # The shapes of the first three on the bundled model's held-out items.
 NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
+# Questions about pictures, for a server that has the vision tower: asked for by name.
+NANO_PICTURES = "nano_pictures"
 NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
 
 

@@ -11,7 +11,7 @@ from qwen_serve.bench.arguments import ServerOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates import nano
 from qwen_serve.bench.gates.chat_model import PATH, ChatModel
-from qwen_serve.bench.gates.gate import NANO_NAMES, OFFICIAL, Gate
+from qwen_serve.bench.gates.gate import NANO_NAMES, NANO_PICTURES, OFFICIAL, Gate
 from qwen_serve.bench.gates.options import GateOptions
 from qwen_serve.bench.gates.runner import run_gate
 from qwen_serve.bench.gates.samples import append_samples
@@ -19,6 +19,8 @@ from qwen_serve.bench.gates.score import SUBTASKS, WORKLOAD
 from qwen_serve.bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
 from qwen_serve.bench.load.client import Client
 from qwen_serve.bench.store import Run
+
+NANOS = (*NANO_NAMES, NANO_PICTURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def load_gates(options: GateOptions) -> list[Loaded]:
         Loaded(
             gate,
             nano.nano_tasks(gate, options.nano)
-            if gate.name in NANO_NAMES
+            if gate.name in NANOS
             else hub_tasks(gate, dict(options.data)),
             None if reference is None else reference.outcomes.get(gate.name),
         )
@@ -71,7 +73,7 @@ def choose_gates(names: str, folder: Path) -> tuple[list[Gate], nano.Reference |
     wanted = [name for part in parts for name in sets.get(part, (part,))]
     if not wanted:
         raise BenchError("--tasks: want nano, official, or names")
-    reference = nano.read_reference(folder) if set(wanted) & set(NANO_NAMES) else None
+    reference = nano.read_reference(folder) if set(wanted) & set(NANOS) else None
     known = official | (
         {} if reference is None else {gate.name: gate for gate in nano.nano_gates(folder, reference)}
     )

@@ -1,5 +1,5 @@
 """The gates' shapes on the bundled model's held-out items, and the answers it is known to give in full
-precision.
+precision; and questions about pictures, which no official gate has.
 
 Prompts, few-shot form, filters, metrics and scorers are those of lm-eval's mmlu_pro, ifeval and gpqa; only
 the data differ. Thresholds are shares of the model's own full-precision scores.
@@ -15,10 +15,10 @@ import datasets  # type: ignore[import-untyped]
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.estimate import estimate
-from qwen_serve.bench.gates.gate import NANO_NAMES, Gate
+from qwen_serve.bench.gates.gate import NANO_NAMES, NANO_PICTURES, Gate
 from qwen_serve.bench.gates.tasks import Config, Tasks, definition, make_task
 
-SHARES = {"nano_knowledge": 0.90, "nano_instructions": 0.95, "nano_reasoning": 0.90}
+SHARES = {"nano_knowledge": 0.90, "nano_instructions": 0.95, "nano_reasoning": 0.90, NANO_PICTURES: 0.95}
 THINKING_TOKENS = 2_048  # ten times what its worked answers take
 CATEGORY_PREFIX = "nano_knowledge_"
 
@@ -42,7 +42,9 @@ def read_reference(folder: Path) -> Reference:
     except (OSError, ValueError) as error:
         raise BenchError(f"{path}: the recorded full-precision answers cannot be read: {error}") from error
     outcomes: dict[str, Recorded] = {}
-    for name in NANO_NAMES:
+    for name in (*NANO_NAMES, NANO_PICTURES):
+        if name == NANO_PICTURES and "pictures" not in content:  # of a model without a vision tower
+            continue
         family = name.removeprefix("nano_")
         try:
             items = content[family]["items"]
@@ -65,7 +67,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
-    """The three gates, thresholds at their share of what ``reference`` scores on all held-out items."""
+    """The gates that ``reference`` has, thresholds at their share of what it scores on all held-out items."""
     questions = read_items(folder / "heldout" / "knowledge.jsonl")
     subjects = {str(question["question_id"]): str(question["category"]) for question in questions}
     subtasks = tuple(CATEGORY_PREFIX + subject for subject in sorted(set(subjects.values())))
@@ -85,9 +87,12 @@ def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
             thinking=True,
             max_tokens=THINKING_TOKENS,
         ),
+        Gate(NANO_PICTURES, (NANO_PICTURES,), "exact_match,none", thinking=False, max_tokens=16),
     )
     scored: list[Gate] = []
     for gate in gates:
+        if gate.name not in reference.outcomes:
+            continue
         known = reference.outcomes[gate.name]
         if gate.name == "nano_knowledge":
             strata = [
@@ -137,10 +142,33 @@ def reasoning_tasks(gate: Gate, files: Path) -> Tasks:
     return {gate.name: make_task(gate.name, config, gate)}
 
 
+def picture_tasks(gate: Gate, files: Path) -> Tasks:
+    """A picture, a question about it, and an answer of one word."""
+    config = local(test=files / "pictures.jsonl") | {
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_image": lambda row: [row["picture"]],
+        "generation_kwargs": {"until": [], "do_sample": False},
+        "metric_list": [
+            {
+                "metric": "exact_match",
+                "aggregation": "mean",
+                "higher_is_better": True,
+                "ignore_case": True,
+                "ignore_punctuation": True,
+            }
+        ],
+    }
+    return {gate.name: make_task(gate.name, config, gate)}
+
+
 BUILDERS: dict[str, Callable[[Gate, Path], Tasks]] = {
     "nano_knowledge": knowledge_tasks,
     "nano_instructions": instruction_tasks,
     "nano_reasoning": reasoning_tasks,
+    NANO_PICTURES: picture_tasks,
 }
 
 

@@ -53,7 +53,7 @@ class GateOptions:
 
     tasks: str = "nano"
     """nano, official, gates (mmlu_pro, ifeval, gpqa_diamond, gsm8k, nano_knowledge, nano_instructions,
-    nano_reasoning), or tasks of lm-eval that generate text."""
+    nano_reasoning, nano_pictures), or tasks of lm-eval that generate text."""
     limit: Limit = None
     """Items of each subtask: a share below 1, a number, or all (all)."""
     seed: int = 0

@@ -73,10 +73,40 @@ def run_fit_draft(args: argparse.Namespace) -> None:
     )
 
 
+def run_fit_vision(args: argparse.Namespace) -> None:
+    from models.nano.train.fit_vision import VisionSettings, fit_vision
+
+    fit_vision(
+        VisionSettings(
+            tokenizer=args.model / "tokenizer.json",
+            model=args.model,
+            out=args.out,
+            minutes=args.minutes,
+            batch_tokens=args.batch_tokens,
+            workers=args.workers,
+            rate=args.rate,
+            seed=args.seed,
+            start_from=args.start_from,
+        )
+    )
+
+
+def run_put_tower(args: argparse.Namespace) -> None:
+    from models.nano.train.checkpoint import load_tower, put_tower
+
+    put_tower(args.model, load_tower(args.tower))
+
+
 def run_generate(args: argparse.Namespace) -> None:
     from models.nano.train.evaluate import generate
 
     generate(args.model, args.heldout, args.replies, args.families, args.limit, args.batch_tokens)
+
+
+def run_see(args: argparse.Namespace) -> None:
+    from models.nano.train.see import see
+
+    see(args.model, args.heldout, args.out)
 
 
 def run_score(args: argparse.Namespace) -> None:
@@ -143,6 +173,22 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=1)
     verb.set_defaults(run=run_fit_draft)
 
+    verb = verbs.add_parser("fit-vision", help="train the vision tower of a text model")
+    verb.add_argument("--model", type=Path, default=NANO, help="checkpoint whose text model it is for")
+    verb.add_argument("--out", type=Path, required=True, help="folder for the tower's tensors and log.json")
+    verb.add_argument("--start-from", type=Path, help="tower.safetensors of an earlier run to go on from")
+    verb.add_argument("--minutes", type=float, default=2.0, help="training time")
+    verb.add_argument("--batch-tokens", type=int, default=32_768)
+    verb.add_argument("--workers", type=int, default=14, help="processes that draw pictures")
+    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
+    verb.add_argument("--seed", type=int, default=1)
+    verb.set_defaults(run=run_fit_vision)
+
+    verb = verbs.add_parser("put-tower", help="replace a checkpoint's vision tower")
+    verb.add_argument("--model", type=Path, default=NANO, help="checkpoint to change")
+    verb.add_argument("--tower", type=Path, required=True, help="tower.safetensors of fit-vision")
+    verb.set_defaults(run=run_put_tower)
+
     verb = verbs.add_parser(
         "generate", help="greedy replies to the held-out items, by transformers in float32"
     )
@@ -153,6 +199,12 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--limit", type=int, default=0, help="items a family; 0: all")
     verb.add_argument("--batch-tokens", type=int, default=131_072, help="prompt tokens at once")
     verb.set_defaults(run=run_generate)
+
+    verb = verbs.add_parser("see", help="the same for pictures, into reference.json")
+    verb.add_argument("--model", type=Path, default=NANO)
+    verb.add_argument("--heldout", type=Path, default=NANO / "heldout")
+    verb.add_argument("--out", type=Path, default=NANO / "reference.json", help="reference to add them to")
+    verb.set_defaults(run=run_see)
 
     verb = verbs.add_parser("score", help="the table of accuracies for such replies")
     verb.add_argument("--heldout", type=Path, default=NANO / "heldout")

@@ -18,10 +18,13 @@ from models.nano.train.shape import (
     VisionShape,
     generation_config,
     model_config,
+    preprocessor_config,
     shape_of,
     tokenizer_config,
+    vision_config,
 )
 from models.nano.train.tokenizer import PRETOKENIZE_REGEX, save_tokenizer, special_ids
+from models.nano.train.vision import Tower
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +33,7 @@ INDEX = "model.safetensors.index.json"
 SHARDS = ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors")
 CHAT_TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
 TRUNK_PREFIX = "model.language_model."
+VISION_PREFIX = "model.visual."
 # kept in float32 by the official checkpoints: they steer a recurrence over the whole context
 FLOAT32 = (".A_log", ".linear_attn.norm.weight")
 
@@ -43,39 +47,8 @@ def new_model(shape: Shape, seed: int) -> tuple[Trunk, MTP]:
     return trunk, mtp
 
 
-def vision_tensors(shape: Shape, vision: VisionShape) -> dict[str, Tensor]:
-    """A random vision tower under `model.visual.`: nobody looks through it, converters step over it."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, wide = vision.hidden, vision.hidden * vision.merge**2
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (hidden, 3, vision.temporal_patch, vision.patch, vision.patch),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (vision.positions, hidden),
-        "merger.norm.weight": (hidden,),
-        "merger.norm.bias": (hidden,),
-        "merger.linear_fc1.weight": (wide, wide),
-        "merger.linear_fc1.bias": (wide,),
-        "merger.linear_fc2.weight": (shape.hidden, wide),
-        "merger.linear_fc2.bias": (shape.hidden,),
-    }
-    for i in range(vision.depth):
-        shapes |= {
-            f"blocks.{i}.norm1.weight": (hidden,),
-            f"blocks.{i}.norm1.bias": (hidden,),
-            f"blocks.{i}.norm2.weight": (hidden,),
-            f"blocks.{i}.norm2.bias": (hidden,),
-            f"blocks.{i}.attn.qkv.weight": (3 * hidden, hidden),
-            f"blocks.{i}.attn.qkv.bias": (3 * hidden,),
-            f"blocks.{i}.attn.proj.weight": (hidden, hidden),
-            f"blocks.{i}.attn.proj.bias": (hidden,),
-            f"blocks.{i}.mlp.linear_fc1.weight": (vision.ffn, hidden),
-            f"blocks.{i}.mlp.linear_fc1.bias": (vision.ffn,),
-            f"blocks.{i}.mlp.linear_fc2.weight": (hidden, vision.ffn),
-            f"blocks.{i}.mlp.linear_fc2.bias": (hidden,),
-        }
-    return {
-        f"model.visual.{name}": 0.02 * torch.randn(size, generator=generator) for name, size in shapes.items()
-    }
+def tower_tensors(tower: Tower) -> dict[str, Tensor]:
+    return {VISION_PREFIX + name: tensor for name, tensor in tower.state_dict().items()}
 
 
 def stored(name: str, tensor: Tensor) -> Tensor:
@@ -85,7 +58,8 @@ def stored(name: str, tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(folder: Path, trunk: Trunk, mtp: MTP, tokenizer: Tokenizer) -> None:
-    """Write all that a converter reads into `folder`, weights and JSON under a temporary name first."""
+    """Write all that a converter reads into `folder`, weights and JSON under a temporary name first. The
+    vision tower is an untrained one: `put_tower` replaces it."""
     shape, vision = trunk.shape, VisionShape()
     folder.mkdir(parents=True, exist_ok=True)
     language = {TRUNK_PREFIX + name: tensor for name, tensor in trunk.state_dict().items()}
@@ -94,7 +68,9 @@ def save_checkpoint(folder: Path, trunk: Trunk, mtp: MTP, tokenizer: Tokenizer) 
     cut = next(i for i, name in enumerate(language) if name.startswith(half))
     names = list(language)
     first = {name: language[name] for name in names[:cut]}
-    second = {name: language[name] for name in names[cut:]} | drafts | vision_tensors(shape, vision)
+    second = (
+        {name: language[name] for name in names[cut:]} | drafts | tower_tensors(Tower(vision, shape.hidden))
+    )
 
     weight_map: dict[str, str] = {}
     total = 0
@@ -112,6 +88,7 @@ def save_checkpoint(folder: Path, trunk: Trunk, mtp: MTP, tokenizer: Tokenizer) 
     )
     write_json(folder / "config.json", model_config(shape, vision, ids))
     write_json(folder / "generation_config.json", generation_config(ids))
+    write_json(folder / "preprocessor_config.json", preprocessor_config(vision))
     write_json(folder / "tokenizer_config.json", tokenizer_config(shape, ids, PRETOKENIZE_REGEX))
     save_tokenizer(tokenizer, folder)
     copyfile(CHAT_TEMPLATE, folder / "chat_template.jinja")
@@ -130,6 +107,42 @@ def load_checkpoint(folder: Path) -> tuple[Trunk, MTP]:
     load_prefixed(trunk, tensors, TRUNK_PREFIX)
     load_prefixed(mtp, tensors, "mtp.")
     return trunk, mtp
+
+
+def save_tower(path: Path, tower: Tower) -> None:
+    """The tower's tensors alone, as the checkpoint holds them."""
+    tensors = {name: stored(name, tensor) for name, tensor in tower_tensors(tower).items()}
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(path)
+
+
+def put_tower(folder: Path, tower: Tower) -> None:
+    """Replace the vision tower of the checkpoint in `folder`; all other tensors stay as they are."""
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    where = {name: file for name, file in index["weight_map"].items() if not name.startswith(VISION_PREFIX)}
+    path = folder / SHARDS[1]
+    tensors = {name: one for name, one in load_file(path).items() if not name.startswith(VISION_PREFIX)}
+    tensors |= {name: stored(name, one) for name, one in tower_tensors(tower).items()}
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(path)
+    where |= dict.fromkeys(tower_tensors(tower), SHARDS[1])
+    total = sum(one.nbytes for one in [*tensors.values(), *load_file(folder / SHARDS[0]).values()])
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"] = vision_config(tower.shape, config["text_config"]["hidden_size"])
+    write_json(folder / "config.json", config)
+    write_json(folder / "preprocessor_config.json", preprocessor_config(tower.shape))
+
+
+def load_tower(path: Path) -> Tower:
+    """The tower in a shard or in a file of `save_tower`, in float32 on the CPU."""
+    tensors = load_file(path)
+    vision = VisionShape()
+    tower = Tower(vision, tensors[f"{VISION_PREFIX}merger.linear_fc2.bias"].numel())
+    load_prefixed(tower, tensors, VISION_PREFIX)
+    return tower
 
 
 def load_prefixed(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> None:

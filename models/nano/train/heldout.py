@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from models.nano.train import continuation, instructions, knowledge, reasoning
+from models.nano.train import continuation, instructions, knowledge, pictures, reasoning
 from models.nano.train.document import Messages, user
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COUNT = 300
 CONTINUATIONS = 1_200
-SHOTS_FILE = "knowledge_shots"
+SHOTS_FILE, PICTURES_FILE = "knowledge_shots", "pictures"
 FAMILIES = ("knowledge", "instructions", "reasoning", "continuation")
 
 Row = dict[str, Any]
@@ -60,6 +60,15 @@ def rows(name: str) -> Iterator[Row]:
                 "reasoning": problem.reply.reasoning,
                 "level": problem.level,
             }
+    elif name == PICTURES_FILE:
+        for i, drawn in enumerate(pictures.held_out_items(COUNT)):
+            yield {
+                "id": i,
+                "kind": drawn.kind,
+                "question": drawn.question,
+                "answer": drawn.answer,
+                "picture": drawn.scene.data_url(),
+            }
     else:
         for i, piece in enumerate(continuation.held_out_items(CONTINUATIONS)):
             chat = (
@@ -78,7 +87,7 @@ def rows(name: str) -> Iterator[Row]:
 def write(folder: Path) -> None:
     """Write every held-out file, each under a temporary name first."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*FAMILIES, SHOTS_FILE):
+    for name in (*FAMILIES, SHOTS_FILE, PICTURES_FILE):
         part = folder / f"{name}.jsonl.part"
         part.write_text(
             "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows(name)), encoding="utf-8"

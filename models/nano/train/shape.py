@@ -64,12 +64,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower small enough to be a formality: it is there to be skipped."""
+    """Sizes of Qwen3.5's vision tower. A token is 16 pixels wide and high, a head turns in pairs of 4."""
 
-    depth: int = 1
-    hidden: int = 32
-    ffn: int = 64
-    heads: int = 2
+    depth: int = 4
+    hidden: int = 96
+    ffn: int = 384
+    heads: int = 4
     patch: int = 8
     temporal_patch: int = 2
     merge: int = 2
@@ -126,24 +126,44 @@ def model_config(shape: Shape, vision: VisionShape, ids: dict[str, int]) -> dict
         "tie_word_embeddings": True,
         "transformers_version": "4.57.0.dev0",
         "video_token_id": ids["<|video_pad|>"],
-        "vision_config": {
-            "deepstack_visual_indexes": [],
-            "depth": vision.depth,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": vision.hidden,
-            "in_channels": 3,
-            "initializer_range": 0.02,
-            "intermediate_size": vision.ffn,
-            "model_type": "qwen3_5",
-            "num_heads": vision.heads,
-            "num_position_embeddings": vision.positions,
-            "out_hidden_size": shape.hidden,
-            "patch_size": vision.patch,
-            "spatial_merge_size": vision.merge,
-            "temporal_patch_size": vision.temporal_patch,
-        },
+        "vision_config": vision_config(vision, shape.hidden),
         "vision_end_token_id": ids["<|vision_end|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
+    }
+
+
+def vision_config(vision: VisionShape, out: int) -> dict[str, Any]:
+    """`vision_config` of config.json; `out`: the text model's width."""
+    return {
+        "deepstack_visual_indexes": [],
+        "depth": vision.depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": vision.hidden,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": vision.ffn,
+        "model_type": "qwen3_5",
+        "num_heads": vision.heads,
+        "num_position_embeddings": vision.positions,
+        "out_hidden_size": out,
+        "patch_size": vision.patch,
+        "spatial_merge_size": vision.merge,
+        "temporal_patch_size": vision.temporal_patch,
+    }
+
+
+def preprocessor_config(vision: VisionShape) -> dict[str, Any]:
+    """preprocessor_config.json: how pixels become what the tower reads. At least 8 tokens, at most 4,096."""
+    token = (vision.patch * vision.merge) ** 2
+    return {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_size": vision.merge,
+        "patch_size": vision.patch,
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"longest_edge": 4096 * token, "shortest_edge": 8 * token},
+        "temporal_patch_size": vision.temporal_patch,
     }
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.chat_model import ChatModel
-from qwen_serve.bench.gates.gate import MMLU_PRO_SUBJECTS, OFFICIAL, Gate
+from qwen_serve.bench.gates.gate import MMLU_PRO_SUBJECTS, NANO_PICTURES, OFFICIAL, Gate
+from qwen_serve.bench.gates.nano import nano_tasks
 from qwen_serve.bench.gates.runner import GateRun, run_gate
 from qwen_serve.bench.gates.tasks import Tasks, hub_tasks, other_gates, sample
 from tests.bench.fake_server import Body, FakeReply, FakeServer, Script, text_of
@@ -146,3 +147,31 @@ def test_missing_scoring_data_is_found_before_the_asking(
     monkeypatch.setattr(nltk.data, "find", find)
     with pytest.raises(BenchError, match="number_sentences takes nltk's punkt_tab"):
         hub_tasks(GATES["ifeval"], {"ifeval": tmp_path})
+
+
+def test_questions_about_pictures(tmp_path: Path) -> None:
+    """nano's own gate: each answered by one word, its picture in front."""
+    rows = [
+        {
+            "id": n,
+            "kind": "shape",
+            "question": f"Which shape is {n}?",
+            "answer": "ring",
+            "picture": f"data:{n}",
+        }
+        for n in range(8)
+    ]
+    write(tmp_path / "heldout" / "pictures.jsonl", rows)
+    gate = Gate(NANO_PICTURES, (NANO_PICTURES,), "exact_match,none", thinking=False, max_tokens=16)
+
+    def reply(body: Body) -> FakeReply:
+        picture, question = body["messages"][-1]["content"]
+        number = int(picture["image_url"]["url"].removeprefix("data:"))
+        assert question["text"] == f"Which shape is {number}?"
+        return FakeReply("Ring." if number < 6 else "a ring")
+
+    with FakeServer(Script(reply=reply)) as server:
+        run = put(server, gate, nano_tasks(gate, tmp_path))
+        assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for _, body in server.requests)
+    assert run.score.score == pytest.approx(6 / 8)
+    assert {one.id for one in run.samples} == {str(n) for n in range(8)}
